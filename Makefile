@@ -1,0 +1,107 @@
+# Every target builds what it needs in .venv. Variables:
+#   PYTHON=python3.12        interpreter that .venv is made of (a CUDA, ROCm or Ascend PyTorch in it is kept and used)
+#   NO_VENV=1                run with $(PYTHON) as it is and install nothing
+#   BACKEND=cuda             run the suite natively on that backend's device
+#   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
+#   WORKERS=2                test processes
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+BACKEND ?=
+WORKERS ?= 2
+ARGS ?=
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full check static bench docs format clean env
+
+LINKS := liger_multi/backends liger_multi/reference
+ifdef NO_VENV
+RUN := $(PYTHON)
+ENV := $(LINKS)
+else
+RUN := $(VENV)/bin/python
+ENV := $(VENV)/.stamp $(LINKS)
+endif
+
+# One thread a process: the processes already fill the cores, and tiny tensors gain nothing from more.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(RUN) -m pytest -q
+# Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
+INTERPRETED = $(wildcard tests/test_ops.py tests/test_triton*.py)
+COMPILED = $(wildcard tests/test_static.py)
+FAST = $(wildcard tests/test_harness.py tests/test_layering.py tests/test_import.py tests/test_dispatch.py)
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@sed -n '/^# /s/^# //p;/^PYTHON/q' $(MAKEFILE_LIST)
+
+env: $(ENV)  ## the environment alone
+
+$(VENV)/.stamp: pyproject.toml setup.py ci/venv.py liger_multi/_version.py
+	$(PYTHON) -m ci.venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --extras test
+	@touch $@
+
+$(LINKS):
+	@test -e $@ || ln -s ../$(notdir $@) $@
+
+demo: $(ENV)  ## train two small models, stock and patched, and compare them
+	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo $(ARGS)
+
+ifeq ($(BACKEND),)
+test: $(ENV)  ## the suite: references natively, kernels interpreted, kernels cross-compiled (BACKEND=cuda: on a device)
+	@failed=0; \
+	echo "== native"; \
+	$(PYTEST) -m "not slow" -n $(WORKERS) $(COMPILED:%=--ignore=%) $(ARGS) || failed=1; \
+	$(SUITE_TRITON) exit $$failed
+else
+test: $(ENV)
+	$(PYTEST) -m "not slow" --backend $(BACKEND) $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS)) $(ARGS)
+endif
+
+define SUITE_TRITON
+if ! $(RUN) -c 'import triton' 2>/dev/null; then \
+  echo "== kernels: no Triton on this machine, not run"; \
+else \
+  $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) -m "not slow" -n $(WORKERS) --backend triton $(INTERPRETED) $(ARGS) || failed=1;) \
+  $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) -m "not slow" -n $(WORKERS) $(COMPILED) $(ARGS) || failed=1;) \
+  true; \
+fi;
+endef
+comma := ,
+
+test-full: $(ENV)  ## the suite with the slow tests
+	@failed=0; \
+	$(MAKE) --no-print-directory test || failed=1; \
+	echo "== slow"; \
+	$(PYTEST) -m slow $(if $(BACKEND),--backend $(BACKEND)) $(ARGS) || failed=1; \
+	exit $$failed
+
+static: $(ENV)  ## format, lint, types, layering, generated pages
+	@failed=; \
+	for step in "ruff format --check ." "ruff check ." mypy ci.layering "ci.docs --check"; do \
+	  echo "== $$step"; $(RUN) -m $$step || failed="$$failed $${step%% *}"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+check: static  ## static and the fast tests, under two minutes
+	$(PYTEST) -m "not slow" -n $(WORKERS) $(FAST) $(ARGS)
+
+bench: $(ENV)  ## time and memory of every operator on this machine
+	$(RUN) -m ci.bench $(ARGS)
+
+docs: $(ENV)  ## regenerate the operator table and pages
+	$(RUN) -m ci.docs
+
+site: docs  ## the pages as a website, in build/site
+	$(RUN) -m pip install --quiet "mkdocs>=1.6"
+	$(RUN) -m mkdocs build --quiet -f ci/mkdocs.yml
+
+format: $(ENV)  ## rewrite the sources in the house format
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+
+clean:  ## remove what these targets made
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

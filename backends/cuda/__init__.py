@@ -1,0 +1,44 @@
+"""NVIDIA: launch tables over the shared Triton kernels."""
+
+import torch
+
+from liger_multi.backend import Backend, DeviceInfo
+
+
+def _probe() -> str | None:
+    if torch.version.cuda is None:
+        return "needs a CUDA build of PyTorch"
+    return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
+
+
+def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    if (
+        device.type == "cuda"
+        and dtype is torch.bfloat16
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        return "bfloat16 needs compute capability 8.0 or later"
+    return None
+
+
+def _device_info(device: torch.device) -> DeviceInfo:
+    facts = torch.cuda.get_device_properties(device)
+    shared = getattr(facts, "shared_memory_per_block_optin", 49152)
+    return DeviceInfo(
+        "cuda", f"sm{facts.major}{facts.minor}", 32, 1024, shared, facts.multi_processor_count
+    )
+
+
+def _describe() -> dict[str, str]:
+    return {"CUDA of PyTorch": torch.version.cuda or "none"}
+
+
+BACKEND = Backend(
+    "cuda",
+    device_type="cuda",
+    parents=("triton",),
+    probe=_probe,
+    supports=_supports,
+    device_info=_device_info,
+    describe=_describe,
+)

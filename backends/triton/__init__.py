@@ -1,0 +1,38 @@
+"""Triton kernels that NVIDIA and AMD share; vendors add launch tables and what truly differs."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+
+from liger_multi.backend import Backend
+
+
+def _probe() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    return None
+
+
+def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on a CPU only under its interpreter (TRITON_INTERPRET=1)"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return "has kernels for float32, float16 and bfloat16, not "
+        f"{str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _describe() -> dict[str, str]:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        version = "present, version unknown"
+    return {"triton": version} | (
+        {"TRITON_INTERPRET": "1 (kernels are interpreted)"} if interpreted else {}
+    )
+
+
+BACKEND = Backend("triton", probe=_probe, supports=_supports, describe=_describe)

@@ -1,0 +1,89 @@
+"""What the Triton kernels share: rounding, row views and the sum of per-program partials."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.launch import knobs
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@dataclass(frozen=True)
+class ReduceKnobs:
+    """Tile of the sum over partials: ``block_rows`` partials by ``block`` columns."""
+
+    block_rows: int = 32
+    block: int = 64
+    num_warps: int = 4
+
+
+@triton.jit
+def round_to(value, DTYPE: tl.constexpr):
+    """Cast fp32 to DTYPE, to nearest even; Triton's interpreter would truncate to bf16."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        near = (bits & 0xFFFF0000) + ((((bits & 0xFFFF) + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16)
+        value = tl.where(value == value, near.to(tl.float32, bitcast=True), value)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of an fp32 x; 0 and 1 in the limits."""
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+
+
+@triton.jit
+def _sum_partials_kernel(
+    partial_ptr, out_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, BLOCK_ROWS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
+    for start in tl.range(0, partials, BLOCK_ROWS):
+        mask = (start + row < partials)[:, None] & (col < cols)[None, :]
+        total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
+        partial_ptr += BLOCK_ROWS * cols
+    out = round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + col, out, mask=col < cols)
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum fp32 partials (programs, cols) over the programs, in a fixed order, and cast."""
+    count, cols = partial.shape
+    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    # few columns: narrower tiles, so that more programs share the work
+    default = ReduceKnobs() if cols > 2048 else ReduceKnobs(128, 16)
+    k = knobs("sum_partials", default, partial.device, rows=count, cols=cols)
+    _sum_partials_kernel[(triton.cdiv(cols, k.block),)](
+        partial, out, count, cols, k.block_rows, k.block,
+        num_warps=k.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists."""
+    cols = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
+    return rows if rows.stride(1) == 1 or cols == 1 else rows.contiguous()
+
+
+def power_of_2(value: int) -> int:
+    """The least power of two that is not less than ``value`` (at least 1)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def warps(threads: int, warp_size: int) -> int:
+    """Warps that hold about ``threads`` threads, a power of two and at least one."""
+    return max(power_of_2(threads) // warp_size, 1)

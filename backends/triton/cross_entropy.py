@@ -1,0 +1,384 @@
+"""Cross entropy of rows of logits, with class weights, label smoothing, z-loss and softcap.
+
+With z = cap * tanh(scale * raw / cap), p = softmax(z), lse = logsumexp(z) and t the row's target:
+
+    ce = (1 - eps) w[t] (lse - z[t]) + eps / V * sum_j w[j] (lse - z[j])
+    zl = z_loss_weight * lse^2
+    d ce / dz[j] = (1 - eps) w[t] (p[j] - [j = t]) + eps / V * (p[j] sum(w) - w[j])
+    d zl / dz[j] = 2 z_loss_weight lse p[j]
+    dz / draw = scale * (1 - (z / cap)^2)
+
+One program walks one row of any width. The sum of exponentials is anchored at the target's logit,
+which is known before the first column: no running maximum, no barrier in the loop, and the loss is
+the logarithm of a sum that is at least 1. Where that sum overflows (a loss above 88) or the anchor
+is not finite, the row is walked again from its maximum. The same walk can be followed by one that
+overwrites the row by its gradient, while the row is still in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import LN2, power_of_2, warps
+from liger_multi.backends.triton.cross_entropy_walks import (
+    fill_zero,
+    logit,
+    row_maximum,
+    walk,
+    write_gradient,
+)
+from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.reference.reduction import check_targets
+from liger_multi.reference.rows import Objective, Rows
+
+
+@dataclass(frozen=True)
+class RowKnobs:
+    """Columns a step, warps a program, and how often the compiler unrolls the loop over steps."""
+
+    block: int
+    num_warps: int
+    unroll: int
+
+
+def row_knobs(info: DeviceInfo, cols: int, sums: int) -> RowKnobs:
+    """16 columns a thread, fewer where more than one sum a column must stay in registers."""
+    block = min(power_of_2(cols), 16384 if cols > 65536 else 8192)
+    if sums > 1:
+        block = min(block, 4096)
+    threads = info.max_threads if block > 8192 else max(32, min(512, block // 8))
+    # twice would spill the gradient's registers on sm80 with 1024 threads (triton 3.9)
+    unroll = 2 if sums == 1 and block <= 8192 else 1
+    return RowKnobs(block, warps(threads, info.warp_size), unroll)
+
+
+@triton.jit
+def _store_rows(
+    ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+    ce, zl, lse, log_prob, entropy, argmax,
+):  # fmt: skip
+    tl.store(ce_ptr + row, ce)
+    if zl_ptr is not None:
+        tl.store(zl_ptr + row, zl)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse)
+    if log_prob_ptr is not None:
+        tl.store(log_prob_ptr + row, log_prob)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, entropy)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + row, argmax)
+
+
+@triton.jit
+def _cross_entropy_forward_kernel(
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
+    log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    target = tl.load(target_ptr + row * target_stride)
+    if target == ignore_index:
+        _store_rows(
+            ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+            0.0, 0.0, 0.0, 0.0, 0.0, -1,
+        )  # fmt: skip
+        if GRADIENT:
+            fill_zero(row_ptr, cols, BLOCK)
+        return
+    inside = (target >= 0) & (target < cols)
+    target = tl.where(inside, target, 0).to(tl.int32)
+    own = logit(tl.load(row_ptr + target), SCALE, SOFTCAP)
+    anchor = own
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    ARGMAX: tl.constexpr = argmax_ptr is not None
+    total, spread, smooth, argmax = walk(
+        row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+        BLOCK, UNROLL,
+    )  # fmt: skip
+    # entropy is a difference, which loses digits where the anchor lies far below the maximum
+    if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
+        anchor = row_maximum(row_ptr, cols, SCALE, SOFTCAP, BLOCK)
+        total, spread, smooth, argmax = walk(
+            row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+            BLOCK, 1,
+        )  # fmt: skip
+    log2_total = tl.log2(total)
+    log_total = log2_total * LN2
+    lse = anchor + log_total
+    nll = tl.where(inside, log_total - (own - anchor), float("nan"))
+    ce = nll * (1.0 - SMOOTHING)
+    if weight_ptr is not None:
+        ce *= tl.load(weight_ptr + target).to(tl.float32)
+    if SMOOTHING != 0.0:
+        weights = tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols
+        ce += SMOOTHING / cols * (weights * log_total - smooth)
+    zl = z_weight * lse * lse
+    entropy = log_total - spread / total
+    if GRADIENT:
+        if inside:
+            ce_scale = tl.load(scales_ptr)
+            zl_scale = tl.load(scales_ptr + 1)
+            write_gradient(
+                row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
+                ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+            )  # fmt: skip
+        else:
+            fill_zero(row_ptr, cols, BLOCK)
+    if ADD_ZL:
+        ce += zl
+    _store_rows(
+        ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+        ce, zl, lse, -nll, entropy, argmax,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, denominators_ptr,
+    out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols, ignore_index, z_weight,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row * out_stride
+    target = tl.load(target_ptr + row * target_stride)
+    if (target == ignore_index) | (target < 0) | (target >= cols):
+        fill_zero(out_ptr, cols, BLOCK)
+        return
+    dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+    weight_total = tl.load(denominators_ptr)
+    count = tl.load(denominators_ptr + 1)
+    ce_scale = tl.where(weight_total == 0.0, 0.0, dloss / weight_total)
+    zl_scale = tl.where(count == 0.0, 0.0, dloss / count)
+    lse = tl.load(lse_ptr + row)
+    row_ptr = logits_ptr + row * row_stride
+    write_gradient(
+        row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, 0.0, lse,
+        ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy_reduce_kernel(
+    target_ptr, weight_ptr, ce_ptr, zl_ptr, argmax_ptr, loss_ptr, z_loss_ptr, accuracy_ptr,
+    denominators_ptr, target_stride, rows, cols, ignore_index, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Denominators of the mean and, where asked for, the sums over rows divided by them."""
+    ce = tl.zeros([BLOCK], tl.float32)
+    zl = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    hits = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        target = tl.load(target_ptr + row.to(tl.int64) * target_stride, mask=mask, other=0)
+        valid = mask & (target != ignore_index)
+        count += valid.to(tl.int32)
+        if weight_ptr is not None:
+            label = tl.where((target >= 0) & (target < cols), target, 0)
+            weights += tl.load(weight_ptr + label, mask=valid, other=0.0).to(tl.float32)
+        if ce_ptr is not None:
+            ce += tl.load(ce_ptr + row, mask=mask, other=0.0)
+        if zl_ptr is not None:
+            zl += tl.load(zl_ptr + row, mask=mask, other=0.0)
+        if argmax_ptr is not None:
+            argmax = tl.load(argmax_ptr + row, mask=mask, other=-1)
+            hits += (valid & (argmax == target)).to(tl.int32)
+    counted = tl.sum(count, axis=0).to(tl.float32)
+    by_weight = tl.full([], 1.0, tl.float32)
+    by_count = by_weight
+    if MEAN:
+        by_count = counted
+        by_weight = tl.sum(weights, axis=0) if weight_ptr is not None else counted
+    tl.store(denominators_ptr, by_weight)
+    tl.store(denominators_ptr + 1, by_count)
+    z_loss = tl.sum(zl, axis=0)
+    z_loss = tl.where(by_count == 0.0, 0.0, z_loss / by_count)
+    if loss_ptr is not None:
+        loss = tl.sum(ce, axis=0)
+        tl.store(loss_ptr, tl.where(by_weight == 0.0, 0.0, loss / by_weight) + z_loss)
+    if z_loss_ptr is not None:
+        tl.store(z_loss_ptr, z_loss)
+    if accuracy_ptr is not None:
+        tl.store(accuracy_ptr, tl.sum(hits, axis=0).to(tl.float32) / tl.maximum(counted, 1.0))
+
+
+def _filled(x: Optional[Tensor]) -> Optional[Tensor]:
+    return x if x is not None and x.numel() else None
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _sums(options: Objective) -> int:
+    return 1 + bool(options.label_smoothing) + (options.softcap is not None)
+
+
+def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]:
+    """Sum of the class weights, one fp32 element, where label smoothing will read it."""
+    if weight is None or not options.label_smoothing:
+        return None
+    return weight.sum(dtype=torch.float32)
+
+
+def _launch_rows(
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], total: Optional[Tensor],
+    options: Objective, rows: Rows, scales: Optional[Tensor], add_zl: bool,
+) -> None:  # fmt: skip
+    count, cols = logits.shape
+    if not count:
+        return
+    # each of these keeps one or two more fp32 values a column through the walk
+    sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
+    default = row_knobs(device_info(logits.device), cols, sums)
+    k = knobs("cross_entropy.forward", default, logits.device, rows=count, cols=cols, sums=sums)
+    _cross_entropy_forward_kernel[(count,)](
+        logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
+        target.stride(0), cols, options.ignore_index, options.z_loss_weight,
+        SCALE=options.logit_scale, SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing,
+        ADD_ZL=add_zl, GRADIENT=scales is not None, BLOCK=k.block, UNROLL=k.unroll,
+        num_warps=k.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def statistics(
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: Rows
+) -> None:
+    """Fill ``rows`` with the statistics of logits whose columns are adjacent."""
+    total = weight_sum(weight, options)
+    _launch_rows(logits, target, weight, total, options, rows, None, False)
+
+
+def loss_and_gradient_(
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: Rows,
+    scales: Tensor,
+) -> None:  # fmt: skip
+    """Fill ``rows``, then overwrite raw logits by the gradient, in one launch.
+
+    Args:
+        logits: (rows, V) with adjacent columns, to be overwritten.
+        target: (rows,) class ids.
+        weight: (V,) contiguous class weights.
+        options: The objective.
+        rows: Room for the statistics; empty tensors are skipped.
+        scales: Two fp32 elements, the gradient is that of ``scales[0] * ce + scales[1] * zl``.
+    """
+    _launch_rows(logits, target, weight, weight_sum(weight, options), options, rows, scales, False)
+
+
+def gradient_into(
+    out: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor],
+    lse: Tensor, denominators: Tensor, options: Objective,
+) -> None:  # fmt: skip
+    """Write the gradient of raw logits, perhaps over them; ``dloss`` is a scalar or (rows,)."""
+    count, cols = logits.shape
+    if not logits.numel():
+        return
+    sums = _sums(options)
+    default = row_knobs(device_info(logits.device), cols, sums)
+    k = knobs("cross_entropy.backward", default, logits.device, rows=count, cols=cols, sums=sums)
+    _cross_entropy_backward_kernel[(count,)](
+        dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
+        dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
+        cols, options.ignore_index, options.z_loss_weight, SCALE=options.logit_scale,
+        SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing, BLOCK=k.block,
+        UNROLL=k.unroll, num_warps=k.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def reduce_rows(
+    target: Tensor, weight: Optional[Tensor], rows: Optional[Rows], cols: int, ignore_index: int,
+    reduction: str, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, z_loss, token_accuracy (scalars, empty where unwanted) and the two denominators.
+
+    Without ``rows`` only the denominators are computed.
+    """
+    wanted = outputs.split(",") if rows is not None else []
+
+    def room(keep: bool) -> Tensor:
+        return target.new_empty(() if keep else (0,), dtype=torch.float32)
+
+    loss, by = room(rows is not None), target.new_empty(2, dtype=torch.float32)
+    z_loss, accuracy = room("z_loss" in wanted), room("token_accuracy" in wanted)
+    ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
+    count = target.shape[0]
+    block = min(4096, power_of_2(count))
+    _cross_entropy_reduce_kernel[(1,)](
+        target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss), _filled(z_loss),
+        _filled(accuracy), by, target.stride(0), count, cols, ignore_index, reduction == "mean",
+        block, num_warps=warps(block // 8, device_info(target.device).warp_size),
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return loss, z_loss, accuracy, by
+
+
+def forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss and wanted outputs, then ``lse`` of every row and the denominators of the mean."""
+    count, cols = logits.shape
+    check_targets(target, cols, ignore_index, validate)
+    options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+    weight = None if weight is None else weight.contiguous()
+    rows = Rows.room(count, options, outputs, logits)
+    none, wanted = reduction == "none", outputs.split(",")
+    total = weight_sum(weight, options)
+    add_zl = none and z_loss_weight != 0.0
+    _launch_rows(_columns(logits), target, weight, total, options, rows, None, add_zl)
+    empty = rows.ce.new_empty(0)
+    predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
+    if none:
+        z_loss = rows.zl if "z_loss" in wanted else empty
+        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), empty
+        if "token_accuracy" in wanted:
+            accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
+    else:
+        loss, z_loss, accuracy, by = reduce_rows(
+            target, weight, rows, cols, ignore_index, reduction, outputs
+        )
+    return loss, z_loss, accuracy, predicted, rows.log_prob, rows.entropy, rows.lse, by
+
+
+def backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    lse: Tensor,
+    denominators: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+) -> Tensor:
+    """Gradient of logits from ``lse``, scaled by the upstream gradient of the row."""
+    options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    weight = None if weight is None else weight.contiguous()
+    gradient_into(
+        dlogits, dloss, _columns(logits), target, weight, lse.contiguous(), denominators, options
+    )
+    return dlogits

@@ -1,0 +1,323 @@
+"""What the benchmark runs: samples scaled to the device, inputs, the fp64 truth, minimal work."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from liger_multi import samples, tolerance
+from liger_multi.errors import unknown
+from liger_multi.registry import operators
+from liger_multi.samples import Sample
+
+ORACLES = Path(__file__).parent.parent / "tests" / "oracles.py"
+CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
+ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
+
+
+# --- minimal work ---
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that any implementation must do, forward alone and with backward."""
+
+    forward_bytes: float
+    both_bytes: float
+    forward_operations: float = 0.0
+    both_operations: float = 0.0
+
+
+def _elementwise(forward: int, both: int) -> Callable[[Mapping[str, Sequence[int]], int], Work]:
+    """Work in passes over the first tensor: each input is read once, each output written once."""
+
+    def work(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+        pass_bytes = math.prod(next(iter(shapes.values()))) * size
+        return Work(forward * pass_bytes, both * pass_bytes)
+
+    return work
+
+
+def _swiglu_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    half = math.prod(shapes["gate_up"]) * size / 2
+    return Work(3 * half, 8 * half)
+
+
+def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    classes = shapes["weight"][0]
+    once, product = (rows + classes) * width * size, 2.0 * rows * width * classes
+    # forward: one product, inputs read; backward: two more, gradients written
+    return Work(once, 2 * once, product, 3 * product)
+
+
+WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
+    # x read, y written; dy and x read, dx written (statistics and weights are one row)
+    "rms_norm": _elementwise(2, 5),
+    # gate and up read, y written; dy, gate and up read, two gradients written
+    "swiglu": _elementwise(3, 8),
+    "swiglu_packed": _swiglu_packed,
+    # logits read; the gradient written, which one pass can do
+    "cross_entropy": _elementwise(1, 2),
+    "cross_entropy_inplace": _elementwise(1, 2),
+    "fused_linear_cross_entropy": _linear,
+}
+
+
+# --- cases ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of one operator, perhaps scaled down.
+
+    Attributes:
+        op: Operator's name.
+        sample: What is run.
+        divisors: By what the rows and the vocabulary were divided; empty for the full shape.
+    """
+
+    op: str
+    sample: Sample
+    divisors: Mapping[str, int]
+
+    @property
+    def label(self) -> str:
+        """The sample's name, and how it was scaled."""
+        return " ".join([self.sample.name, *(f"{k}/{v}" for k, v in self.divisors.items())])
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs by name."""
+        return {n: t.shape for n, t in self.sample.tensors.items()}
+
+    @property
+    def row_tensors(self) -> tuple[str, ...]:
+        """Inputs whose first axis is the rows."""
+        return _row_tensors(self.sample)
+
+    def work(self, dtype: torch.dtype) -> Work | None:
+        """Minimal work, or None for an operator that the table does not know."""
+        found = WORK.get(self.op)
+        return found(self.shapes, dtype.itemsize) if found else None
+
+
+def _row_tensors(sample: Sample) -> tuple[str, ...]:
+    first = next(iter(sample.tensors.values())).shape
+    return tuple(
+        name
+        for name, t in sample.tensors.items()
+        if t.shape and t.shape[0] == first[0] and (t.classes or len(t.shape) == len(first))
+    )
+
+
+def _divide(sample: Sample, divisors: Mapping[str, int]) -> Sample:
+    """The sample with fewer rows and a smaller vocabulary."""
+    rows, classes = _row_tensors(sample), max(t.classes for t in sample.tensors.values())
+    fewer = max(1, classes // divisors.get("V", 1))
+    tensors = {}
+    for name, t in sample.tensors.items():
+        shape = list(t.shape)
+        for axis, length in enumerate(shape):
+            if axis == 0 and name in rows:
+                shape[0] = max(1, length // divisors.get("rows", 1))
+            elif classes and length == classes:
+                shape[axis] = fewer
+        tensors[name] = replace(t, shape=tuple(shape), classes=fewer if t.classes else 0)
+    return replace(sample, tensors=tensors)
+
+
+def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operations: float) -> Case:
+    """Halve rows and vocabulary in turn until the sample is small enough for a CPU."""
+    divisors: dict[str, int] = {}
+    while True:
+        small = _divide(sample, divisors)
+        shapes = {n: t.shape for n, t in small.tensors.items()}
+        work = WORK[op](shapes, itemsize) if op in WORK else Work(0, 0)
+        rows = next(iter(shapes.values()))[0]
+        classes = max(t.classes for t in small.tensors.values())
+        fits = small.elements * itemsize <= limit_bytes and work.both_operations <= operations
+        if fits or (rows <= 1 and classes <= 1):
+            return Case(op, small, divisors)
+        key = "V" if classes > rows else "rows"
+        divisors = {**divisors, key: divisors.get(key, 1) * 2}
+
+
+def select(kind: str, pattern: str, known: Sequence[str]) -> list[str]:
+    """The names that a comma-joined list of globs means; ValueError names the nearest."""
+    found: list[str] = []
+    for part in filter(None, (p.strip() for p in pattern.split(","))):
+        hits = [name for name in known if fnmatch.fnmatchcase(name, part)]
+        if not hits:
+            raise ValueError(unknown(kind, part, known))
+        found += hits
+    if not found:
+        raise ValueError(f"no {kind} named by {pattern!r}; known: {', '.join(known)}")
+    return [name for name in known if name in found]
+
+
+def cases(
+    ops: str, names: str, dtype: torch.dtype, limits: tuple[float, float] | None
+) -> list[Case]:
+    """Bench samples of the operators; ``limits`` (bytes, operations) scales them down."""
+    bench = {
+        op: [s for s in samples.of(op) if s.size == "bench"]
+        for op in select("operator", ops, operators())
+    }
+    known = list(dict.fromkeys(s.name for each in bench.values() for s in each))
+    wanted = select("sample", names, known)
+    return [
+        scaled(op, s, dtype.itemsize, *limits) if limits else Case(op, s, {})
+        for op, each in bench.items()
+        for s in each
+        if s.name in wanted
+    ]
+
+
+# --- inputs ---
+
+
+def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs, drawn on the device: a billion fp64 numbers on the host take minutes."""
+    generator = torch.Generator(device).manual_seed(0)
+    made = {}
+    for name, spec in sample.tensors.items():
+        if spec.classes:
+            ids = torch.randint(spec.classes, spec.shape, generator=generator, device=device)
+            order = torch.arange(ids.numel(), device=device).reshape(spec.shape)
+            drop = order < round(spec.ignored * ids.numel())
+            made[name] = ids.masked_fill(drop, spec.ignore_index)
+            continue
+        shape = (1, *spec.shape[1:]) if spec.layout == "expanded" else spec.shape
+        options = {"generator": generator, "device": device, "dtype": torch.float32}
+        values = (
+            torch.rand(shape, **options).add_(0.5)  # type: ignore[call-overload]
+            if spec.positive
+            else torch.randn(shape, **options).mul_(spec.scale)  # type: ignore[call-overload]
+        )
+        laid = samples._LAYOUTS[spec.layout](values.to(spec.dtype or dtype), spec.shape)
+        made[name] = laid.requires_grad_(spec.grad)
+    return made
+
+
+def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The gradient of the result: random, or 1 for a scalar loss, as a training step has."""
+    meta = {
+        n: torch.empty(t.shape, device="meta", dtype=torch.int64 if t.classes else torch.float64)
+        for n, t in case.sample.tensors.items()
+    }
+    result = _oracle(case, meta)
+    if result.ndim == 0:
+        return torch.ones((), device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn(result.shape, generator=generator, device=device).to(dtype)
+
+
+# --- truth ---
+
+
+@cache
+def _oracles() -> ModuleType:
+    """The formulas that the tests hold every operator against."""
+    spec = importlib.util.spec_from_file_location("liger_multi_oracles", ORACLES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _oracle(case: Case, tensors: Mapping[str, Tensor]) -> Tensor:
+    result = getattr(_oracles(), case.op)(**tensors, **case.sample.options)
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Result and gradients in high precision."""
+
+    result: Tensor
+    grads: Mapping[str, Tensor]
+    precision: str
+
+
+def truth(case: Case, tensors: Mapping[str, Tensor], dout: Tensor, dtype: torch.dtype) -> Truth:
+    """Run the oracle on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
+    rows = _row_tensors(case.sample)
+    count = tensors[rows[0]].shape[0]
+    widest = max(1, *(t.shape[-1] for t in tensors.values() if t.is_floating_point()))
+    widest = max(widest, *(t.classes for t in case.sample.tensors.values()))
+    step = max(1, int(ORACLE_BYTES // (widest * dtype.itemsize)))
+    if any(t.positive for t in case.sample.tensors.values()):
+        step = count  # class weights: the denominator is not a count of rows
+    shared = {n: _widen(t, dtype) for n, t in tensors.items() if n not in rows}
+    results: list[Tensor] = []
+    grads: dict[str, list[Tensor]] = {n: [] for n, t in tensors.items() if t.requires_grad}
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        wide = {n: _widen(t[part], dtype) if n in rows else shared[n] for n, t in tensors.items()}
+        result = _oracle(case, wide)
+        scalar = result.ndim == 0
+        result = result * _share(case, tensors, part) if scalar else result
+        up = (dout if scalar else dout[part]).to(dtype)
+        found = torch.autograd.grad(result, [wide[n] for n in grads], up)
+        for name, grad in zip(grads, found, strict=True):
+            if name in rows or not grads[name]:
+                grads[name].append(grad)
+            else:
+                grads[name][0] += grad
+        results.append(result.detach())
+    joined = {n: torch.cat(parts) if len(parts) > 1 else parts[0] for n, parts in grads.items()}
+    total = torch.stack(results).sum() if results[0].ndim == 0 else torch.cat(results)
+    return Truth(total, joined, "fp64" if dtype == torch.float64 else "fp32")
+
+
+def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+
+def _share(case: Case, tensors: Mapping[str, Tensor], part: slice) -> float:
+    """What a chunk's mean weighs in the mean of all rows; 1 for a sum."""
+    if case.sample.options.get("reduction", "mean") != "mean":
+        return 1.0
+    target = next(n for n, t in case.sample.tensors.items() if t.classes)
+    valid = tensors[target] != case.sample.options.get("ignore_index", -100)
+    return float(valid[part].sum()) / max(1.0, float(valid.sum()))
+
+
+def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest error in units of the tolerance (1 passes), and relative error in the 2-norm."""
+    if got.shape != exact.shape:
+        return math.inf, math.inf
+    kind = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
+    finite = torch.where(exact.isfinite(), exact.abs(), 0)
+    largest = finite.max().reshape(1) if exact.numel() else exact.new_zeros(1)
+    del finite
+    worst, squares, norms = 0.0, 0.0, 0.0
+    for ours, right in _pieces(got, exact):
+        # The tolerance refers to the largest value of the whole tensor: hand it to every piece.
+        ours, right = torch.cat([ours.to(right), largest]), torch.cat([right, largest])
+        worst = max(worst, tolerance.excess(ours, right, kind))
+        squares += float((ours - right).double().square().sum())
+        norms += float(right[:-1].double().square().sum())
+    relative = math.sqrt(squares / norms) if norms else math.sqrt(squares)
+    return worst, relative if math.isfinite(relative) else math.inf
+
+
+def _pieces(got: Tensor, exact: Tensor, size: int = 2**26) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors flat and in pieces, so that fp64 copies stay small."""
+    flat, right = got.reshape(-1), exact.reshape(-1)
+    for start in range(0, right.numel(), size):
+        yield flat[start : start + size], right[start : start + size]

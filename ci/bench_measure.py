@@ -1,0 +1,326 @@
+"""How the benchmark measures: ceilings, correctness, time, host time and memory of a provider."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ci.bench_cases import Truth, Work, error
+from ci.bench_providers import Provider
+from liger_multi.memory.measure import measure
+
+FLUSH_BYTES = (
+    2**28
+)  # several times the largest L2 (H200: 60 MB, MI300X: 256 MB with its last level)
+MOST_FLUSHES = 20
+REPEATS = 5  # calls of one provider in a round
+WARM_CALLS = 3
+
+
+class Identity(torch.autograd.Function):
+    """Give a leaf a history at no cost: what is overwritten in place must come from somewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        """The same memory."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+        """The same gradient."""
+        return dx
+
+
+def out_of_memory(failure: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on any device."""
+    return isinstance(failure, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(failure, RuntimeError) and "not enough memory" in str(failure)
+    )
+
+
+@dataclass
+class Runner:
+    """A provider with its inputs.
+
+    Attributes:
+        provider: Who.
+        tensors: Inputs of the call.
+        dout: Gradient of the result.
+        pristine: What inputs and ``dout`` are refilled from where the provider overwrites them.
+    """
+
+    provider: Provider
+    tensors: Mapping[str, Tensor]
+    dout: Tensor
+    pristine: tuple[Mapping[str, Tensor], Tensor] | None = None
+
+    @classmethod
+    def make(cls, provider: Provider, tensors: Mapping[str, Tensor], dout: Tensor) -> Runner:
+        """A runner on shared inputs, or on its own copies of them."""
+        if not provider.overwrites:
+            return cls(provider, tensors, dout)
+        own = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
+        return cls(provider, own, dout.clone(), (tensors, dout))
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Inputs that get a gradient."""
+        return {n: t for n, t in self.tensors.items() if t.requires_grad}
+
+    def prepare(self) -> Mapping[str, Tensor]:
+        """Arguments of the next call; nothing of this is timed."""
+        if self.pristine is None:
+            return self.tensors
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(self.pristine[0][name])
+            self.dout.copy_(self.pristine[1])
+        return {n: Identity.apply(t) if t.requires_grad else t for n, t in self.tensors.items()}
+
+    def forward(self, arguments: Mapping[str, Tensor]) -> Tensor:
+        """One call."""
+        result: Tensor = self.provider.call(**arguments)
+        return result
+
+    def backward(self, result: Tensor) -> dict[str, Tensor]:
+        """Gradients of all leaves."""
+        leaves = self.leaves
+        found = torch.autograd.grad(result, list(leaves.values()), self.dout.to(result.dtype))
+        return dict(zip(leaves, found, strict=True))
+
+    def both(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """One call forward and backward."""
+        with self.provider.scope():
+            result = self.forward(self.prepare())
+            return result.detach(), self.backward(result)
+
+    def check(self, right: Truth, dtype: torch.dtype) -> tuple[float, float]:
+        """Largest error over result and gradients, in tolerances and in the 2-norm."""
+        before = [_sum(t) for t in self.tensors.values()]
+        result, grads = self.both()
+        # the gradient of an overwritten input may stand in the input itself
+        if not self.provider.overwrites and before != [_sum(t) for t in self.tensors.values()]:
+            raise AssertionError("overwrote its inputs")
+        found = [error(result, right.result, dtype)]
+        found += [error(grad, right.grads[name], dtype) for name, grad in grads.items()]
+        return max(e[0] for e in found), max(e[1] for e in found)
+
+
+def _sum(tensor: Tensor) -> float:
+    return float(tensor.detach().sum(dtype=torch.float32 if tensor.is_floating_point() else None))
+
+
+# --- clocks ---
+
+
+class Clock:
+    """Times regions on one device, and keeps it from measuring a warm cache or a slow host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = device.type == "cpu"
+        if not self.cpu:
+            self.module: Any = torch.get_device_module(device)
+            self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+            self.flush_ms = statistics.median(self.marks([self.buffer.zero_])[0] for _ in range(20))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.cpu:
+            self.module.synchronize(self.device)
+
+    def marks(self, steps: list[Callable[[], Any]], flushes: int = 0) -> list[float]:
+        """Run the steps in order; milliseconds from the start to the end of each.
+
+        On an accelerator the buffer is written first: it evicts the inputs from the caches and
+        keeps the device busy while the host enqueues the steps.
+        """
+        if self.cpu:
+            start, ends = time.perf_counter(), []
+            for step in steps:
+                step()
+                ends.append((time.perf_counter() - start) * 1e3)
+            return ends
+        events = [self.module.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+        for _ in range(flushes):
+            self.buffer.zero_()
+        events[0].record()
+        for event, step in zip(events[1:], steps, strict=True):
+            step()
+            event.record()
+        events[-1].synchronize()
+        return [events[0].elapsed_time(event) for event in events[1:]]
+
+    def flushes(self, host_us: float) -> int:
+        """How many flushes cover the host's time for one call."""
+        if self.cpu:
+            return 0
+        return min(MOST_FLUSHES, max(1, math.ceil(1.3 * host_us / 1e3 / self.flush_ms)))
+
+
+def call_ms(runner: Runner, clock: Clock, flushes: int) -> tuple[float, float]:
+    """One call: milliseconds forward, and forward with backward."""
+    arguments = runner.prepare()
+    kept: list[Any] = []
+    forward, both = clock.marks(
+        [
+            lambda: kept.append(runner.forward(arguments)),
+            lambda: kept.append(runner.backward(kept[0])),
+        ],
+        flushes,
+    )
+    return forward, both
+
+
+def host_us(runner: Runner, clock: Clock, calls: int) -> tuple[float, float]:
+    """Microseconds the host needs to enqueue forward, and forward with backward."""
+    found = []
+    for _ in range(calls):
+        with runner.provider.scope():
+            arguments = runner.prepare()
+            clock.synchronize()
+            start = time.perf_counter()
+            result = runner.forward(arguments)
+            middle = time.perf_counter()
+            grads = runner.backward(result)
+            found.append((middle - start, time.perf_counter() - start))
+            del result, grads
+    return (
+        statistics.median(f for f, _ in found) * 1e6,
+        statistics.median(b for _, b in found) * 1e6,
+    )
+
+
+def memory_bytes(runner: Runner, accumulator: int, device: torch.device) -> tuple[int, int]:
+    """Extra and raw peak of forward with backward.
+
+    The raw peak is the inputs and all that was held beside them. Extra is without inputs, without
+    gradients in the dtypes of the inputs, and without ``accumulator``.
+    """
+    with runner.provider.scope():
+        arguments = runner.prepare()
+        known = [*runner.tensors.values(), runner.dout]
+        with measure(device, known=known) as peak:
+            kept = runner.forward(arguments)
+            grads = runner.backward(kept)
+        del kept, grads
+    inputs = sum(t.numel() * t.element_size() for t in runner.tensors.values())
+    gradients = sum(t.numel() * t.element_size() for t in runner.leaves.values())
+    return peak.added_bytes - gradients - accumulator, peak.added_bytes + inputs
+
+
+# --- times ---
+
+
+@dataclass
+class Times:
+    """All calls of one provider."""
+
+    forward_ms: list[float] = field(default_factory=list)
+    both_ms: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """Medians, and half the distance of the quartiles."""
+        return {
+            "forward_ms": statistics.median(self.forward_ms),
+            "forward_spread_ms": _spread(self.forward_ms),
+            "both_ms": statistics.median(self.both_ms),
+            "both_spread_ms": _spread(self.both_ms),
+            "calls": len(self.both_ms),
+        }
+
+
+def _spread(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
+    return (high - low) / 2
+
+
+def interleave(
+    runners: Mapping[str, tuple[Runner, int]], clock: Clock, seconds: float, least_rounds: int
+) -> dict[str, Times]:
+    """Rounds over all providers until the time is used up; every second round runs backwards."""
+    found = {name: Times() for name in runners}
+    end, rounds = time.perf_counter() + seconds, 0
+    repeats = 1 if clock.cpu else REPEATS
+    for name, (runner, flushes) in runners.items():
+        with runner.provider.scope():
+            for _ in range(WARM_CALLS):
+                call_ms(runner, clock, flushes)
+    while rounds < least_rounds or time.perf_counter() < end:
+        order = list(runners) if rounds % 2 == 0 else list(reversed(runners))
+        for name in order:
+            runner, flushes = runners[name]
+            with runner.provider.scope():
+                for _ in range(repeats):
+                    forward, both = call_ms(runner, clock, flushes)
+                    found[name].forward_ms.append(forward)
+                    found[name].both_ms.append(both)
+        rounds += 1
+    return found
+
+
+# --- ceilings ---
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches in this run: a large copy (read + written), a large product."""
+
+    copy_bytes_per_second: float
+    matmul_operations_per_second: float
+
+    def floor_ms(self, bytes_: float, operations: float) -> float:
+        """No implementation is faster than the slower of both."""
+        return 1e3 * max(
+            bytes_ / self.copy_bytes_per_second, operations / self.matmul_operations_per_second
+        )
+
+    def percent(self, work: Work | None, forward_ms: float, both_ms: float) -> dict[str, float]:
+        """Percent of the roof that measured times reach; empty for unknown work."""
+        if work is None:
+            return {}
+        forward = self.floor_ms(work.forward_bytes, work.forward_operations)
+        both = self.floor_ms(work.both_bytes, work.both_operations)
+        return {"forward": 100 * forward / forward_ms, "both": 100 * both / both_ms}
+
+
+def ceilings(clock: Clock, dtype: torch.dtype, quick: bool) -> Ceilings:
+    """Measure both; the first calls warm the clocks."""
+    size, width = (2**30, 8192) if not clock.cpu else (2**24, 512)
+    if quick:
+        size, width = size // 16, width // 4
+    source = torch.empty(size, dtype=torch.int8, device=clock.device).random_()
+    target = torch.empty_like(source)
+    copy = _median_ms(clock, lambda: target.copy_(source))
+    del source, target
+    # random data: a product of zeros draws less power and runs faster
+    left = torch.randn(width, width, device=clock.device).to(dtype)
+    right = torch.randn(width, width, device=clock.device).to(dtype)
+    product = _median_ms(clock, lambda: left @ right)
+    return Ceilings(2 * size / copy * 1e3, 2 * width**3 / product * 1e3)
+
+
+def _median_ms(clock: Clock, step: Callable[[], Any]) -> float:
+    for _ in range(5):
+        step()
+    return statistics.median(clock.marks([step], clock.flushes(0))[0] for _ in range(15))
+
+
+@contextlib.contextmanager
+def released(device: torch.device) -> Iterator[None]:
+    """Give cached memory back when a block ends: the next provider meets an empty device."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()

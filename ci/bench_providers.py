@@ -1,0 +1,293 @@
+"""Whom the benchmark times: one table of plain formulas and peers by operator.
+
+A formula takes the operator's tensors and those of its options that it supports, by name. Where a
+sample sets an option that a formula has not, the provider is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_multi
+from ci.bench_cases import Case
+from liger_multi import ops
+from liger_multi.op import OPS
+from liger_multi.plan import candidate
+from liger_multi.registry import packages
+
+Formula = Callable[..., Any]
+LIGER_MODULE = "liger_kernel.transformers.functional"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of one operator.
+
+    Attributes:
+        name: As in ``--providers``.
+        call: Takes the tensors by name, returns the result.
+        overwrites: It may write its inputs or the upstream gradient; they are refilled before
+            every call.
+        floor: A lower bound to compare with, no implementation: its result is not checked.
+        scope: In force around every call.
+        backend: What a call of our own operator resolves to.
+    """
+
+    name: str
+    call: Formula
+    overwrites: bool = False
+    floor: bool = False
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    backend: str | None = None
+
+
+# --- formulas ---
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> Tensor:
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed if weight is None else (weight + offset if offset else weight) * normed
+
+
+def _rms_norm_aten(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _swiglu_packed(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    wide = logits.float()
+    return F.cross_entropy(
+        wide,
+        target,
+        None if weight is None else weight.float(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+
+
+def _cross_entropy_aten(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias).float()
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+
+def _linear_cross_entropy_aten(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+
+def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    found: Tensor = F.linear_cross_entropy(hidden, weight, target)  # type: ignore[attr-defined]
+    return found
+
+
+class _Products(torch.autograd.Function):
+    """The three matrix products of a linear loss and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        """Logits, kept as if they were their own gradient."""
+        logits = hidden @ weight.mT
+        ctx.save_for_backward(hidden, weight, logits)
+        return logits.new_ones((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Products with the shapes of both gradients."""
+        hidden, weight, logits = ctx.saved_tensors
+        return logits @ weight, logits.mT @ hidden
+
+
+def _products(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    found: Tensor = _Products.apply(hidden, weight)
+    return found
+
+
+TABLE: dict[str, dict[str, Formula]] = {
+    "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
+    "swiglu": {"torch": _swiglu},
+    "swiglu_packed": {"torch": _swiglu_packed},
+    "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
+    "cross_entropy_inplace": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
+    "fused_linear_cross_entropy": {
+        "torch": _linear_cross_entropy,
+        "aten": _linear_cross_entropy_aten,
+        "torch-fused": _torch_fused,
+        "products": _products,
+    },
+}
+FLOORS = ("products",)
+
+# Names in LIGER_MODULE, and how to call them with our arguments.
+LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    "rms_norm": (
+        "liger_rms_norm",
+        lambda f: (
+            lambda x, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
+                x, weight, eps, offset, casting
+            )
+        ),
+    ),
+    "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
+    "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
+    "cross_entropy_inplace": (
+        "liger_cross_entropy",
+        lambda f: lambda logits, target: f(logits, target),
+    ),
+    "fused_linear_cross_entropy": (
+        "liger_fused_linear_cross_entropy",
+        lambda f: lambda hidden, weight, target, bias=None: f(hidden, weight, target, bias),
+    ),
+}
+
+
+# --- look-up ---
+
+
+def known() -> list[str]:
+    """Every name that ``--providers`` takes, in the order of the tables."""
+    formulas = dict.fromkeys(name for each in TABLE.values() for name in each)
+    return list(dict.fromkeys(["ours", "reference", *packages(), *formulas, "compile", "liger"]))
+
+
+def default() -> list[str]:
+    """What runs when nothing is named: no vendor twice, ``ours`` stands for it."""
+    return [n for n in known() if n in ("ours", "reference", "triton") or n not in packages()]
+
+
+def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
+    """The provider of a case, or why there is none."""
+    if name == "ours" or name in packages():
+        return _own(name, case, device, dtype)
+    if name == "liger":
+        return _liger(case, device)
+    formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
+    if formula is None:
+        return f"has no {case.op}"
+    if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has no linear_cross_entropy"
+    if name == "compile":
+        torch.compiler.reset()  # what one case compiled must not make the next one dynamic
+        formula = _accepting(torch.compile(formula, dynamic=False), formula)
+    options = _options(name, case, formula)
+    if isinstance(options, str):
+        return options
+    return Provider(name, _with(formula, options), floor=name in FLOORS)
+
+
+def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
+    public = getattr(ops, case.op.removesuffix("_inplace"))
+    if name != "ours":
+        for half in OPS[case.op].primitives:
+            reason = candidate(name, half, device, dtype).reason
+            if reason is not None:
+                return reason
+    chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)
+
+    def call(**arguments: Any) -> Any:
+        result = public(**arguments, **case.sample.options)
+        return getattr(result, "loss", result)
+
+    return Provider(
+        name,
+        call,
+        overwrites=bool(case.sample.options.get("inplace")),
+        scope=contextlib.nullcontext if name == "ours" else lambda: _using(case.op, name),
+        backend=chosen if name == "ours" else name,
+    )
+
+
+def _using(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
+    return liger_multi.use(**{op: backend})
+
+
+def _liger(case: Case, device: torch.device) -> Provider | str:
+    if case.op not in LIGER:
+        return f"has no {case.op}"
+    if device.type == "cpu":
+        return "runs on accelerators only"
+    name, adapt = LIGER[case.op]
+    try:
+        function = getattr(importlib.import_module(LIGER_MODULE), name)
+    except Exception as failure:  # an import may fail in any way: a missing package, a driver
+        return f"{type(failure).__name__}: {failure}"
+    formula = adapt(function)
+    options = _options("liger", case, formula)
+    if isinstance(options, str):
+        return options
+    call = _with(formula, options)
+
+    def first(**arguments: Any) -> Any:
+        result = call(**arguments)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Provider("liger", first, overwrites=True)
+
+
+def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:
+    """The sample's options for a formula, or which argument it does not take."""
+    options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
+    accepted = inspect.signature(getattr(formula, "accepts", formula)).parameters
+    for argument in (*case.sample.tensors, *options):
+        if argument not in accepted:
+            return f"{name} of {case.op} does not take {argument}"
+    return options
+
+
+def _accepting(formula: Formula, like: Formula) -> Formula:
+    formula.accepts = like  # type: ignore[attr-defined]
+    return formula
+
+
+def _with(formula: Formula, options: Mapping[str, Any]) -> Formula:
+    return lambda **tensors: formula(**tensors, **options)

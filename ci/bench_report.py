@@ -1,0 +1,253 @@
+"""What the benchmark leaves: a table on the screen, a JSON file, and a chart for every operator."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from liger_multi import __version__
+from liger_multi.memory.measure import format_bytes
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("triton", "liger-kernel", "torch_npu")
+Row = Mapping[str, Any]
+
+
+# --- facts ---
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What runs this."""
+    if device.type == "cpu":
+        return {
+            "type": "cpu",
+            "name": f"cpu-{platform.machine()}",
+            "threads": torch.get_num_threads(),
+        }
+    properties = torch.get_device_module(device).get_device_properties(device)
+    facts = {"type": device.type, "name": str(getattr(properties, "name", device.type))}
+    for key in ("total_memory", "multi_processor_count", "L2_cache_size"):
+        if hasattr(properties, key):
+            facts[key] = getattr(properties, key)
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything whose numbers these are."""
+    found = {
+        "python": platform.python_version(),
+        "liger_multi": __version__,
+        "torch": torch.__version__,
+    }
+    for key, value in (("cuda", torch.version.cuda), ("hip", torch.version.hip)):
+        if value:
+            found[key] = value
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def commit() -> str:
+    """The commit that was measured; ``+`` after it stands for uncommitted changes."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--", ".", ":!benchmarks") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    return done.stdout.strip()
+
+
+# --- table ---
+
+
+def milliseconds(value: float) -> str:
+    """Three significant digits."""
+    digits = 3 - 1 - math.floor(math.log10(value)) if value > 0 else 3
+    return f"{value:.{min(4, max(0, digits))}f}"
+
+
+def base(rows: Sequence[Row]) -> Row | None:
+    """The row that others are compared with: ours, or the first that has a time."""
+    timed = [r for r in rows if r["status"] == "ok"]
+    return next((r for r in timed if r["provider"] == "ours"), timed[0] if timed else None)
+
+
+def table(op: str, rows: Sequence[Row]) -> Table:
+    """All samples and providers of one operator."""
+    made = Table(title=op, title_justify="left", title_style="bold", header_style="bold")
+    made.add_column("sample", no_wrap=True)
+    made.add_column("provider", no_wrap=True)
+    for name in ("forward\n[ms]", "fwd+bwd\n[ms]", "time to\nours", "% of\nroof", "extra\nmemory"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for name in ("peak\nmemory", "relative\nerror", "error /\ntolerance", "host\n[us]"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for group in groups(rows):
+        with_ratio = base(group)
+        for row in group:
+            made.add_row(*_cells(row, with_ratio, first=row is group[0]))
+        made.add_section()
+    return made
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one sample each."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["sample"], []).append(row)
+    return list(found.values())
+
+
+def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
+    name = row["provider"]
+    if name == "ours" and row.get("backend"):
+        name = f"ours ({row['backend']})"
+    cells = [row["sample"] if first else "", name]
+    errors = row.get("error")
+    shown = [f"{errors['relative']:.1e}", f"{errors['tolerances']:.2g}"] if errors else ["-", "-"]
+    if row["status"] != "ok":
+        return [*cells, f"[red]{row['status']}[/red]", "", "", "", "", "", *shown, ""]
+    ratio = row["both_ms"] / compared["both_ms"] if compared else math.nan
+    percent, extra, host = row["roof_percent"].get("both"), row["extra_bytes"], row["host_us"]
+    return [
+        *cells,
+        milliseconds(row["forward_ms"]),
+        milliseconds(row["both_ms"]),
+        f"{ratio:.2f}",
+        "-" if percent is None else f"{percent:.0f}",
+        "-" if extra is None else format_bytes(extra),
+        "-" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
+        *shown,
+        "-" if host is None else f"{host['forward']:.0f}",
+    ]
+
+
+def show(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the result as people read it."""
+    device, roof = result["device"], result["ceilings"]
+    console.print(
+        f"{device['name']}, torch {result['versions']['torch']}, {result['dtype']}; "
+        f"copy {roof['copy_bytes_per_second'] / 1e9:,.0f} GB/s, "
+        f"matmul {roof['matmul_operations_per_second'] / 1e12:,.2f} TFLOP/s"
+    )
+    if any(r["divisors"] for r in result["rows"]):
+        console.print("shapes are scaled down for this device: rows and vocabulary (V) as stated")
+    for op in dict.fromkeys(r["op"] for r in result["rows"]):
+        console.print(table(op, [r for r in result["rows"] if r["op"] == op]))
+    for row in result["rows"]:
+        if row.get("reason"):
+            console.print(
+                f"{row['op']} {row['sample']}, {row['provider']}: {row['status']}: {row['reason']}",
+                markup=False,
+            )
+    for item in result["skipped"]:
+        console.print(f"skipped {item['provider']} of {item['op']}: {item['reason']}", markup=False)
+
+
+# --- files ---
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to that becomes ``path`` only when the block ends well."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the charts, then the result file; returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
+    stem = f"{device}-{result['date'][:10]}"
+    number, unique = 1, stem
+    while (folder / f"{unique}.json").exists():
+        number += 1
+        unique = f"{stem}-{number}"
+    written = []
+    for op in dict.fromkeys(r["op"] for r in result["rows"]):
+        rows = [r for r in result["rows"] if r["op"] == op]
+        if base(rows) is None:
+            continue
+        path = folder / f"{unique}-{op}.png"
+        with whole(path) as temporary:
+            chart(f"{op}, {result['device']['name']}, {result['dtype']}", rows, temporary)
+        written.append(path)
+    path = folder / f"{unique}.json"
+    with whole(path) as temporary:
+        text = json.dumps(_plain(result), indent=1, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+    return [path, *written]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON has no word for, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def chart(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Bars of forward + backward time over ours, one panel a sample; shorter is faster."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    panels = [(g, base(g)) for g in groups(rows)]
+    heights = [len(g) + 1.2 for g, _ in panels]
+    figure = Figure(figsize=(8.5, 0.9 + 0.3 * sum(heights)), dpi=140, layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (group, compared) in zip(axes, panels, strict=True):
+        _panel(axis, group, compared)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.savefig(path)
+
+
+def _panel(axis: Any, group: list[Row], compared: Row | None) -> None:
+    reference = compared["both_ms"] if compared else 1.0
+    ratios = [r["both_ms"] / reference if r["status"] == "ok" else 0.0 for r in group]
+    colours = ["#0b6e69" if r["provider"] == "ours" else "#9aa3ad" for r in group]
+    axis.barh(range(len(group)), ratios, color=colours, height=0.7)
+    axis.set_yticks(range(len(group)), [r["provider"] for r in group])
+    axis.invert_yaxis()
+    for i, (row, ratio) in enumerate(zip(group, ratios, strict=True)):
+        ok = row["status"] == "ok"
+        text = f" {ratio:.2f}  ({milliseconds(row['both_ms'])} ms)" if ok else f" {row['status']}"
+        axis.text(ratio, i, text, va="center", fontsize=8, color="#22272e" if ok else "#b3261e")
+    axis.set_xlim(0, max(*ratios, 1.0) * 1.22)
+    axis.axvline(1, color="#22272e", lw=0.8, ls=(0, (3, 3)))
+    whom = compared["provider"] if compared else "nothing that was timed"
+    axis.set_title(
+        f"{group[0]['sample']}: forward + backward time / {whom}", loc="left", fontsize=9
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8)

@@ -1,0 +1,445 @@
+"""Who may import whom, and how long things may be: ``python -m ci.layering``.
+
+Reads the sources as syntax trees and imports nothing. Every rule is one function from the tree of
+files to findings; ``tests/test_layering.py`` plants a violation of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDERS = {
+    "liger_multi": "liger_multi",
+    "backends": "liger_multi.backends",
+    "reference": "liger_multi.reference",
+}
+SHARED_BACKENDS = ("triton",)  # layers that vendors inherit from, no vendors themselves
+# Parts of the package, lowest first. A name that is not listed belongs to the machinery.
+LAYERS = (
+    ("machinery",),
+    ("ops",),
+    ("nn", "losses", "memory"),
+    ("patching",),
+    ("cli", "demo", "__main__", "__init__"),
+)
+# Order within the machinery; modules that are not listed may stand anywhere that makes no cycle.
+MACHINERY = ("errors", "backend", "config_file", "config", "registry", "primitive", "op")
+LAZY = (
+    "triton",
+    "transformers",
+    "rich",
+    "torch_npu",
+    "matplotlib",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "datasets",
+)
+LAZY_EXEMPT = ("patching", "cli", "demo")
+PRINTERS = ("cli", "demo")
+VENDOR_WORDS = re.compile(
+    r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",
+    re.IGNORECASE,
+)
+BUDGETS = {
+    "liger_multi/op.py": 200,
+    "liger_multi/registry.py": 200,
+    "liger_multi/config.py": 200,
+    "liger_multi/launch.py": 200,
+    "liger_multi/samples.py": 200,
+    "liger_multi/errors.py": 200,
+    "backends/triton/cross_entropy.py": 400,
+    "backends/triton/*.py": 300,
+    "reference/*.py": 120,
+    "*": 400,
+}
+KERNEL_LINES, LAUNCHER_LINES = 80, 40
+
+
+class Finding(NamedTuple):
+    """One broken rule, at a place."""
+
+    path: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+
+class Import(NamedTuple):
+    """One imported module; ``eager`` when importing the file imports it."""
+
+    module: str
+    line: int
+    eager: bool
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file of the package."""
+
+    path: str
+    source: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.source, self.path)
+
+    @property
+    def module(self) -> str:
+        """Its import name."""
+        folder, _, rest = self.path.removesuffix(".py").partition("/")
+        parts = [FOLDERS[folder], *rest.split("/")]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def part(self) -> str:
+        """The part of the package it belongs to: a folder's or a machinery module's name."""
+        return self.module.split(".")[1] if "." in self.module else "__init__"
+
+    @property
+    def vendor(self) -> str | None:
+        """The folder below ``backends/``, if it stands in one."""
+        return (
+            self.path.split("/")[1]
+            if self.path.startswith("backends/") and self.path.count("/") > 1
+            else None
+        )
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every import, except those for type checkers only."""
+        return list(_imports(self.tree, True))
+
+
+def _imports(node: ast.AST, eager: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(name.name, child.lineno, eager) for name in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield Import(child.module or "", child.lineno, eager)
+            for name in child.names:  # `from package import module` imports the module
+                yield Import(f"{child.module}.{name.name}", child.lineno, eager)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from _imports(other, eager)
+        else:
+            lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, eager and not lazy)
+
+
+class Tree:
+    """All source files below a checkout's three folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files: list[File] = []
+        for folder in FOLDERS:
+            for path in sorted((root / folder).rglob("*.py")):
+                relative = path.relative_to(root)
+                if not any((root / p).is_symlink() for p in relative.parents):
+                    self.files.append(File(relative.as_posix(), path.read_text(encoding="utf-8")))
+        self.modules = {f.module: f for f in self.files}
+
+    def of(self, folder: str) -> list[File]:
+        """The files below one of the three folders."""
+        return [f for f in self.files if f.path.startswith(folder + "/")]
+
+    def target(self, name: str) -> File | None:
+        """The file that an import name stands for."""
+        return self.modules.get(name)
+
+
+def _within(module: str, *packages: str) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def _layer(part: str) -> int:
+    return next((i for i, names in enumerate(LAYERS) if part in names), 0)
+
+
+def downwards(tree: Tree) -> Iterator[Finding]:
+    """Parts of the package import what stands below them; only a function may look up."""
+    for file in tree.of("liger_multi"):
+        for found in file.imports:
+            target = tree.target(found.module)
+            if target is None or not found.eager or target.module == "liger_multi":
+                continue
+            if _within(target.module, "liger_multi.backends", "liger_multi.reference"):
+                yield Finding(
+                    file.path,
+                    found.line,
+                    "layer",
+                    f"imports {target.module}; backends are found by path",
+                )
+                continue
+            ours, theirs = _layer(file.part), _layer(target.part)
+            upwards = theirs > ours
+            if file.part in MACHINERY and target.part in MACHINERY:
+                upwards = MACHINERY.index(target.part) > MACHINERY.index(file.part)
+            if upwards:
+                yield Finding(
+                    file.path, found.line, "layer", f"{file.module} stands below {target.module}"
+                )
+
+
+def acyclic(tree: Tree) -> Iterator[Finding]:
+    """No module imports itself through others."""
+    edges = {
+        f.module: sorted(
+            {
+                i.module
+                for i in f.imports
+                if i.eager and i.module in tree.modules and not _within(f.module, i.module)
+            }
+        )  # the packages around a module are always being imported before it
+        for f in tree.files
+    }
+    state: dict[str, int] = {}
+
+    def visit(module: str, trail: list[str]) -> Iterator[Finding]:
+        state[module] = 1
+        for other in edges[module]:
+            if state.get(other) == 1:
+                loop = [*trail[trail.index(other) :], other]
+                yield Finding(tree.modules[module].path, 1, "cycle", " -> ".join(loop))
+            elif other not in state:
+                yield from visit(other, [*trail, other])
+        state[module] = 2
+
+    for module in edges:
+        if module not in state:
+            yield from visit(module, [module])
+
+
+def reference_alone(tree: Tree) -> Iterator[Finding]:
+    """The reference imports torch and itself; its package file also the record it declares."""
+    for file in tree.of("reference"):
+        for found in file.imports:
+            top = found.module.partition(".")[0]
+            allowed = top in sys.stdlib_module_names or top in ("torch", "__future__")
+            allowed = allowed or _within(found.module, "liger_multi.reference")
+            allowed = allowed or (
+                file.module == FOLDERS["reference"] and _within(found.module, "liger_multi.backend")
+            )
+            if not allowed:
+                yield Finding(
+                    file.path, found.line, "reference", f"imports {found.module}; torch only"
+                )
+
+
+def vendors_apart(tree: Tree) -> Iterator[Finding]:
+    """A backend imports its folder, the shared layers, the reference and launch machinery."""
+    for file in tree.of("backends"):
+        folders = (file.vendor, *(SHARED_BACKENDS if file.vendor not in SHARED_BACKENDS else ()))
+        mine = [f"liger_multi.backends.{name}" for name in folders if name]
+        for found in file.imports:
+            if (
+                _within(found.module, "liger_multi.backends")
+                and found.module != "liger_multi.backends"
+            ):
+                if not _within(found.module, *mine):
+                    yield Finding(file.path, found.line, "vendor import", f"imports {found.module}")
+            elif _within(found.module, "liger_multi") and found.module not in (
+                "liger_multi",
+                "liger_multi.backends",
+            ):
+                parts = ("backend", "launch", "errors", "registry", "reference")
+                if not _within(found.module, *[f"liger_multi.{p}" for p in parts]):
+                    yield Finding(
+                        file.path, found.line, "backend import", f"imports {found.module}"
+                    )
+
+
+def lazy_packages(tree: Tree) -> Iterator[Finding]:
+    """Importing the package imports torch and nothing else that is large or optional."""
+    for file in tree.of("liger_multi"):
+        if file.part in LAZY_EXEMPT:
+            continue
+        for found in file.imports:
+            if found.eager and found.module.partition(".")[0] in LAZY:
+                yield Finding(
+                    file.path,
+                    found.line,
+                    "lazy",
+                    f"imports {found.module} when it is imported itself",
+                )
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                found.add(id(first.value))
+    return found
+
+
+def vendor_words(tree: Tree) -> Iterator[Finding]:
+    """Code outside a vendor's folder names no vendor; docstrings and comments may."""
+    for file in tree.files:
+        if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
+            continue
+        skip = _docstrings(file.tree)
+        seen = set()
+        for node in ast.walk(file.tree):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in skip
+            ):
+                text = node.value
+            elif isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
+                text = ast.unparse(node)
+            elif isinstance(node, ast.arg):
+                text = node.arg
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                text = node.name
+            else:
+                continue
+            match = VENDOR_WORDS.search(text)
+            if match and (node.lineno, match[0]) not in seen:
+                seen.add((node.lineno, match[0]))
+                yield Finding(
+                    file.path,
+                    node.lineno,
+                    "vendor word",
+                    f"{match[0]!r} outside backends/<vendor>/",
+                )
+
+
+def line_budgets(tree: Tree) -> Iterator[Finding]:
+    """A file keeps to the budget of its place."""
+    for file in tree.files:
+        budget = next(
+            n for pattern, n in BUDGETS.items() if fnmatch.fnmatchcase(file.path, pattern)
+        )
+        lines = len(file.source.splitlines())
+        if lines > budget:
+            yield Finding(file.path, lines, "length", f"{lines} lines, the budget is {budget}")
+
+
+def function_budgets(tree: Tree) -> Iterator[Finding]:
+    """A kernel's body keeps to 80 lines, a launcher's to 40."""
+    for file in tree.of("backends"):
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
+            budget = KERNEL_LINES if kernel else LAUNCHER_LINES
+            body = (
+                node.body[1:]
+                if id(getattr(node.body[0], "value", None)) in _docstrings(node)
+                else node.body
+            )
+            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > budget:
+                kind = "kernel" if kernel else "launcher"
+                yield Finding(
+                    file.path,
+                    node.lineno,
+                    "length",
+                    f"{kind} {node.name}: {lines} lines, not {budget}",
+                )
+
+
+def _all(tree: ast.Module) -> tuple[int, list[str]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            try:
+                return node.lineno, list(ast.literal_eval(node.value))
+            except ValueError:
+                break
+    return 0, []
+
+
+def exports(tree: Tree) -> Iterator[Finding]:
+    """Every operator file has a reference and is exported by name."""
+    package = tree.target("liger_multi.ops")
+    known = ast.unparse(package.tree) if package else ""
+    for file in tree.of("liger_multi/ops"):
+        name = file.module.rpartition(".")[2]
+        if file is package or name.startswith("_"):
+            continue
+        if tree.target(f"liger_multi.reference.{name}") is None:
+            yield Finding(
+                file.path, 1, "exports", f"the operator {name} has no reference/{name}.py"
+            )
+        if not re.search(rf"\bliger_multi\.ops(\.{name}\b| import (.*\b)?{name}\b)", known):
+            yield Finding(
+                package.path if package else file.path,
+                1,
+                "exports",
+                f"does not import the operator {name}",
+            )
+    for name in ("liger_multi", "liger_multi.ops"):
+        package = tree.target(name)
+        if package is not None:
+            line, names = _all(package.tree)
+            doubled = sorted({n for n in names if names.count(n) > 1})
+            if not names:
+                yield Finding(package.path, 1, "exports", "has no literal __all__")
+            elif doubled:
+                yield Finding(
+                    package.path, line, "exports", f"__all__ lists {', '.join(doubled)} twice"
+                )
+
+
+def silence(tree: Tree) -> Iterator[Finding]:
+    """The library prints nothing; commands do."""
+    for file in tree.files:
+        if file.part in PRINTERS:
+            continue
+        for node in ast.walk(file.tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "print"
+            ):
+                yield Finding(file.path, node.lineno, "print", "the library prints nothing")
+
+
+RULES: tuple[Callable[[Tree], Iterator[Finding]], ...] = (
+    downwards,
+    acyclic,
+    reference_alone,
+    vendors_apart,
+    lazy_packages,
+    vendor_words,
+    line_budgets,
+    function_budgets,
+    exports,
+    silence,
+)
+
+
+def check(root: Path) -> list[Finding]:
+    """All findings below a checkout."""
+    tree = Tree(root)
+    return sorted(finding for rule in RULES for finding in rule(tree))
+
+
+def main() -> int:
+    """Print findings; 1 where there are any."""
+    parser = argparse.ArgumentParser(description="Check layers, vendor words, budgets and exports.")
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent)
+    findings = check(parser.parse_args().root)
+    print("\n".join(map(str, findings)) or "layering: all rules hold")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

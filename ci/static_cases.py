@@ -1,0 +1,88 @@
+"""The calls whose launches :mod:`ci.static` compiles: each way through each launcher, real sizes.
+
+Tensors are on the meta device, so sizes cost nothing. A meta-test demands that every kernel of
+``backends/triton`` is launched by at least one of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton import cross_entropy, rms_norm, swiglu, swiglu_packed
+from liger_multi.reference.rows import Objective, Rows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"
+
+
+def _meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rms_norm(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    offset = float(casting == "gemma")
+    y, rstd = rms_norm.forward(x, weight, 1e-6, offset, casting)
+    rms_norm.backward(y, x, weight, rstd, offset, casting, True, True)
+
+
+def _swiglu(dtype: torch.dtype) -> None:
+    gate = _meta(8192, 14336, dtype=dtype)
+    swiglu.backward(swiglu.forward(gate, gate), gate, gate, True, True)
+
+
+def _swiglu_packed() -> None:
+    gate_up = _meta(8192, 2 * 11008)
+    swiglu_packed.backward(swiglu_packed.forward(gate_up), gate_up)
+
+
+def _cross_entropy(
+    cols: int, dtype: torch.dtype, *, full: bool = False, softcap: float | None = None
+) -> None:
+    logits, target = _meta(4096, cols, dtype=dtype), _meta(4096, dtype=torch.int64)
+    weight = _meta(cols, dtype=FP32) if full else None
+    extras: tuple[float, float, Any] = (0.1, 1e-4, 30.0) if full else (0.0, 0.0, softcap)
+    outs = cross_entropy.forward(
+        logits, target, weight, -100, *extras, "mean", False, OUTPUTS if full else ""
+    )
+    cross_entropy.backward(outs[0], logits, target, weight, outs[6], outs[7], -100, *extras, "mean")
+
+
+def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
+    logits, target = _meta(2048, cols), _meta(2048, dtype=torch.int64)
+    options = Objective(-100, *((0.1, 1e-4, 30.0, 0.5) if full else (0.0, 0.0, None)))
+    weight = _meta(cols) if full else None
+    rows = Rows.room(2048, options, OUTPUTS if full else "", logits)
+    cross_entropy.loss_and_gradient_(logits, target, weight, options, rows, _meta(2, dtype=FP32))
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    """Labelled calls of the operators' launchers."""
+    part = functools.partial
+    found: dict[str, Callable[[], None]] = {
+        f"rms_norm {rows}x{cols} {_name(dtype)}": part(_rms_norm, rows, cols, dtype)
+        for rows, cols, dtype in (
+            (262144, 128, BF16), (8192, 4096, BF16), (8192, 4096, FP32),
+            (4096, 8192, BF16), (2048, 16384, BF16), (1024, 65536, BF16),
+        )
+    }  # fmt: skip
+    found["rms_norm gemma 16384x2048"] = part(_rms_norm, 16384, 2048, BF16, "gemma")
+    for dtype in (BF16, FP32):
+        found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
+    found["swiglu_packed 8192x11008"] = _swiglu_packed
+    for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
+        found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
+    found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)
+    found["cross_entropy 128256 softcap"] = part(_cross_entropy, 128256, BF16, softcap=30.0)
+    found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
+    found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
+    return found

@@ -1,0 +1,169 @@
+"""Build the project's environment: ``python -m ci.venv .venv --extras test``.
+
+Needs the standard library alone, so that any Python >= 3.10 can run it. Which PyTorch it takes:
+
+1. The base interpreter already has one that drives an accelerator (CUDA, ROCm, Ascend): the
+   environment sees the base packages and never replaces that PyTorch. Without a package index, it
+   makes do with what the base has.
+2. Otherwise ``--torch`` is installed: the CPU build, or on a machine with an NVIDIA device the CUDA
+   build. ``--torch-index`` overrides where from; ROCm and Ascend builds need it, or case 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).absolute().parent.parent
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+BUILD_TOOLS = ["pip>=23", "setuptools>=77", "wheel"]
+PROBE = """
+import importlib.util as u, json
+found = {"torch": "", "accelerated": False, "triton": u.find_spec("triton") is not None}
+try:
+    import torch
+    npu = u.find_spec("torch_npu") is not None
+    found["torch"] = torch.__version__
+    found["accelerated"] = bool(torch.version.cuda or torch.version.hip or npu)
+except ImportError:
+    pass
+print(json.dumps(found))
+"""
+
+
+def probe(python: str) -> dict[str, object]:
+    """What an interpreter has: the version of torch, whether it drives a device, and Triton."""
+    out = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=True, cwd="/")
+    found: dict[str, object] = json.loads(out.stdout.splitlines()[-1])
+    return found
+
+
+def at_least(version: str, floor: tuple[int, int]) -> bool:
+    """Whether a version such as ``2.11.0+cu130`` reaches ``floor``."""
+    numbers = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(c for c in n if c.isdigit()) or 0) for n in numbers) >= floor
+
+
+def reachable(url: str, seconds: float = 3.0) -> bool:
+    """Whether a host answers; pip alone would retry an absent one for minutes."""
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
+        return True
+    try:
+        with socket.create_connection((urlsplit(url).hostname or "", 443), timeout=seconds):
+            return True
+    except OSError:
+        return False
+
+
+def torch_arguments(torch: str, index: str) -> list[str]:
+    """The arguments of ``pip install`` that fetch PyTorch for this machine."""
+    if index:
+        return [torch, "--index-url", index]
+    if Path("/dev/kfd").exists() or Path("/dev/davinci_manager").exists():
+        raise SystemExit(
+            "this machine has an AMD or Ascend device, but the base Python has no PyTorch that "
+            "drives it: install that first (https://pytorch.org/get-started), or name its index, "
+            "e.g. make TORCH=torch==2.9.0 TORCH_INDEX=https://download.pytorch.org/whl/rocm6.4"
+        )
+    if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
+        return [torch]
+    return [torch, "--extra-index-url", CPU_INDEX] if reachable(CPU_INDEX) else [torch]
+
+
+def build(folder: Path, torch: str, index: str, extras: list[str]) -> None:
+    """Create the environment, or bring one up to date."""
+    base = probe(sys.executable)
+    shared = bool(base["accelerated"]) and at_least(str(base["torch"]), (2, 7)) and not index
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        if (
+            shutil.which("apt-get")
+            and subprocess.run([sys.executable, "-c", "import ensurepip"]).returncode
+        ):
+            raise SystemExit("this Python cannot make environments: apt-get install python3-venv")
+        venv.create(folder, with_pip=True, system_site_packages=shared)
+    if shared and sys.prefix != sys.base_prefix:
+        inherit(folder)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if shared:
+        build_shared(folder, pip, str(base["torch"]), bool(base["triton"]), extras)
+        return
+    subprocess.run([*pip, *BUILD_TOOLS], check=True)
+    if not at_least(str(probe(python)["torch"] or "0.0"), (2, 7)):
+        subprocess.run([*pip, *torch_arguments(torch, index)], check=True)
+    linux = sys.platform == "linux" and not probe(python)["triton"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "-e", target([*extras, *["triton"] * linux])], check=True
+    )
+
+
+def packages_of(folder: Path) -> Path:
+    """The folder of an environment's own packages."""
+    return next((folder / "lib").glob("python*/site-packages"))
+
+
+def inherit(folder: Path) -> None:
+    """Let an environment see the packages of the environment that this interpreter belongs to."""
+    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
+    (packages_of(folder) / "base-environment.pth").write_text("\n".join(lines) + "\n")
+
+
+def build_shared(folder: Path, pip: list[str], torch: str, triton: bool, extras: list[str]) -> None:
+    """Install into an environment that sees the base packages, without touching its PyTorch."""
+    wanted = target([*extras, *["triton"] * (not triton)])
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(f"torch=={torch}\n")
+        constraints.flush()
+        full = [*pip, "--retries", "1", "-c", constraints.name]
+        done = subprocess.run([*full, *BUILD_TOOLS[1:]]).returncode == 0
+        done = done and not subprocess.run([*full, "--no-build-isolation", "-e", wanted]).returncode
+    if not done:
+        # No pip here: building needs newer tools than a fresh environment may have.
+        say = "no package index answers: the environment has what the base Python has, and this"
+        print(f"{say} checkout on its path", file=sys.stderr)
+        (packages_of(folder) / "checkout.pth").write_text(f"{ROOT}\n")
+
+
+def target(extras: list[str]) -> str:
+    """This checkout with its extras, as pip writes it."""
+    return f".[{','.join(extras)}]" if extras else "."
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Build the project's environment.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--torch", default="torch==2.13.0", help="requirement to install")
+    parser.add_argument("--torch-index", default="", help="package index of PyTorch")
+    parser.add_argument("--extras", default="test", help="comma-joined extras of the project")
+    args = parser.parse_args()
+    if sys.version_info < (3, 10):  # noqa: UP036  run by whatever python3 is
+        raise SystemExit(
+            f"liger_multi needs Python 3.10 or newer, this is {sys.version.split()[0]}"
+        )
+    print(f"building {args.folder} (minutes, once)", file=sys.stderr)
+    try:
+        build(
+            args.folder.absolute(),
+            args.torch,
+            args.torch_index,
+            [e for e in args.extras.split(",") if e],
+        )
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"this step failed: {' '.join(map(str, error.cmd))}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Fused training kernels with one patch call, on any accelerator and on a CPU.
+
+Importing touches no driver, no Triton and no transformers; names that need more are loaded on
+first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from liger_multi import ops
+from liger_multi._version import __version__
+from liger_multi.config import configure, use
+from liger_multi.explain import explain
+
+if TYPE_CHECKING:
+    from liger_multi.patching import patch, patched, unpatch
+
+__all__ = ["__version__", "configure", "explain", "ops", "patch", "patched", "unpatch", "use"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the patching layer on first use; the function then stands in this module's globals."""
+    if name in ("patch", "patched", "unpatch"):
+        from liger_multi import patching
+
+        globals()[name] = getattr(patching, name)
+        return globals()[name]
+    raise AttributeError(f"module 'liger_multi' has no attribute {name!r}")

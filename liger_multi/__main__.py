@@ -1,0 +1,7 @@
+"""``python -m liger_multi``: the same commands as ``liger-multi``."""
+
+from __future__ import annotations
+
+from liger_multi.cli.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""Checks of arguments that operators share; a message quotes what came and what was wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from liger_multi.errors import unknown
+
+
+def describe(x: object) -> str:
+    """A short name of an argument: shape, dtype and device of a tensor, or the type and value."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, on "
+        f"{x.device}"
+    return f"{type(x).__name__} {x!r:.60}"
+
+
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Every given argument is a floating-point tensor, and all stand on one device."""
+    first: Tensor | None = None
+    for name, x in tensors.items():
+        if x is None and first is not None:
+            continue
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {describe(x)}")
+        first = x if first is None else first
+        if x.device != first.device:
+            raise ValueError(
+                f"{op}: all tensors must be on one device, got {name} on {x.device} and the "
+                f"first on {first.device}"
+            )
+
+
+def vector(op: str, name: str, x: Tensor | None, size: int, of: str) -> None:
+    """A one-axis tensor of a given size (or None)."""
+    if x is not None and (x.ndim != 1 or x.shape[0] != size):
+        raise ValueError(f"{op}: {name} must have shape ({size},), the {of}, got {describe(x)}")
+
+
+def same_shape(op: str, **tensors: Tensor) -> None:
+    """All tensors have the same shape."""
+    (first, a), *others = tensors.items()
+    for name, b in others:
+        if a.shape != b.shape:
+            raise ValueError(
+                f"{op}: {first} and {name} must have the same shape, got {tuple(a.shape)} and "
+                f"{tuple(b.shape)}"
+            )
+
+
+def targets(op: str, target: Tensor, rows: torch.Size, beside: Tensor) -> None:
+    """One class id a row: integers of the rows' shape, on the same device."""
+    if not isinstance(target, Tensor) or target.dtype not in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.int8,
+    ):
+        raise TypeError(
+            f"{op}: target must be a tensor of integer class ids (int64), got {describe(target)}"
+        )
+    if target.shape != rows:
+        raise ValueError(
+            f"{op}: target must have shape {tuple(rows)}, one id a row, got {describe(target)}"
+        )
+    if target.device != beside.device:
+        raise ValueError(
+            f"{op}: all tensors must be on one device, got target on {target.device} and rows on "
+            f"{beside.device}"
+        )
+
+
+def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
+    """A word from a fixed set."""
+    if value not in tuple(known):
+        raise ValueError(f"{op}: {unknown(name, value, known)}")
+
+
+def number(
+    op: str, name: str, value: object, low: float, high: float | None = None, *, above: bool = False
+) -> float:
+    """A real number in ``[low, high]``, or above ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
+    inside = (value > low if above else value >= low) and (high is None or value <= high)
+    if not inside:
+        wanted = (
+            f"in [{low:g}, {high:g}]"
+            if high is not None
+            else f"{'above' if above else 'at least'} {low:g}"
+        )
+        raise ValueError(f"{op}: {name} must be {wanted}, got {value!r}")
+    return float(value)
+
+
+def names(op: str, outputs: object, known: tuple[str, ...]) -> str:
+    """A tuple of output names as one comma-joined word."""
+    if isinstance(outputs, str) or not isinstance(outputs, tuple | list | frozenset | set):
+        raise TypeError(f"{op}: outputs must be a tuple of names, got {describe(outputs)}")
+    for name in outputs:
+        one_of(op, "output", name, known)
+    return ",".join(name for name in known if name in outputs)

@@ -1,0 +1,1 @@
+"""The command line: ``liger-multi doctor | explain | config | demo``."""

@@ -1,0 +1,306 @@
+"""What is here, what fits together, and which backend each operator uses because of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from liger_multi.cli.page import Page
+from liger_multi.memory.measure import format_bytes
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What shows that a machine has an accelerator: device nodes, perhaps a tool on the path."""
+
+    hardware: str
+    nodes: str
+    tool: str = ""
+
+
+SIGNS = (
+    Sign("an NVIDIA GPU", "/dev/nvidia[0-9]*", "nvidia-smi"),
+    Sign("an AMD GPU", "/dev/kfd", "rocm-smi"),
+    Sign("an Ascend accelerator", "/dev/davinci[0-9]*"),
+)
+
+
+class Probes:
+    """Ask things that may be absent or broken; failures are kept, never raised."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+
+    def ask(self, what: str, probe: Callable[[], Any], default: Any) -> Any:
+        """The answer of ``probe``, or ``default`` and the failure under the name ``what``."""
+        try:
+            return probe()
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            self.failures[what] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            return default
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``liger-multi doctor``; 1 when it names a problem."""
+    facts = collect()
+    if arguments.json:
+        sys.stdout.write(json.dumps(facts, indent=1, default=str) + "\n")
+    else:
+        page(facts).show()
+    return 1 if any(item["kind"] == "problem" for item in facts["findings"]) else 0
+
+
+def collect() -> dict[str, Any]:
+    """All facts as plain data."""
+    probes = Probes()
+    facts: dict[str, Any] = {
+        "versions": probes.ask("versions", versions, {}),
+        "devices": devices(probes),
+        "backends": probes.ask("backends", lambda: backends(probes), {}),
+        "configuration": probes.ask("configuration", configuration, []),
+        "operators": probes.ask("operators", _explained, []),
+    }
+    facts["findings"] = probes.ask("findings", lambda: findings(facts["operators"]), [])
+    facts["findings"] += [
+        {"kind": "problem", "text": f"{k}: {v}"} for k, v in probes.failures.items()
+    ]
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this library and the packages it works with."""
+    from liger_multi._version import __version__
+
+    found = {
+        "liger_multi": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            # a checkout on the path has no metadata
+            found[name] = (
+                "present, version unknown" if importlib.util.find_spec(name) else "not installed"
+            )
+    found["torch"] = torch.__version__
+    return found
+
+
+def devices(probes: Probes) -> list[dict[str, str]]:
+    """The CPU and every accelerator that PyTorch sees."""
+    found = [probes.ask("cpu", _cpu, {"device": "cpu"})]
+    kind = probes.ask(
+        "accelerator", lambda: torch.accelerator.current_accelerator(check_available=True), None
+    )
+    for index in range(
+        0 if kind is None else probes.ask("device count", torch.accelerator.device_count, 0)
+    ):
+        assert kind is not None
+        device = torch.device(kind.type, index)
+        entry = {"device": str(device)}
+        found.append(entry | probes.ask(str(device), partial(_accelerator, device), {}))
+    return found
+
+
+def _cpu() -> dict[str, str]:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        name = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+            name,
+        )
+    entry = {
+        "device": "cpu",
+        "name": name,
+        "arch": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        entry["memory"] = format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return entry
+
+
+def _accelerator(device: torch.device) -> dict[str, str]:
+    from liger_multi.launch import device_info
+
+    properties = torch.get_device_module(device).get_device_properties(device)
+    entry = {"name": str(getattr(properties, "name", "?"))}
+    if hasattr(properties, "total_memory"):
+        entry["memory"] = format_bytes(properties.total_memory)
+    info = device_info(device)
+    return entry | {"arch": info.arch, "backend": info.backend, "cores": str(info.cores)}
+
+
+def backends(probes: Probes) -> dict[str, dict[str, str]]:
+    """Every backend: whether it is available, and its own facts."""
+    from liger_multi import registry
+
+    found = {}
+    for name, record in registry.backends().items():
+        refusal = probes.ask(
+            f"probe of {name}", partial(registry.unavailable, name), "its probe failed"
+        )
+        serves = record.device_type or "shared"
+        found[name] = {"state": "available" if refusal is None else refusal, "serves": serves}
+        found[name] |= probes.ask(f"description of {name}", getattr(record, "describe", dict), {})
+    return found
+
+
+def configuration() -> list[dict[str, Any]]:
+    """The layers in force, the strongest first."""
+    from liger_multi.config import ENVIRONMENT_VARIABLE, current
+
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    found: list[dict[str, Any]] = []
+    for layer in current().layers:
+        origin = f" (named by {ENVIRONMENT_VARIABLE})" if layer.source == named else ""
+        entry: dict[str, Any] = {"source": f"{layer.source}{origin}"}
+        for device, order in layer.default.items():
+            entry[f"default{f' on {device}' if device else ''}"] = ", ".join(order)
+        for device, ops in layer.ops.items():
+            for op, order in ops.items():
+                entry[f"{op}{f' on {device}' if device else ''}"] = ", ".join(order)
+        if layer.chunk_bytes is not None:
+            entry["chunk_bytes"] = format_bytes(layer.chunk_bytes)
+        found.append(entry)
+    origin = (
+        "everything else" if found else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"
+    )
+    return [*found, {"source": f"built in ({origin})", "default": "auto"}]
+
+
+def _explained() -> list[dict[str, Any]]:
+    import liger_multi
+
+    return [as_data(row) for row in liger_multi.explain().rows]
+
+
+def as_data(row: Any) -> dict[str, Any]:
+    """One row of an explanation as plain data."""
+    return asdict(row)
+
+
+def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Things that do not fit together, as problems (to mend) and notes (to know)."""
+    found: list[tuple[str, str]] = []
+    built_for = torch.accelerator.current_accelerator(check_available=False)
+    available = torch.accelerator.is_available()
+    for sign in SIGNS:
+        seen = [
+            *sorted(glob.glob(sign.nodes))[:1],
+            *([sign.tool] if shutil.which(sign.tool) else []),
+        ]
+        if seen and not available:
+            why = (
+                f"this PyTorch ({torch.__version__}) is built for CPUs only: "
+                "install a build for the device"
+                if built_for is None
+                else f"PyTorch ({torch.__version__}, built for {built_for.type}) sees no device: "
+                "driver absent or too old, or the devices are hidden by an environment variable"
+            )
+            found.append(
+                ("problem", f"there are signs of {sign.hardware} ({', '.join(seen)}), but {why}")
+            )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        found.append(
+            (
+                "note",
+                "TRITON_INTERPRET=1: Triton kernels are interpreted on the CPU, for tests only",
+            )
+        )
+    elif importlib.util.find_spec("triton") is None:
+        if available:
+            text = (
+                "an accelerator, but no Triton: operators without a vendor's path use the reference"
+            )
+            found.append(("note", text))
+    else:
+        failure = _triton_driver()
+        if failure is not None:
+            found.append(
+                (
+                    "problem" if available else "note",
+                    f"Triton is installed but has no driver here: {failure}",
+                )
+            )
+    keys = dict.fromkeys((row["device"], row["op"], row["half"]) for row in rows)
+    won = {(row["device"], row["op"], row["half"]) for row in rows if row["chosen"]}
+    for device, op, half in keys:
+        if (device, op, half) not in won:
+            found.append(("problem", f"no backend may run {op} {half} on {device}: see the table"))
+    return [{"kind": kind, "text": text} for kind, text in found]
+
+
+def _triton_driver() -> str | None:
+    """Why Triton cannot reach a device, or None."""
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    return None
+
+
+def page(facts: dict[str, Any]) -> Page:
+    """Lay the facts out."""
+    result = Page()
+    result.add("Versions", list(facts["versions"].items()))
+    keys = ("device", "name", "memory", "arch", "backend", "cores", "threads")
+    used = [k for k in keys if any(k in entry for entry in facts["devices"])]
+    result.add(
+        "Devices that PyTorch sees", [[e.get(k, "") for k in used] for e in facts["devices"]], used
+    )
+    rows = []
+    for name, entry in facts["backends"].items():
+        own = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("state", "serves"))
+        rows.append([name, entry["state"], entry["serves"], own])
+    result.add("Backends", rows, ("backend", "state", "serves", "facts"))
+    rows = [
+        [e["source"], "; ".join(f"{k}: {v}" for k, v in e.items() if k != "source")]
+        for e in facts["configuration"]
+    ]
+    result.add("Configuration, the strongest first", rows, ("from", "says"))
+    operators(result, facts["operators"])
+    nothing = {"kind": "", "text": "nothing: versions, devices and drivers fit together"}
+    result.add("Findings", [[f["kind"], f["text"]] for f in facts["findings"] or [nothing]])
+    return result
+
+
+def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:
+    """Add a table a device; the halves share a line where they agree."""
+    for device in dict.fromkeys(row["device"] for row in rows):
+        merged: dict[tuple[Any, ...], list[str]] = {}
+        for row in rows:
+            if row["device"] == device:
+                because = row["reason"] or f"by {row['source']}"
+                merged.setdefault((row["op"], row["backend"], row["chosen"], because), []).append(
+                    row["half"]
+                )
+        table, before = [], None
+        for (op, backend, chosen, because), halves in merged.items():
+            half = "both" if len(halves) > 1 else halves[0]
+            table.append(
+                [op if op != before else "", half, backend, "chosen" if chosen else "-", because]
+            )
+            before = op
+        result.add(f"Operators on {device}", table, ("operator", "half", "backend", "", "because"))

@@ -1,0 +1,91 @@
+"""Parse the command line and run one command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from liger_multi.cli import doctor
+from liger_multi.cli.page import Page
+from liger_multi.demo import command as demo
+from liger_multi.errors import LigerMultiError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``liger-multi`` with ``argv`` and return its exit code.
+
+    0 is fine, 1 is a finding (a failed demo, a problem named by the doctor), 2 is wrong input.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except LigerMultiError as error:
+        sys.stderr.write(f"liger-multi: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("liger-multi: interrupted\n")
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    from liger_multi._version import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="liger-multi", description="One patch call, any accelerator."
+    )
+    parser.add_argument("--version", action="version", version=f"liger-multi {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    text = "versions, devices, configuration, and which backend each operator uses"
+    command = commands.add_parser("doctor", help=text, description=text)
+    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    command.set_defaults(run=doctor.run)
+
+    text = "say which backend an operator would use, and why not the others"
+    command = commands.add_parser("explain", help=text, description=text)
+    command.add_argument("op", nargs="?", metavar="OP", help="name of an operator (default: all)")
+    command.add_argument(
+        "--device", help="a device or device type (default: the CPU and the accelerator)"
+    )
+    command.set_defaults(run=_explain)
+
+    text = "work with configuration files"
+    command = commands.add_parser("config", help=text, description=text)
+    actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
+    text = "check a configuration file without using it"
+    action = actions.add_parser("check", help=text, description=text)
+    action.add_argument("file", metavar="FILE", type=Path)
+    action.set_defaults(run=_check)
+
+    text = "train small Hugging Face models stock and patched, and compare loss, memory and speed"
+    command = commands.add_parser("demo", help=text, description=text)
+    demo.add_arguments(command)
+    command.set_defaults(run=demo.run)
+    return parser
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    import liger_multi
+
+    try:
+        found = liger_multi.explain(arguments.op, arguments.device)
+    except RuntimeError as error:
+        sys.stderr.write(
+            f"liger-multi: error: --device {arguments.device}: {str(error).splitlines()[0]}\n"
+        )
+        return 2
+    page = Page()
+    doctor.operators(page, [doctor.as_data(row) for row in found.rows])
+    page.show()
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from liger_multi.config_file import load
+
+    load(arguments.file)
+    sys.stdout.write(f"{arguments.file}: fine\n")
+    return 0

@@ -1,0 +1,189 @@
+"""The demo's command: train stock and patched, show both while they run, judge the result."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from liger_multi.memory.measure import format_bytes, resolve_device
+
+if TYPE_CHECKING:
+    from liger_multi.demo.display import Display
+    from liger_multi.demo.training import Plan, Run
+
+MODELS = ("qwen2", "llama", "qwen3", "mistral")
+NEEDED = ("transformers", "accelerate", "tokenizers", "rich", "matplotlib")
+# Both runs do the same arithmetic in another order. In float32 one loss near 10 carries a rounding
+# error of about 1e-6, which some tens of optimizer steps amplify. In bfloat16 the first ten steps
+# agree within 4e-4, then two trajectories drift: on an H200 (2026-11) the stock run differs from a
+# repetition of itself, as kernels add in varying order, by 1.4e-3 after 25 steps, 1.3e-2 after 50.
+BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``liger-multi demo``."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["qwen2", "llama"],
+        choices=MODELS,
+        help="Hugging Face model types",
+    )
+    parser.add_argument("--steps", type=_positive, help="training steps with the memory meter on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder of the picture and the numbers",
+    )
+    parser.add_argument(
+        "--device", help="cpu, or a device type of torch (default: the accelerator, else the CPU)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="toy sizes: seconds instead of minutes"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; 0 when the patched curves equal the stock ones and memory dropped, else 1."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"liger-multi demo needs {', '.join(missing)}, which cannot be imported here; "
+            'install with: pip install "liger-multi[transformers,cli]"'
+        )
+    # Random weights and local text: nothing may reach for the network, whatever is set outside.
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    from liger_multi.demo.display import Display
+
+    try:
+        device = resolve_device(arguments.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SystemExit(
+            f"liger-multi demo cannot use --device {arguments.device}: {reason}"
+        ) from error
+    return _demo(arguments, device, Display())
+
+
+def make_plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
+    """Sizes that show the effect within minutes on ``device``."""
+    from liger_multi.demo.training import Plan, Scale
+
+    if arguments.quick:
+        scale, timed = Scale(32768, 64, 160, 2, 4, 2, 192, 4, 3, 1_000_000), 1
+    elif device.type == "cpu":
+        scale, timed = Scale(32768, 256, 704, 4, 4, 2, 192, 8, 10, 9_000_000), 3
+    else:
+        scale, timed = Scale(32768, 1024, 2816, 8, 16, 8, 1024, 8, 20, 9_000_000), 5
+    scale = replace(scale, steps=arguments.steps or scale.steps)
+    bound = BOUNDS["float32" if device.type == "cpu" else "bfloat16"]
+    return Plan(scale, timed, arguments.seed, device, bound)
+
+
+def _demo(arguments: argparse.Namespace, device: torch.device, display: Display) -> int:
+    from transformers.utils import logging
+
+    from liger_multi import patch
+    from liger_multi.demo import chart, corpus
+
+    logging.set_verbosity_error()
+    begin = time.perf_counter()
+    plan = make_plan(arguments, device)
+    scale = plan.scale
+    with display.busy("learning a tokenizer from the standard library"):
+        text = corpus.read(scale.corpus_characters)
+        tokenizer = corpus.learn_tokenizer(text, scale.vocabulary)
+        data = corpus.blocks(text, tokenizer, plan.total * scale.batch, scale.sequence, plan.seed)
+    display.opening(text, tokenizer.get_vocab_size(), plan)
+    kinds = dict.fromkeys(arguments.models)
+    pairs = {kind: _pair(kind, data, plan, patch, display) for kind in kinds}
+    problems = [
+        line for kind, pair in pairs.items() for line in judge(kind, *pair, bound=plan.bound)
+    ]
+    verdict = "FAILED, see the output" if problems else "same curves, less memory"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    picture = arguments.output / "demo.png"
+    chart.draw(pairs, plan, f"liger_multi: {verdict}", picture)
+    numbers = {
+        "where": plan.where,
+        "bound": plan.bound,
+        "problems": problems,
+        "models": {k: {"stock": as_data(a), "patched": as_data(b)} for k, (a, b) in pairs.items()},
+    }
+    (arguments.output / "demo.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    display.closing(pairs, problems, verdict, picture, time.perf_counter() - begin)
+    return 1 if problems else 0
+
+
+def _pair(
+    kind: str, data: Any, plan: Plan, patch: Callable[[Any], Any], display: Display
+) -> tuple[Run, Run]:
+    """Train one model stock, then patched, from the same weights on the same batches."""
+    from liger_multi.demo import training
+
+    model = training.build(kind, plan.scale, plan.seed)
+    display.model(kind, model)
+    with display.progress(f"{kind} stock", plan) as advance:
+        stock = training.train(model, data, plan, advance)
+    # The first model must be gone before the second one's memory is measured.
+    del model
+    gc.collect()
+    model = training.build(kind, plan.scale, plan.seed)
+    display.report(patch(model))
+    with display.progress(f"{kind} patched", plan, stock) as advance:
+        patched = training.train(model, data, plan, advance)
+    display.summary(kind, stock, patched)
+    return stock, patched
+
+
+def judge(kind: str, stock: Run, patched: Run, bound: float) -> list[str]:
+    """What is wrong with a pair of runs, in words; empty when nothing is."""
+    problems = []
+    gaps = [abs(b - a) for a, b in zip(stock.losses, patched.losses, strict=True)]
+    # "not within" instead of "beyond": a NaN must fail too
+    bad = [i for i, gap in enumerate(gaps) if not gap <= bound]
+    if bad:
+        i = bad[0]
+        problems.append(
+            f"{kind}: the curves part at step {i + 1}: stock {stock.losses[i]:.6f}, "
+            f"patched {patched.losses[i]:.6f}, difference {gaps[i]:.1e}, bound {bound:g}"
+        )
+    if patched.peak_bytes >= stock.peak_bytes:
+        problems.append(
+            f"{kind}: peak memory did not drop: stock {format_bytes(stock.peak_bytes)}, "
+            f"patched {format_bytes(patched.peak_bytes)}"
+        )
+    return problems
+
+
+def as_data(run: Run) -> dict[str, Any]:
+    """A run as plain data."""
+    widest = run.widest
+    return {
+        "losses": run.losses,
+        "seconds": run.seconds,
+        "peak_bytes": [None if p is None else p.peak_bytes for p in run.peaks],
+        "widest_bytes": widest.widest_bytes,
+        "widest_shape": widest.widest_shape,
+        "tokens_per_second": run.tokens_per_second,
+    }
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

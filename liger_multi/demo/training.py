@@ -1,0 +1,220 @@
+"""Train one model with the unmodified Hugging Face Trainer and record what each step did."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from liger_multi.demo.corpus import Blocks
+from liger_multi.memory import Peak, measure
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the models and of the run."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    sequence: int
+    batch: int
+    steps: int
+    corpus_characters: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.sequence * self.batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One demo.
+
+    Attributes:
+        scale: Sizes of the models and of the run.
+        timed: Steps at the end of each run that give the throughput.
+        seed: Of weights and data.
+        device: Where to train.
+        bound: The largest difference of two losses that passes for noise.
+    """
+
+    scale: Scale
+    timed: int
+    seed: int
+    device: torch.device
+    bound: float
+
+    @property
+    def total(self) -> int:
+        """Steps of one run."""
+        return self.scale.steps + self.timed
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run is on a CPU: no allocator statistics, float32."""
+        return self.device.type == "cpu"
+
+    @property
+    def where(self) -> str:
+        """Precision and device in words."""
+        if self.on_cpu:
+            return "float32 on CPU"
+        name = torch.get_device_module(self.device).get_device_name(self.device)
+        return f"bfloat16 on {name}"
+
+
+@dataclass
+class Run:
+    """What one training run did, step by step.
+
+    Attributes:
+        losses: Loss of every step, as the model returned it.
+        seconds: Wall time of every step.
+        peaks: Peak memory of every step; None where the step ran without the meter.
+        timed: The last steps, which ran without anything that slows them, give the throughput.
+        tokens: Tokens of one step.
+    """
+
+    timed: int
+    tokens: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[Peak | None] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of the timed steps."""
+        return self.tokens * self.timed / sum(self.seconds[-self.timed :])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest peak of all measured steps."""
+        return max(p.peak_bytes for p in self.peaks if p is not None)
+
+    @property
+    def widest(self) -> Peak:
+        """The measurement with the largest vocabulary-wide tensor."""
+        return max((p for p in self.peaks if p is not None), key=lambda p: p.widest_bytes or 0)
+
+
+def build(kind: str, scale: Scale, seed: int) -> Any:
+    """A model of the Hugging Face type ``kind`` with random weights; nothing is downloaded."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=scale.vocabulary,
+        hidden_size=scale.hidden,
+        intermediate_size=scale.intermediate,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=scale.heads,
+        num_key_value_heads=scale.kv_heads,
+        max_position_embeddings=scale.sequence,
+        tie_word_embeddings=kind.startswith("qwen"),
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    set_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def train(model: Any, data: Blocks, plan: Plan, on_step: Callable[[Run], None]) -> Run:
+    """Train ``model`` as planned and call ``on_step`` with the record after every step."""
+    run = Run(plan.timed, plan.scale.tokens)
+    recorder = _Recorder(run, plan, on_step)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=plan.total,
+            per_device_train_batch_size=plan.scale.batch,
+            # Wide models in bfloat16 leave the stable range at 1e-3, and any two runs part.
+            learning_rate=1e-3 if plan.on_cpu else 3e-4,
+            lr_scheduler_type="cosine",
+            warmup_steps=2,
+            seed=plan.seed,
+            bf16=not plan.on_cpu,
+            use_cpu=plan.on_cpu,
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        if arguments.n_gpu > 1:
+            # Several devices in one process would mean DataParallel, which is not compared here.
+            arguments._n_gpu = 1
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            data_collator=default_data_collator,
+            callbacks=[recorder],
+        )
+        trainer.remove_callback(PrinterCallback)
+        hook = model.register_forward_hook(recorder.take_loss)
+        try:
+            trainer.train()
+        finally:
+            hook.remove()
+            recorder.close()
+    return run
+
+
+class _Recorder(TrainerCallback):
+    """Loss, time and memory of every step."""
+
+    def __init__(self, run: Run, plan: Plan, on_step: Callable[[Run], None]) -> None:
+        self._run, self._plan, self._on_step = run, plan, on_step
+        self._stack = contextlib.ExitStack()
+        self._loss: torch.Tensor | None = None
+        self._begin = 0.0
+
+    def take_loss(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the loss as the model returned it; the Trainer's own log rounds to four digits."""
+        self._loss = output.loss.detach()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the meter and the clock."""
+        plan, step = self._plan, state.global_step
+        # An allocator counts for free. Watching operators (all that a CPU has, and the only way to
+        # find the widest tensor) costs time, so the timed steps go without.
+        watched = step < plan.scale.steps if plan.on_cpu else step == 0
+        peak = None
+        if watched or not plan.on_cpu:
+            meter = measure(plan.device, width=plan.scale.vocabulary if watched else None)
+            peak = self._stack.enter_context(meter)
+        self._run.peaks.append(peak)
+        self._begin = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop both and report."""
+        if not self._plan.on_cpu:
+            torch.accelerator.synchronize()
+        self._run.seconds.append(time.perf_counter() - self._begin)
+        self.close()
+        assert self._loss is not None
+        self._run.losses.append(self._loss.item())
+        self._on_step(self._run)
+
+    def close(self) -> None:
+        """Stop the meter, also when a step failed half way."""
+        self._stack.close()

@@ -1,0 +1,109 @@
+"""Launch numbers: a formula beside the kernel, measured numbers beside the vendor.
+
+A kernel file states its knobs as a frozen dataclass and computes a default from the device's
+limits; ``backends/<backend>/launch/<arch>.yaml`` replaces fields where a measured entry fits the
+shape. Nothing is tuned at run time, and a device without a table runs on the formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.resources
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from liger_multi.backend import DeviceInfo
+from liger_multi.errors import ConfigurationError, unknown
+
+__all__ = ["DeviceInfo", "device_info", "knobs", "simulate", "table"]
+
+Knobs = TypeVar("Knobs")
+INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
+_simulated: list[DeviceInfo] = []
+
+
+@contextlib.contextmanager
+def simulate(info: DeviceInfo) -> Iterator[None]:
+    """Answer :func:`device_info` with ``info``: launch formulas of any device, on any machine."""
+    _simulated.append(info)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
+def device_info(device: torch.device) -> DeviceInfo:
+    """The limits of ``device``, asked once of the backend that serves it."""
+    return _simulated[-1] if _simulated else _device_info(device)
+
+
+@functools.cache
+def _device_info(device: torch.device) -> DeviceInfo:
+    from liger_multi.registry import serving
+
+    if device.type == "cpu":
+        return INTERPRETER
+    for record in serving(device.type):
+        if record.device_info is not None:
+            return record.device_info(device)
+    raise ConfigurationError(f"no available backend knows the limits of the device {device}")
+
+
+def knobs(name: str, default: Knobs, device: torch.device, **shape: int) -> Knobs:
+    """The launch knobs of kernel ``name`` for a shape: the default, with the table's entry over it.
+
+    Args:
+        name: Key in the table, such as ``rms_norm.forward``.
+        default: Frozen dataclass from the kernel's formula.
+        device: Where the kernel will run.
+        shape: Sizes that entries bound, such as ``rows=8192, cols=4096``.
+    """
+    found: Knobs = _knobs(name, default, device_info(device), tuple(sorted(shape.items())))
+    return found
+
+
+@functools.lru_cache(maxsize=16384)
+def _knobs(name: str, default: Any, info: DeviceInfo, shape: tuple[tuple[str, int], ...]) -> Any:
+    sizes = dict(shape)
+    for entry in table(info.backend, info.arch).get(name, ()):
+        if all(low <= sizes[axis] <= high for axis, (low, high) in entry["when"].items()):
+            default = dataclasses.replace(default, **entry["knobs"])
+            break
+    warps = getattr(default, "num_warps", None)
+    if warps is not None and warps * info.warp_size > info.max_threads:
+        default = dataclasses.replace(default, num_warps=info.max_threads // info.warp_size)
+    return default
+
+
+@functools.cache
+def table(backend: str, arch: str) -> Mapping[str, Any]:
+    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file."""
+    from liger_multi.registry import packages
+
+    if backend not in packages():
+        return {}
+    file = importlib.resources.files(packages()[backend]) / "launch" / f"{arch}.yaml"
+    if not file.is_file():
+        return {}
+    import yaml
+
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return {
+        name: tuple(_entry(e, name, os.fspath(str(file))) for e in entries)
+        for name, entries in (content.get("entries") or {}).items()
+    }
+
+
+def _entry(entry: Mapping[str, Any], name: str, file: str) -> dict[str, Any]:
+    for key in entry:
+        if key not in ("when", "knobs", "source"):
+            raise ConfigurationError(
+                unknown(f"key of {name} in {file}", key, ("when", "knobs", "source"))
+            )
+    when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
+    return {"when": when, "knobs": dict(entry["knobs"])}

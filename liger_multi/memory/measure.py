@@ -1,0 +1,237 @@
+"""Exact peak memory of a region, on any device.
+
+An accelerator's allocator keeps the peak itself. A CPU has no such statistics, so there a dispatch
+mode watches every operator that PyTorch runs and adds up the bytes of the storages that are alive:
+each storage counts once, however many views it has, from the operator that made it until it is
+freed. A storage older than the region (weights, optimizer states) counts for the whole region as
+soon as an operator touches it.
+
+What a dispatch mode cannot see is not counted: scratch memory inside one native kernel, and tensors
+that nothing touches. Our own operators are called as plain Python inside a region, otherwise their
+temporaries would hide behind one operator (:func:`liger_multi.op.inline_ops`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Peak:
+    """What a region held at its peak; complete once the region has ended.
+
+    Attributes:
+        device: The device that was watched.
+        method: ``"allocator"`` (the device's own statistics) or ``"live tensors"`` (CPU).
+        start_bytes: Bytes alive when the region began.
+        peak_bytes: Largest number of bytes alive at once, those alive at the start included.
+        end_bytes: Bytes alive when the region ended.
+        widest_bytes: Largest single tensor made in the region with an axis of length ``width``; 0
+            when there was none, None when no width was asked for.
+        widest_shape: Its shape.
+        widest_dtype: Its dtype.
+    """
+
+    device: torch.device
+    method: str
+    start_bytes: int = 0
+    peak_bytes: int = 0
+    end_bytes: int = 0
+    widest_bytes: int | None = None
+    widest_shape: tuple[int, ...] | None = None
+    widest_dtype: torch.dtype | None = None
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes at the peak beyond those alive at the start."""
+        return self.peak_bytes - self.start_bytes
+
+
+@contextlib.contextmanager
+def measure(
+    device: torch.device | str | None = None,
+    *,
+    width: int | None = None,
+    known: Iterable[torch.Tensor] = (),
+) -> Iterator[Peak]:
+    """Measure the peak memory of a block: ``with`` this, ``as peak``.
+
+    On an accelerator the block runs at full speed unless ``width`` is given; on a CPU every
+    operator costs some microseconds more. The peak counters of an accelerator are reset.
+
+    Args:
+        device: Device to watch; None takes the current accelerator, or the CPU where there is none.
+        width: Also find the largest tensor that has an axis of this length, e.g. the vocabulary.
+        known: Tensors that are alive already and shall count even if nothing touches them (CPU).
+
+    Yields:
+        The :class:`Peak`, filled in when the block ends, also when it raises.
+    """
+    if width is not None and width < 1:
+        raise ValueError(f"width must be a positive length of an axis or None, got {width!r}")
+    where = resolve_device(device)
+    on_cpu = where.type == "cpu"
+    peak = Peak(where, "live tensors" if on_cpu else "allocator")
+    with contextlib.ExitStack() as stack:
+        if on_cpu or width is not None:
+            watch = _Watch(where, width, known if on_cpu else ())
+            stack.callback(watch.report, peak, on_cpu)
+            stack.enter_context(_inline_ops())
+            stack.enter_context(watch)
+        if not on_cpu:
+            stack.enter_context(_allocator(where, peak))
+        yield peak
+
+
+def peak_memory(
+    function: Callable[..., Result],
+    *args: Any,
+    device: torch.device | str | None = None,
+    width: int | None = None,
+    **kwargs: Any,
+) -> tuple[Result, Peak]:
+    """Call ``function(*args, **kwargs)`` and return its result with the peak memory of the call."""
+    with measure(device, width=width) as peak:
+        result = function(*args, **kwargs)
+    return result, peak
+
+
+def resolve_device(device: torch.device | str | None = None) -> torch.device:
+    """The device asked for; None is the current accelerator, or the CPU where there is none."""
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def format_bytes(count: int) -> str:
+    """``count`` bytes in the unit that people read: ``812.5 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+@contextlib.contextmanager
+def _allocator(device: torch.device, peak: Peak) -> Iterator[None]:
+    """Fill ``peak`` from the statistics of the device's caching allocator."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "max_memory_allocated"):
+        raise ValueError(f"devices of type {device.type!r} keep no allocator statistics to measure")
+    module.synchronize(device)
+    module.reset_peak_memory_stats(device)
+    peak.start_bytes = module.memory_allocated(device)
+    try:
+        yield
+    finally:
+        module.synchronize(device)
+        peak.peak_bytes = module.max_memory_allocated(device)
+        peak.end_bytes = module.memory_allocated(device)
+
+
+def _inline_ops() -> contextlib.AbstractContextManager[None]:
+    """Run our operators as plain Python, so that the watch sees what they allocate."""
+    from liger_multi.op import inline_ops
+
+    return inline_ops()
+
+
+class _Watch(TorchDispatchMode):
+    """Add up the bytes of live storages around every operator."""
+
+    def __init__(
+        self, device: torch.device, width: int | None, known: Iterable[torch.Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device.type
+        self._width = width
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._born: set[int] = set()
+        self._start = self._live = self._peak = 0
+        self._widest: tuple[int, torch.Size, torch.dtype] | None = None
+        for tensor in known:
+            self._see(tensor, made=False)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator and take stock of its inputs and outputs."""
+        # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
+        plain = torch.Tensor.__torch_dispatch__
+        if any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        for tensor in _tensors(args):
+            self._see(tensor, made=False)
+        for tensor in _tensors(kwargs.values()):
+            self._see(tensor, made=False)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self._see(tensor, made=True)
+        return result
+
+    def report(self, peak: Peak, with_bytes: bool) -> None:
+        """Copy what was seen into ``peak``."""
+        if with_bytes:
+            peak.start_bytes, peak.peak_bytes, peak.end_bytes = self._start, self._peak, self._live
+        if self._width is not None:
+            peak.widest_bytes = 0
+            if self._widest is not None:
+                peak.widest_bytes, shape, peak.widest_dtype = self._widest
+                peak.widest_shape = tuple(shape)
+        # The storages outlive the region; what they do from here on is none of its business.
+        self._references.clear()
+
+    def _see(self, tensor: torch.Tensor, made: bool) -> None:
+        if tensor.device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        # The C++ identity: a Python wrapper of the same storage may come and go.
+        key, size = storage._cdata, storage.nbytes()
+        before = self._sizes.get(key)
+        if before is None:
+            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+            if made:
+                self._born.add(key)
+            else:
+                self._start += size
+                self._peak += size
+        if before != size:
+            self._sizes[key] = size
+            self._live += size - (before or 0)
+            self._peak = max(self._peak, self._live)
+        if self._width is not None and self._width in tensor.shape and key in self._born:
+            # An expanded view is wide without holding anything.
+            extent = min(tensor.numel() * tensor.element_size(), size)
+            if self._widest is None or extent > self._widest[0]:
+                self._widest = (extent, tensor.shape, tensor.dtype)
+
+    def _gone(self, key: int) -> None:
+        self._live -= self._sizes.pop(key, 0)
+        self._references.pop(key, None)
+        self._born.discard(key)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among operator arguments, also inside lists (foreach operators)."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,258 @@
+"""Contract of ``cross_entropy``, and what it shares with the fused linear form."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+REDUCTIONS = ("mean", "sum", "none")
+OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")
+RETURNS = "loss z_loss token_accuracy predicted_tokens log_prob entropy lse"
+op = Op("cross_entropy")
+
+
+class CrossEntropyOutput(NamedTuple):
+    """Loss and, where asked for, what was computed beside it (detached; None where not asked)."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+
+
+def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tensor, ...]:
+    """Shape rule of the seven outputs named in ``RETURNS``."""
+    kind, wanted = (
+        torch.float64 if like.dtype == torch.float64 else torch.float32,
+        outputs.split(","),
+    )
+    each = (rows,) if reduction == "none" else ()
+
+    def room(name: str, shape: tuple[int, ...], dtype: torch.dtype = kind) -> Tensor:
+        return like.new_empty(shape if name in wanted else (0,), dtype=dtype)
+
+    return (
+        like.new_empty(each, dtype=kind),
+        room("z_loss", each),
+        room("token_accuracy", each),
+        room("predicted_tokens", (rows,), torch.int64),
+        room("log_prob", (rows,)),
+        room("entropy", (rows,)),
+        like.new_empty(rows, dtype=kind),
+    )
+
+
+def named(
+    results: tuple[Tensor, ...], shape: torch.Size, reduction: str, outputs: str
+) -> Tensor | CrossEntropyOutput:
+    """The loss alone, or the named tuple with the wanted outputs in the shape of the targets."""
+    loss = results[0].view(shape) if reduction == "none" else results[0]
+    if not outputs:
+        return loss
+    each = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
+        {"z_loss", "token_accuracy"} if reduction == "none" else set()
+    )
+    wanted = outputs.split(",")
+    found = {
+        n: x.view(shape) if n in each else x
+        for n, x in zip(OUTPUTS, results[1:], strict=True)
+        if n in wanted
+    }
+    return CrossEntropyOutput(loss, **found)
+
+
+@op.forward(
+    returns=f"{RETURNS} denominators",
+    residuals="denominators",
+    constants=RETURNS.removeprefix("loss "),
+)
+def forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    made = shapes(logits, logits.shape[0], reduction, outputs)
+    return (*made, made[0].new_empty(2))  # type: ignore[return-value]
+
+
+@op.backward(returns="dlogits")
+def backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    lse: Tensor,
+    denominators: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+) -> Tensor:
+    """Shape rule."""
+    return logits.new_empty(logits.shape)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    inplace: bool = False,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of logits with class ids, and statistics of the same pass.
+
+    Math:
+        With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``p = softmax(z)``, ``lse =
+        logsumexp(z)``, class weights ``w`` and ``eps = label_smoothing``, row i costs
+        ``(1 - eps) w[t] (lse - z[t]) + eps / V * sum_j w[j] (lse - z[j]) + z_loss * lse^2``.
+        ``mean`` divides the weighted part by the sum of ``w[t]`` and the z-loss by the count of
+        valid targets; without any, it is 0. Ignored rows cost nothing and get no gradient.
+
+    Shapes:
+        logits ``(..., V)`` with any strides, target ``(...)``, weight ``(V,)``; loss scalar, or
+        ``(...)`` for ``none``.
+
+    Dtypes:
+        In: any floating dtype, int64 ids. Inside and loss: fp32 (fp64 for fp64). Gradient: that of
+        logits.
+
+    Memory:
+        Kept for backward: logits and 4 bytes a row (``lse``); the gradient is a second tensor of
+        rows x V. ``inplace=True`` permits writing the gradient over the logits, which must then
+        have no other reader: no second tensor, no copy. The permission is not used under
+        ``torch.compile``.
+
+    Raises:
+        TypeError: Wrong kinds of arguments.
+        ValueError: Shapes, devices or options that do not fit; ``inplace`` on a leaf.
+        IndexError: A target outside of ``[0, V)`` that is not ``ignore_index``: always on a CPU,
+        on a device only
+            with ``validate=True`` (a sync); there such a row has a NaN loss and no gradient.
+
+    Source:
+        ``torch.nn.functional.cross_entropy``; z-loss: PaLM (arXiv:2204.02311); softcap: Gemma 2
+        (arXiv:2408.00118). ``outputs`` may name z_loss, token_accuracy, predicted_tokens (-1 where
+        ignored), log_prob, entropy and lse; they are detached.
+    """
+    name = "cross_entropy"
+    checks.floating(name, logits=logits, weight=weight)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"{name}: logits must have shape (..., V) with V >= 1, got {checks.describe(logits)}"
+        )
+    checks.targets(name, target, logits.shape[:-1], logits)
+    checks.vector(name, "weight", weight, logits.shape[-1], "number of classes")
+    smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
+    ids = target.reshape(-1).to(torch.int64)
+    args = (ids, weight, int(ignore_index), smoothing, z, cap, reduction, bool(validate), wanted)
+    if (
+        inplace
+        and logits.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    ):
+        from liger_multi.ops.cross_entropy_inplace import overwrite
+
+        return named(overwrite(logits, *args), target.shape, reduction, wanted)
+    return named(
+        op(logits.reshape(ids.numel(), logits.shape[-1]), *args), target.shape, reduction, wanted
+    )
+
+
+def options(
+    op_name: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    outputs: tuple[str, ...],
+) -> tuple[float, float, float | None, str]:
+    """Check the options that all cross entropies share."""
+    checks.one_of(op_name, "reduction", reduction, REDUCTIONS)
+    smoothing = checks.number(op_name, "label_smoothing", label_smoothing, 0.0, 1.0)
+    z = checks.number(op_name, "z_loss", z_loss, 0.0)
+    cap = None if softcap is None else checks.number(op_name, "softcap", softcap, 0.0, above=True)
+    return smoothing, z, cap, checks.names(op_name, outputs, OUTPUTS)
+
+
+def _case(
+    rows: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    weighted: bool = False,
+    scale: float = 2.0,
+    layout: str = "contiguous",
+) -> dict[str, T]:
+    made = {
+        "logits": T((rows, classes), scale=scale, layout=layout),
+        "target": T((rows,), classes=classes, ignored=ignored),
+    }
+    return made | ({"weight": T((classes,), positive=True, grad=False)} if weighted else {})
+
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "outputs": OUTPUTS}
+SAMPLES = (
+    Sample("mean", _case(7, 50)),
+    Sample("sum", _case(7, 50), {"reduction": "sum"}),
+    Sample("none", _case(7, 50, ignored=0.3), {"reduction": "none"}),
+    Sample("quarter-ignored", _case(8, 33, ignored=0.25)),
+    Sample("all-ignored", _case(4, 33, ignored=1.0), {"outputs": OUTPUTS}),
+    Sample("smoothing", _case(6, 40, ignored=0.2), {"label_smoothing": 0.1}),
+    Sample("z-loss", _case(6, 40, ignored=0.2), {"z_loss": 1e-2}),
+    Sample("softcap", _case(6, 40, scale=8.0), {"softcap": 5.0}),
+    Sample("class-weights", _case(6, 40, ignored=0.2, weighted=True)),
+    Sample("everything-mean", _case(9, 61, ignored=0.3, weighted=True), EVERYTHING),
+    Sample(
+        "everything-sum",
+        _case(9, 61, ignored=0.3, weighted=True),
+        {**EVERYTHING, "reduction": "sum"},
+    ),
+    Sample(
+        "everything-none",
+        _case(9, 61, ignored=0.3, weighted=True),
+        {**EVERYTHING, "reduction": "none"},
+    ),
+    Sample("extreme-logits", _case(6, 40, scale=1e4), {"outputs": ("lse", "log_prob")}),
+    Sample("large-logits", _case(8, 40, scale=20.0), {"outputs": OUTPUTS}),
+    Sample("one-class", _case(5, 1), {"outputs": OUTPUTS}),
+    Sample("one-row", _case(1, 129)),
+    Sample("no-rows", _case(0, 12), {"outputs": OUTPUTS}),
+    Sample(
+        "three-axes",
+        {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
+        {"outputs": OUTPUTS},
+    ),
+    Sample("sliced", _case(5, 24, layout="sliced")),
+    Sample("row-gaps", _case(5, 64, layout="rows")),
+    Sample("odd-vocabulary", _case(2, 32777), {"outputs": OUTPUTS}, size="thin"),
+    Sample("large-vocabulary", _case(2, 262144), {"label_smoothing": 0.1}, size="thin"),
+    Sample("past-65535-rows", _case(65537, 2), size="thin"),
+    Sample("8192x32000", _case(8192, 32000), size="bench"),
+    Sample("8192x128256", _case(8192, 128256), size="bench"),
+    Sample("4096x262144", _case(4096, 262144), size="bench"),
+)

@@ -1,0 +1,335 @@
+"""Contract of ``fused_linear_cross_entropy``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.config import current
+from liger_multi.config_file import parse_bytes
+from liger_multi.op import Op
+from liger_multi.ops.cross_entropy import (
+    EVERYTHING,
+    OUTPUTS,
+    RETURNS,
+    CrossEntropyOutput,
+    named,
+    options,
+    shapes,
+)
+from liger_multi.primitive import constant_in_graphs
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("fused_linear_cross_entropy")
+
+
+@op.forward(
+    returns=f"{RETURNS} hidden_gradient weight_gradient bias_gradient denominators",
+    residuals="hidden_gradient weight_gradient bias_gradient denominators",
+    constants=RETURNS.removeprefix("loss "),
+)
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    class_weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    validate: bool,
+    outputs: str,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule; the residual gradients are as large as the real ones, or empty."""
+    made = shapes(hidden, hidden.shape[0], reduction, outputs)
+    kept = reduction != "none"
+    kind = compute_dtype or hidden.dtype
+    residuals = (
+        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+        weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=accumulate),
+        made[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
+        made[0].new_empty(2),
+    )
+    return (*made, *residuals)  # type: ignore[return-value]
+
+
+@op.backward(
+    returns="dhidden dweight dbias",
+    omit=lambda reduction: (
+        () if reduction == "none" else ("hidden", "weight", "bias", "class_weight")
+    ),
+)
+def backward(
+    dloss: Tensor,
+    hidden: Optional[Tensor],
+    weight: Optional[Tensor],
+    target: Tensor,
+    bias: Optional[Tensor],
+    class_weight: Optional[Tensor],
+    lse: Tensor,
+    hidden_gradient: Tensor,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor,
+    denominators: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: Optional[torch.dtype],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    h, w = (
+        (hidden_gradient, weight_gradient) if hidden is None or weight is None else (hidden, weight)
+    )
+    return (
+        h.new_empty(h.shape if needs_hidden else (0,), dtype=hidden_dtype),
+        w.new_empty(w.shape if needs_weight else (0,), dtype=weight_dtype),
+        w.new_empty(
+            w.shape[0] if needs_bias and w.ndim == 2 else bias_gradient.shape,
+            dtype=bias_dtype or weight_dtype,
+        ),
+    )
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of ``hidden @ weight.T + bias`` without holding the logits of all rows.
+
+    Math:
+        As :func:`cross_entropy` of ``softcap * tanh(logit_scale * logits / softcap)``. Rows are
+        processed in chunks; no result depends on their size. Rows with an ignored target are
+        dropped before the product.
+
+    Shapes:
+        hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``, class_weight
+        ``(V,)``; loss scalar, or ``(...)`` for ``none``.
+
+    Dtypes:
+        In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
+        the dtype of the products. Inside: products in that dtype, statistics and loss fp32 (fp64
+        for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded once to the
+        dtype of weight.
+
+    Memory:
+        A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all
+        rows where their logits cost no more than the accumulator, else ``chunk_bytes`` of the
+        configuration or an eighth of the free memory, at most 1 GiB. Kept for backward: the
+        gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 4
+        bytes a row, and the logits are computed again.
+
+    Raises:
+        TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
+        ValueError: Shapes, devices or options that do not fit; a weight without elements (a ZeRO-3
+        shard). IndexError: A target outside of ``[0, V)``: always on a CPU, on a device with
+        ``validate=True`` (a sync).
+
+    Source:
+        As :func:`cross_entropy`; chunking and gradients in the forward pass: Hsu et al. 2024
+        (arXiv:2410.10989), Wijmans et al. 2024 (arXiv:2411.09009).
+    """
+    name = "fused_linear_cross_entropy"
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
+    _shapes_fit(name, hidden, weight)
+    checks.targets(name, target, hidden.shape[:-1], hidden)
+    checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
+    checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
+    smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
+    scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    rows_chunk, budget = _chunk(name, chunk)
+    results = op(
+        hidden.reshape(target.numel(), hidden.shape[-1]), weight,
+        target.reshape(-1).to(torch.int64), bias, class_weight,
+        int(ignore_index), smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
+        _compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
+    )  # fmt: skip
+    return named(results, target.shape, reduction, wanted)
+
+
+def _shapes_fit(name: str, hidden: Tensor, weight: Tensor) -> None:
+    if weight.numel() == 0:
+        raise ValueError(
+            f"{name}: weight has no elements, shape {tuple(weight.shape)}: it looks like a "
+            f"ZeRO-3 shard that was not gathered; "
+            "call the loss through the head's own forward, or gather the weight first"
+        )
+    if weight.ndim != 2:
+        raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
+    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: the last axis of hidden must be H = {weight.shape[1]} of weight "
+            f"{tuple(weight.shape)}, got "
+            f"{checks.describe(hidden)}"
+        )
+
+
+def _compute_dtype(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> torch.dtype | None:
+    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree."""
+    kind = hidden.device.type
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and hidden.dtype != torch.float64
+    ):
+        return torch.get_autocast_dtype(kind)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        kinds = [
+            str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None
+        ]
+        raise TypeError(
+            f"{name}: hidden, weight and bias must have one dtype outside of autocast, got "
+            f"{', '.join(kinds)}"
+        )
+    return None
+
+
+@constant_in_graphs
+def _configured_budget() -> int:
+    return current().chunk_bytes
+
+
+def _chunk(name: str, chunk: int | str) -> tuple[int, int]:
+    """Rows (0: from the budget) and the byte budget (0: from the free memory)."""
+    if isinstance(chunk, str):
+        return 0, _configured_budget() if chunk == "auto" else parse_bytes(
+            chunk, f"chunk of {name}"
+        )
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(
+            f"{name}: chunk must be 'auto', a positive number of rows or a byte budget such as "
+            f"'512MiB', got {chunk!r}"
+        )
+    return chunk, 0
+
+
+def _case(
+    rows: int,
+    width: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    bias: bool = False,
+    weighted: bool = False,
+    size: float = 0.6,
+) -> dict[str, T]:
+    made = {
+        "hidden": T((rows, width)),
+        "weight": T((classes, width), scale=size / width**0.5 * 2),
+        "target": T((rows,), classes=classes, ignored=ignored),
+    }
+    made |= {"bias": T((classes,), scale=0.3)} if bias else {}
+    return made | ({"class_weight": T((classes,), positive=True, grad=False)} if weighted else {})
+
+
+def _frozen(case: dict[str, T], *names: str) -> dict[str, T]:
+    return {n: T(t.shape, scale=t.scale, grad=False) if n in names else t for n, t in case.items()}
+
+
+_ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}
+SAMPLES = (
+    Sample("mean", _case(10, 16, 50)),
+    Sample("chunk-1", _case(5, 16, 50), {"chunk": 1}),
+    Sample("chunk-7", _case(16, 16, 50, ignored=0.25), {"chunk": 7}),
+    Sample("sum", _case(10, 16, 50), {"reduction": "sum", "chunk": 4}),
+    Sample("none", _case(10, 16, 50, ignored=0.3), {"reduction": "none", "chunk": 4}),
+    Sample("not-compact", _case(10, 16, 50, ignored=0.3), {"compact": False, "chunk": 4}),
+    Sample("all-ignored", _case(6, 16, 50, ignored=1.0), {"outputs": OUTPUTS}),
+    Sample(
+        "all-ignored-not-compact",
+        _case(6, 16, 50, ignored=1.0),
+        {"outputs": OUTPUTS, "compact": False},
+    ),
+    Sample("bias", _case(10, 16, 50, bias=True), {"chunk": 4}),
+    Sample("bias-none", _case(10, 16, 50, bias=True), {"chunk": 4, "reduction": "none"}),
+    Sample("logit-scale", _case(8, 16, 50), {"logit_scale": 0.25}),
+    Sample("everything-mean", _case(11, 24, 61, ignored=0.3, bias=True, weighted=True), _ALL),
+    Sample(
+        "everything-sum",
+        _case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        {**_ALL, "reduction": "sum"},
+    ),
+    Sample(
+        "everything-none",
+        _case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        {**_ALL, "reduction": "none"},
+    ),
+    Sample("frozen-weight", _frozen(_case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
+    Sample("frozen-hidden", _frozen(_case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
+    Sample(
+        "frozen-all-but-bias",
+        _frozen(_case(10, 16, 50, bias=True), "hidden", "weight"),
+        {"chunk": 4},
+    ),
+    Sample(
+        "three-axes",
+        {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
+        {"outputs": OUTPUTS},
+    ),
+    Sample(
+        "transposed-weight",
+        {
+            "hidden": T((6, 16)),
+            "weight": T((24, 16), layout="transposed"),
+            "target": T((6,), classes=24),
+        },
+    ),
+    Sample(
+        "sliced-hidden",
+        {
+            "hidden": T((6, 16), layout="sliced"),
+            "weight": T((24, 16)),
+            "target": T((6,), classes=24),
+        },
+    ),
+    Sample("one-row", _case(1, 16, 33)),
+    Sample("no-rows", _case(0, 16, 33), {"outputs": OUTPUTS}),
+    Sample("odd-vocabulary", _case(3, 8, 32777), {"chunk": 2}, size="thin"),
+    Sample("past-65535-rows", _case(65537, 2, 3), {"chunk": 65537}, size="thin"),
+    Sample("8192x4096x128256", _case(8192, 4096, 128256), size="bench"),
+    Sample("16384x2048x151936", _case(16384, 2048, 151936), size="bench"),
+    Sample("32768x4096x32000", _case(32768, 4096, 32000), size="bench"),
+    Sample("4096x8192x128256", _case(4096, 8192, 128256), size="bench"),
+)

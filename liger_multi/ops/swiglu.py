@@ -1,0 +1,83 @@
+"""Contract of ``swiglu``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+# H200, 8192x14336 bf16, 2026-11: forward + backward 0.440 ms traced, 0.450 ms as an opaque kernel
+op = Op("swiglu", compile="trace", rows=("gate", "up", "dy"))
+
+
+@op.forward(returns="y")
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """Shape rule."""
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+@op.backward(returns="dgate dup")
+def backward(
+    dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    return gate.new_empty(gate.shape if needs_gate else (0,)), up.new_empty(
+        up.shape if needs_up else (0,)
+    )
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gated activation of an MLP: ``silu(gate) * up``.
+
+    Math:
+        ``y = (gate * sigmoid(gate)).to(gate) * up``.
+
+    Shapes:
+        gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
+        of gate as the Hugging Face MLP does. Out: the promotion of both.
+
+    Memory:
+        Kept for backward: gate and up; the activation is computed again.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes or devices differ.
+
+    Source:
+        Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``.
+    """
+    checks.floating("swiglu", gate=gate, up=up)
+    checks.same_shape("swiglu", gate=gate, up=up)
+    if gate.ndim == 0:
+        raise ValueError(f"swiglu: gate must have at least one axis, got {checks.describe(gate)}")
+    result: Tensor = op(gate, up)
+    return result
+
+
+def _pair(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:
+    return {"gate": T(shape, layout=layout), "up": T(shape, layout=layout)}
+
+
+SAMPLES = (
+    Sample("rows", _pair((3, 5, 48))),
+    Sample("odd-width", _pair((4, 37))),
+    Sample("one-row", _pair((1, 200))),
+    Sample("one-axis", _pair((31,))),
+    Sample("no-rows", _pair((0, 16))),
+    Sample("sliced", _pair((4, 24), "sliced")),
+    Sample("transposed", _pair((2, 8, 12), "transposed")),
+    Sample("row-gaps", _pair((2, 3, 64), "rows")),
+    Sample("expanded", _pair((5, 24), "expanded")),
+    Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
+    Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
+    Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
+    Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}),
+    Sample("past-65535-rows", _pair((65537, 2)), size="thin"),
+    Sample("past-65536-columns", _pair((2, 65600)), size="thin"),
+    *[Sample(f"8192x{n}", _pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
+)

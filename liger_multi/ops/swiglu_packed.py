@@ -1,0 +1,70 @@
+"""Contract of ``swiglu_packed``."""
+
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("swiglu_packed", compile="trace", rows=("gate_up", "dy"))
+
+
+@op.forward(returns="y")
+def forward(gate_up: Tensor) -> Tensor:
+    """Shape rule."""
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@op.backward(returns="dgate_up")
+def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Shape rule."""
+    return gate_up.new_empty(gate_up.shape)
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """Gated activation of a packed projection, without copying its halves.
+
+    Math:
+        ``gate, up = gate_up[..., :F], gate_up[..., F:]``; ``y = silu(gate) * up``.
+
+    Shapes:
+        gate_up ``(..., 2 F)`` with any strides; y ``(..., F)``, contiguous.
+
+    Dtypes:
+        In and out: any floating dtype. Inside: fp32 (fp64 for fp64).
+
+    Memory:
+        Kept for backward: gate_up; the activation is computed again.
+
+    Raises:
+        TypeError: gate_up is not a floating-point tensor.
+        ValueError: Its last axis is odd.
+
+    Source:
+        Shazeer 2020 (arXiv:2002.05202); transformers ``Phi3MLP``.
+    """
+    checks.floating("swiglu_packed", gate_up=gate_up)
+    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"swiglu_packed: the last axis of gate_up must be even, got {checks.describe(gate_up)}"
+        )
+    result: Tensor = op(gate_up)
+    return result
+
+
+SAMPLES = (
+    Sample("rows", {"gate_up": T((3, 5, 96))}),
+    Sample("odd-half", {"gate_up": T((4, 74))}),
+    Sample("one-row", {"gate_up": T((1, 400))}),
+    Sample("one-axis", {"gate_up": T((62,))}),
+    Sample("no-rows", {"gate_up": T((0, 16))}),
+    Sample("sliced", {"gate_up": T((4, 48), layout="sliced")}),
+    Sample("transposed", {"gate_up": T((2, 8, 12), layout="transposed")}),
+    Sample("row-gaps", {"gate_up": T((2, 3, 64), layout="rows")}),
+    Sample("past-65535-rows", {"gate_up": T((65537, 4))}, size="thin"),
+    *[
+        Sample(f"8192x{n}", {"gate_up": T((8192, 2 * n))}, size="bench")
+        for n in (8192, 11008, 14336, 18944)
+    ],
+)

@@ -1,0 +1,10 @@
+"""Let Hugging Face models run this library's operators: ``patch``, ``unpatch``, ``patched``.
+
+Importing this imports no transformers; ``docs/patching.md`` tells how it works.
+"""
+
+from liger_multi.patching.apply import patch, patched, unpatch
+from liger_multi.patching.logits import real_logits
+from liger_multi.patching.report import Entry, PatchReport, Skipped
+
+__all__ = ["Entry", "PatchReport", "Skipped", "patch", "patched", "real_logits", "unpatch"]

@@ -1,0 +1,232 @@
+"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from liger_multi.errors import PatchError
+from liger_multi.patching import modeltypes
+from liger_multi.patching.head import LazyHead, find_heads, head_refusal
+from liger_multi.patching.mlp import FusedMlp, mlp_names, mlp_settings
+from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
+from liger_multi.patching.options import OpChoice, Request, parse_request
+from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    apply,
+    buried,
+    refuse_buried,
+    restore,
+    snapshot,
+    stock_class,
+)
+
+_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+
+
+def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> PatchReport:
+    """Let a Hugging Face model run this library's operators, in place.
+
+    Nothing is copied, renamed or written into the modules: the classes of single instances change,
+    and :func:`unpatch` gives them back. A call states the whole configuration: an operator that an
+    earlier call turned on and this one turns off goes back to stock.
+
+    Args:
+        model: A model, or a model type such as ``"llama"`` for the models of that type built from
+            now on.
+        strict: Raise when anything that was asked for is skipped; the model is then left as it was.
+        **ops: Operator name to True, False, a backend's name, or a mapping of options.
+            ``rms_norm``, ``swiglu`` and ``fused_linear_cross_entropy`` are on by default,
+            ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the calls that
+            cannot be fused.
+
+    Returns:
+        What was replaced by what, and what was skipped and why.
+
+    Raises:
+        PatchError: An unknown operator, option or model type (with the nearest known one), or a
+            skip under ``strict``.
+        ConfigurationError: An unknown backend.
+        TypeError: ``model`` is neither a module nor a model type.
+    """
+    request = parse_request(ops)
+    if isinstance(model, str):
+        modeltypes.register(model, lambda built: _patch(built, request, strict=False))
+        report = PatchReport(f"models of type {model} built from now on")
+        for op, options in request.enabled.items():
+            report.entries.append(Entry("", op, model, op, options.shown()))
+        return report
+    return _patch(_module(model), request, strict)
+
+
+def unpatch(model: nn.Module | str) -> PatchReport:
+    """Give every module of a model the class that it had, or stop patching a model type.
+
+    Models that were built while their type was patched keep the patch until they are unpatched
+    themselves.
+
+    Raises:
+        PatchError: A class was swapped again on top of ours (FSDP2), or the model type is not
+            patched.
+        TypeError: ``model`` is neither a module nor a model type.
+    """
+    if isinstance(model, str):
+        modeltypes.unregister(model)
+        return PatchReport(f"models of type {model}, no more")
+    refuse_buried(_module(model).named_modules(), "unpatch")
+    report = PatchReport(type(model).__name__)
+    for path, module in model.named_modules():
+        _restore(report, path, module)
+    return report
+
+
+@contextlib.contextmanager
+def patched(
+    model: nn.Module | str, *, strict: bool = False, **ops: OpChoice
+) -> Iterator[PatchReport]:
+    """Patch within a block; afterwards, also after an exception, everything is as it was.
+
+    Blocks nest. For a model type, models built within the block keep their patch.
+
+    Raises:
+        PatchError: As :func:`patch` and :func:`unpatch`.
+    """
+    bring_back = modeltypes.snapshot() if isinstance(model, str) else snapshot(_module(model))
+    try:
+        yield patch(model, strict=strict, **ops)
+    finally:
+        bring_back()
+
+
+def _module(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "expected a model (torch.nn.Module) or a model type such as 'llama', got "
+            f"{type(model).__name__}: {model!r:.80}"
+        )
+    return model
+
+
+def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
+    bring_back = snapshot(model)
+    report = PatchReport(type(model).__name__)
+    try:
+        for path, module in model.named_modules():
+            _norm(report, request, path, module)
+            _mlp(report, request, path, module)
+        _head(report, request, model)
+        for op in ("rms_norm", "swiglu"):
+            seen = report.count(op) or any(s.op == op for s in report.skipped)
+            if op in request.enabled and not seen:
+                report.skipped.append(Skipped("", op, "the model has no module of this kind"))
+        if strict and report.skipped:
+            raise PatchError(
+                f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
+            )
+    except BaseException:
+        bring_back()
+        raise
+    return report
+
+
+def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    if not looks_like_norm(module):
+        return
+    if request.rms_norm is None:
+        _restore(report, path, module)
+        return
+    found = _overridden(module) or norm_settings(module, request.rms_norm)
+    if isinstance(found, str):
+        report.skipped.append(Skipped(path, "rms_norm", found))
+        return
+    swap = Swap("rms_norm", stock_class(module), FusedNorm, found)
+    by = f"rms_norm[{found.kind.casting}]" if found.weight else "rms_norm[no weight]"
+    _apply(report, path, module, swap, by, request.rms_norm.shown())
+
+
+def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    names = mlp_names(module)
+    if names is None:
+        return
+    if request.swiglu is None:
+        _restore(report, path, module)
+        return
+    found = _overridden(module) or mlp_settings(module, names, request.swiglu)
+    if isinstance(found, str):
+        report.skipped.append(Skipped(path, "swiglu", found))
+        return
+    swap = Swap("swiglu", stock_class(module), FusedMlp, found)
+    _apply(
+        report,
+        path,
+        module,
+        swap,
+        "swiglu" if names.up else "swiglu_packed",
+        request.swiglu.shown(),
+    )
+
+
+def _head(report: PatchReport, request: Request, model: nn.Module) -> None:
+    settings = request.head
+    heads, missing = find_heads(model)
+    if settings is None:
+        for path, module in heads:
+            _restore(report, path, module)
+        return
+    op = _LOSSES[0] if settings.fused else _LOSSES[1]
+    if missing:
+        report.skipped.append(Skipped("", op, missing))
+    for path, module in heads:
+        refusal = head_refusal(module)
+        if refusal:
+            for name, inner in module.named_modules():  # patched before an adapter came on top
+                _restore(report, f"{path}.{name}".strip("."), inner)
+            report.skipped.append(Skipped(path, op, refusal))
+            continue
+        swap = Swap(op, stock_class(module), LazyHead, settings)
+        _apply(report, path, module, swap, op, settings.shown)
+
+
+def _apply(
+    report: PatchReport,
+    path: str,
+    module: nn.Module,
+    swap: Swap,
+    by: str,
+    options: dict[str, object],
+) -> None:
+    """Swap, or say why not; a module that was wrapped after an equal patch counts as patched."""
+    status = "already patched"
+    if isinstance(module, Patched) and buried(module):
+        below = type(module)._liger_multi_swap
+        if (below.op, below.settings) != (swap.op, swap.settings):
+            name = type(module).__name__
+            reason = f"its class is now {name}, on top of an earlier patch; options are fixed"
+            report.skipped.append(Skipped(path, swap.op, reason))
+            return
+        swap = below
+    else:
+        status = apply(module, swap)
+    report.entries.append(Entry(path, swap.op, swap.stock.__name__, by, dict(options), status))
+
+
+def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
+    found = restore(module)
+    if found:
+        report.entries.append(
+            Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
+        )
+
+
+def _overridden(module: nn.Module) -> str | None:
+    """Whether an instance's forward was replaced by somebody else."""
+    if "forward" in vars(module):
+        return "somebody else replaced its forward"
+    return None
+
+
+__all__ = ["patch", "patched", "unpatch"]

@@ -1,0 +1,151 @@
+"""The output embedding of a patched model, and which modules may become one."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.patching.lazy import lazy_logits
+from liger_multi.patching.options import HeadSettings
+from liger_multi.patching.protocol import is_infrastructure, warn_once
+from liger_multi.patching.real import loss_logits
+from liger_multi.patching.recipe import Guard, Job, Recipe
+from liger_multi.patching.swap import Patched, buried, stock_class
+from liger_multi.patching.traced import ReplicaLogits, TracedLogits
+
+
+class LazyHead(Patched):
+    """A linear layer whose output is logits that are computed when something needs them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+
+    def stock_forward(self, hidden: Tensor) -> Tensor:
+        """The forward that the layer was built with."""
+        return cast(Tensor, super().forward(hidden))
+
+    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
+        """Lazy logits, or what ``job`` asks for."""
+        if self.weight.numel() == 0:
+            raise RuntimeError(
+                "the weight of the output embedding has no elements, shape "
+                f"{tuple(self.weight.shape)}: DeepSpeed ZeRO-3 has "
+                "partitioned it and its hooks did not gather it for this call. Run the model "
+                "through the DeepSpeed engine, or gather "
+                "the weight with deepspeed.zero.GatheredParameters"
+            )
+        if job is not None:
+            return job.run(self, hidden)
+        settings = cast(HeadSettings, type(self)._liger_multi_swap.settings)
+        grad = torch.is_grad_enabled()
+        dtype = _output_dtype(hidden, self.weight)
+        fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
+        if dtype is None or not fits or not _may_be_lazy(self, hidden, grad):
+            return self.stock_forward(hidden)
+        weights = (self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad))
+        recipe = Recipe(self, weights, hidden, settings, dtype, grad, Guard(self, hidden))
+        if settings.fused is None or _foreign_hook(self):
+            return loss_logits(self.stock_forward(hidden), recipe)
+        if getattr(self, "_is_replica", False):
+            return ReplicaLogits(recipe) if grad else self.stock_forward(hidden)
+        return lazy_logits(recipe)
+
+
+def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype of real logits; None where the stock forward would raise."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype if hidden.dtype == weight.dtype else None
+
+
+def _may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
+    if torch.compiler.is_compiling():
+        return grad and not torch.compiler.is_exporting() and not _hooks(head)
+    if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
+        return False  # one position a sequence is a step of generation, which reads its logits
+    plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
+    return plain and not torch._C._is_tracing() and not torch._C._are_functorch_transforms_active()
+
+
+def _hooks(head: nn.Module) -> list[Any]:
+    every = (
+        head._forward_hooks,
+        head._forward_pre_hooks,
+        head._backward_hooks,
+        head._backward_pre_hooks,
+    )
+    return [hook for hooks in every for hook in hooks.values()]
+
+
+def _foreign_hook(head: nn.Module) -> bool:
+    """Whether somebody else's hook looks at what the head returns; it gets real logits, once."""
+    for hook in _hooks(head):
+        if not is_infrastructure(hook):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            warn_once(
+                f"the output embedding has a hook ({name}), so its logits are computed and the "
+                "loss is not fused",
+                "hook",
+            )
+            return True
+    return False
+
+
+def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
+    """The output embeddings of a model with their paths, or the reason why there is none."""
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if not callable(getter):
+            continue
+        try:
+            head = getter()
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(head, nn.Module):
+            paths = {id(m): path for path, m in model.named_modules()}
+            return [(paths.get(id(h), ""), h) for h in _inside(head)], ""
+    return [], "the model has no output embedding (get_output_embeddings gives none)"
+
+
+def _inside(head: nn.Module) -> list[nn.Module]:
+    """A head itself, or the copies and the original in a wrapper of ``modules_to_save``."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        original = getattr(head, "original_module", None)
+        return [*copies.values(), *([original] if isinstance(original, nn.Module) else [])]
+    return [head]
+
+
+def head_refusal(head: nn.Module) -> str | None:
+    """Why a module cannot be a lazy head, or None."""
+    kind = type(head).__name__
+    if hasattr(head, "base_layer"):
+        return (
+            f"an adapter ({kind}) sits on the output embedding; its logits stay real, so that the "
+            "adapter trains"
+        )
+    if getattr(head, "_is_hooked", False) or _is_tensor_parallel(head):
+        return (
+            "the output embedding is tensor parallel: hooks gather its output, which lazy logits "
+            "would bypass"
+        )
+    if "forward" in vars(head):
+        return f"somebody else replaced the forward of this {kind}"
+    if not isinstance(head, nn.Linear) or (
+        not buried(head) and stock_class(head).forward is not nn.Linear.forward
+    ):
+        return f"the output embedding is a {kind}, not a plain linear layer"
+    return None
+
+
+def _is_tensor_parallel(head: nn.Module) -> bool:
+    """Sharded over a mesh by other means than FSDP, which gathers the weight before the forward."""
+    weight = getattr(head, "weight", None)
+    fsdp = any(k.__module__.startswith("torch.distributed.fsdp") for k in type(head).__mro__)
+    return hasattr(weight, "device_mesh") and not fsdp

@@ -1,0 +1,129 @@
+"""The loss of logits that do not exist: one fused call through the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.patching.options import LossOptions, Options
+from liger_multi.patching.recipe import Job, Recipe
+
+
+def run_bound(
+    options: Options, ops: tuple[str, ...], function: Callable[..., Any], *args: Any
+) -> Any:
+    """``function(*args)`` with ``ops`` on the backend that the instance names, if it names one."""
+    if options.backend is None:
+        return function(*args)
+    return _run_scoped(dict.fromkeys(ops, options.backend), function, *args)
+
+
+def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    from liger_multi.config import use
+
+    with use(**choices):
+        return function(*args)
+
+
+# As torch.compiler.disable marks a function, which would import the compiler here: a graph breaks
+# at the scope.
+_run_scoped._torchdynamo_disable = True  # type: ignore[attr-defined]
+_run_scoped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a backend named for a patched model is a scope that no graph can hold; use "
+    "liger_multi.configure"
+)
+
+
+class CrossEntropyCall:
+    """The arguments of one ``F.cross_entropy(input, target, ...)``, however passed."""
+
+    def __init__(
+        self,
+        input: Any,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.input = input
+        self.target = target
+        self.weight = weight
+        self.legacy = size_average is not None or reduce is not None
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are rows of logits with class indices and no deprecated argument."""
+        return (
+            not self.legacy
+            and isinstance(self.target, Tensor)
+            and self.target.dtype == torch.int64
+            and self.target.ndim == 1
+            and len(self.input.shape) == 2
+            and self.target.shape[0] == self.input.shape[0]
+            and self.reduction in ("mean", "sum", "none")
+        )
+
+    def keywords(self, options: LossOptions, grad: bool) -> dict[str, Any]:
+        """Keyword arguments that both of our losses share."""
+        return {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": options.z_loss if grad else 0.0,
+            "reduction": self.reduction,
+            "validate": options.validate,
+        }
+
+
+def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
+    """The loss of ``recipe`` without its logits, or None when it takes the real ones."""
+    options, epilogue = recipe.settings.fused, recipe.epilogue
+    if options is None or epilogue is None or not call.plain:
+        return None
+    scale, cap = epilogue
+    grad = recipe.grad and torch.is_grad_enabled()
+
+    def loss(head: Any, hidden: Tensor) -> Any:
+        from liger_multi.ops import fused_linear_cross_entropy
+
+        return fused_linear_cross_entropy(
+            hidden,
+            head.weight,
+            call.target,
+            head.bias,
+            class_weight=call.weight,
+            softcap=cap,
+            logit_scale=scale,
+            chunk=options.chunk,
+            accumulate=options.accumulate,
+            compact=options.compact,
+            **call.keywords(options, grad),
+        )
+
+    def run(head: Any, hidden: Tensor) -> Any:
+        return run_bound(options, ("fused_linear_cross_entropy",), loss, head, hidden)
+
+    with recipe.mode():
+        return recipe.head(recipe.hidden, Job(run))  # type: ignore[no-any-return]
+
+
+def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Tensor | None:
+    """The loss of real logits by our cross entropy, or None when it is a call for PyTorch's."""
+    if not call.plain:
+        return None
+    from liger_multi.ops import cross_entropy
+
+    keywords = call.keywords(options, torch.is_grad_enabled())
+
+    def loss() -> Any:
+        return cross_entropy(logits, call.target, call.weight, **keywords)
+
+    return run_bound(options, ("cross_entropy",), loss)  # type: ignore[no-any-return]

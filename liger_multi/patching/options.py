@@ -1,0 +1,185 @@
+"""What may be asked of :func:`liger_multi.patching.patch`, parsed into hashable settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import torch
+
+from liger_multi.errors import PatchError, unknown
+
+OpChoice: TypeAlias = bool | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that every operator has.
+
+    Attributes:
+        backend: Name of the backend that serves the calls of the patched instances; None asks the
+            configuration in force.
+    """
+
+    backend: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+
+@dataclass(frozen=True)
+class LossOptions(Options):
+    """Options of both losses.
+
+    Attributes:
+        z_loss: Weight of the squared log-sum-exp, added where gradients are enabled.
+        validate: Raise on a target out of range on every device.
+    """
+
+    z_loss: float = 0.0
+    validate: bool = False
+
+
+@dataclass(frozen=True)
+class FusedOptions(LossOptions):
+    """Options of the fused linear cross entropy.
+
+    Attributes:
+        chunk: Rows whose logits exist at a time, or "auto" for the byte budget of the
+            configuration.
+        accumulate: Dtype in which the weight gradient is summed over chunks.
+        compact: Drop ignored rows before the product.
+        materialize_bytes: Logits larger than this warn once a line when something needs them whole.
+    """
+
+    chunk: int | str = "auto"
+    accumulate: torch.dtype = torch.float32
+    compact: bool = True
+    materialize_bytes: int = 256 * 2**20
+
+
+_OPTIONS: dict[str, type[Options]] = {
+    "rms_norm": Options,
+    "swiglu": Options,
+    "cross_entropy": LossOptions,
+    "fused_linear_cross_entropy": FusedOptions,
+}
+_DEFAULTS: dict[str, bool] = {
+    "rms_norm": True,
+    "swiglu": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+}
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What the output embedding of a model does; at least one of the two is there."""
+
+    fused: FusedOptions | None
+    cross_entropy: LossOptions | None
+
+    @property
+    def on_real(self) -> LossOptions | None:
+        """Options of our loss on real logits, or None where PyTorch's does the same."""
+        fused = self.fused
+        if self.cross_entropy is None and fused is not None and (fused.z_loss or fused.validate):
+            return LossOptions(z_loss=fused.z_loss, validate=fused.validate)
+        return self.cross_entropy
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Options of the leading loss that differ from their defaults."""
+        return (self.fused or self.cross_entropy or Options()).shown()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed patch call; None stands for an operator that is off."""
+
+    rms_norm: Options | None
+    swiglu: Options | None
+    cross_entropy: LossOptions | None
+    fused_linear_cross_entropy: FusedOptions | None
+
+    @property
+    def head(self) -> HeadSettings | None:
+        """The settings of the output embedding, or None when both losses are off."""
+        if self.fused_linear_cross_entropy is None and self.cross_entropy is None:
+            return None
+        return HeadSettings(self.fused_linear_cross_entropy, self.cross_entropy)
+
+    @property
+    def enabled(self) -> dict[str, Options]:
+        """Operators that are on, with their options."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: options for name, options in every.items() if options is not None}
+
+
+def parse_request(ops: Mapping[str, OpChoice]) -> Request:
+    """Check the keyword arguments of a patch call.
+
+    Raises:
+        PatchError: An operator or option that does not exist, with the nearest one that does, or a
+            value of the wrong form.
+    """
+    for name in ops:
+        if name not in _OPTIONS:
+            raise PatchError(unknown("patch key", name, _OPTIONS))
+    return Request(**{name: _parse(name, ops.get(name, on)) for name, on in _DEFAULTS.items()})
+
+
+def _parse(op: str, choice: OpChoice) -> Any:
+    kind = _OPTIONS[op]
+    if isinstance(choice, bool):
+        return kind() if choice else None
+    if isinstance(choice, str):
+        return _checked(op, kind(backend=choice))
+    if not isinstance(choice, Mapping):
+        raise PatchError(
+            f"{op} must be True, False, a backend's name or a mapping of options, "
+            f"got {choice!r} ({type(choice).__name__})"
+        )
+    known = [f.name for f in fields(kind)]
+    for name in choice:
+        if name not in known:
+            raise PatchError(unknown(f"option of {op}", name, known))
+    return _checked(op, kind(**choice))
+
+
+def _checked(op: str, options: Options) -> Options:
+    """Refuse values of the wrong form here, not in the middle of a training step."""
+    for name, (wanted, good) in _RULES.items():
+        value = getattr(options, name, None)
+        if value is not None and not good(value):
+            raise PatchError(f"{op}: {name} must be {wanted}, got {value!r}")
+    if options.backend is not None:
+        from liger_multi.config import use
+
+        with use(**{op: options.backend}):  # raises on an unknown backend
+            pass
+    return options
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_RULES: dict[str, tuple[str, Any]] = {
+    "backend": ("the name of a backend", lambda v: isinstance(v, str)),
+    "z_loss": (
+        "a number >= 0",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
+    ),
+    "validate": ("True or False", lambda v: isinstance(v, bool)),
+    "compact": ("True or False", lambda v: isinstance(v, bool)),
+    "chunk": ('"auto" or an integer >= 1', lambda v: v == "auto" or (_is_int(v) and v >= 1)),
+    "accumulate": (
+        "a floating point torch.dtype",
+        lambda v: isinstance(v, torch.dtype) and v.is_floating_point,
+    ),
+    "materialize_bytes": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
+}

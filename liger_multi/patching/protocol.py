@@ -1,0 +1,88 @@
+"""What lazy logits know about PyTorch's functions and hooks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.patching.recipe import Recipe
+
+_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_cpu is_meta "
+    "is_sparse is_quantized is_nested "
+    "is_mkldnn is_xpu is_mps is_xla itemsize nbytes output_nr retains_grad names"
+)
+_METHODS = (
+    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "
+    "is_signed is_inference "
+    "element_size get_device __len__ __hash__ is_conj is_neg has_names"
+)
+METADATA: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)),
+    *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_conj, torch.is_inference),
+}
+"""Functions that are answered from shape and dtype alone."""
+
+_WRITING = {"__setitem__", "__set__", "register_hook", "retain_grad"}
+
+
+def pins(func: Any) -> bool:
+    """Whether ``func`` writes to its first argument, or hooks into its gradient."""
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _WRITING or (
+            name.startswith("__i") and name.endswith("__") and name[2:] not in _NOT_IN_PLACE
+        )
+    return name.endswith("_") or name in _WRITING
+
+
+_NOT_IN_PLACE = {"index__", "int__", "invert__", "iter__", "init__", "init_subclass__"}
+
+_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
+
+
+def is_infrastructure(hook: Any) -> bool:
+    """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
+    while hasattr(hook, "func"):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_INFRASTRUCTURE)
+
+
+def caller_level() -> tuple[int, str]:
+    """Stack level and place of the first frame outside of torch and of this package."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    inside = (own + os.sep, os.path.dirname(torch.__file__) + os.sep)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, key: str | None = None) -> None:
+    """Warn at the caller's line, once for a key (the line itself by default)."""
+    level, place = caller_level()
+    if (key or place) not in _warned:
+        _warned.add(key or place)
+        warnings.warn(message.replace("{place}", place), stacklevel=level, category=UserWarning)
+
+
+def warn_above_budget(recipe: Recipe) -> None:
+    """Say, once a line, that large logits are being computed whole."""
+    fused = recipe.settings.fused
+    if fused is not None and recipe.bytes > fused.materialize_bytes:
+        warn_once(
+            f"{{place}} needs the whole logits {tuple(recipe.shape)}, {recipe.bytes / 2**20:.0f} "
+            "MiB, which the fused loss "
+            "had avoided. The loss itself, argmax, max, topk, gather, logsumexp and slices of "
+            "rows do without; see materialize_bytes "
+            "of fused_linear_cross_entropy to move the threshold"
+        )

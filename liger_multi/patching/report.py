@@ -1,0 +1,112 @@
+"""What a patch call did, as plain data that can be printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module that now runs, or again runs, another forward.
+
+    Attributes:
+        path: Dotted path of the module in the model; empty for the model itself.
+        op: Operator.
+        stock: Name of the class that the model was built with.
+        replaced_by: What the forward calls now.
+        options: Options that differ from their defaults.
+        status: "patched", "already patched", "options changed" or "restored".
+    """
+
+    path: str
+    op: str
+    stock: str
+    replaced_by: str
+    options: dict[str, Any] = field(default_factory=dict)
+    status: str = "patched"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A place that an operator was asked for and did not take, with the reason."""
+
+    path: str
+    op: str
+    reason: str
+
+
+@dataclass
+class PatchReport:
+    """The outcome of one patch call: ``entries`` and ``skipped``; ``str`` gives a compact table."""
+
+    target: str
+    entries: list[Entry] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def count(self, op: str) -> int:
+        """Number of modules that run ``op`` after the call."""
+        return sum(e.op == op and e.status != "restored" for e in self.entries)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Table rows (op, modules, replaced by, where, status); equal layers share a row."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for e in self.entries:
+            options = ", ".join(f"{k}={v}" for k, v in e.options.items())
+            by = f"{e.replaced_by} ({options})" if options else e.replaced_by
+            groups.setdefault((e.op, e.stock, by, _pattern(e.path), e.status), []).append(e.path)
+        return [
+            (op, f"{len(paths)} x {stock}", by, place, status)
+            for (op, stock, by, place, status), paths in groups.items()
+        ]
+
+    def skipped_rows(self) -> list[tuple[str, ...]]:
+        """Table rows (op, modules, reason) of what was left alone."""
+        groups = Counter((s.op, _pattern(s.path), s.reason) for s in self.skipped)
+        return [(op, f"{n} x {place}", why) for (op, place, why), n in groups.items()]
+
+    def __str__(self) -> str:
+        """Plain text, aligned, no colours."""
+        lines = [f"patch {self.target}"]
+        lines += _aligned([_HEADER, *self.rows()]) if self.entries else ["  nothing replaced"]
+        if self.skipped:
+            lines += ["skipped", *_aligned([_SKIPPED, *self.skipped_rows()])]
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        """A rich renderable; only rich calls this."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        def table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+            made = Table(title=title, title_justify="left", show_edge=False)
+            for name in header:
+                made.add_column(name)
+            for row in rows:
+                made.add_row(*map(Text, row))  # brackets are no markup here
+            return made
+
+        parts: list[Any] = [table(f"patch {self.target}", _HEADER, self.rows())]
+        if self.skipped:
+            parts.append(table("skipped", _SKIPPED, self.skipped_rows()))
+        return Group(*parts)
+
+
+_HEADER = ("op", "modules", "now runs", "where", "status")
+_SKIPPED = ("op", "where", "reason")
+
+
+def _pattern(path: str) -> str:
+    """The path with layer numbers starred, so that equal layers fall together."""
+    return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(model)"
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in table
+    ]

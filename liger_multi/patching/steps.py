@@ -1,0 +1,109 @@
+"""Elementwise operations that a recipe can remember, by the PyTorch function that asks for them.
+
+Every function answers for ``func(logits, ...)`` with the recipe of the result, with the same recipe
+when nothing changes, or with None when the operation cannot be remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.patching.recipe import Recipe
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def multiply(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+    """``logits * number``."""
+    return recipe.step("mul", other) if _number(other) and not rest else None
+
+
+def divide(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+    """``logits / number``."""
+    return recipe.step("div", other) if _number(other) and other != 0 and not rest else None
+
+
+def tanh(recipe: Recipe, **rest: Any) -> Recipe | None:
+    """``tanh(logits)``."""
+    return None if rest else recipe.step("tanh")
+
+
+def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe | None:
+    """``logits.to(dtype)``."""
+    if not dtype.is_floating_point:
+        return None
+    return recipe if dtype == recipe.dtype else recipe.step("to", dtype)
+
+
+def to(recipe: Recipe, *args: Any, **kwargs: Any) -> Recipe | None:
+    """``logits.to(...)`` without a change of device."""
+    dtype = kwargs.pop("dtype", None)
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, Tensor):
+            dtype, device = value.dtype, value.device
+        elif isinstance(value, (str, torch.device)):
+            device = value
+        elif value is not None:
+            return None
+    if kwargs or (device is not None and torch.device(device) != recipe.hidden.device):
+        return None
+    return recipe if dtype is None else cast(recipe, dtype)
+
+
+def contiguous(recipe: Recipe, memory_format: Any = torch.contiguous_format) -> Recipe | None:
+    """``logits.contiguous()``."""
+    return recipe if memory_format in (torch.contiguous_format, torch.preserve_format) else None
+
+
+def clone(recipe: Recipe, **rest: Any) -> Recipe | None:
+    """``logits.clone()``: lazy while gradients are wanted (DDP clones outputs), else a copy."""
+    return recipe.copy() if recipe.grad and not rest else None
+
+
+def log_softmax(
+    recipe: Recipe, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+) -> Recipe | None:
+    """``log_softmax`` over the vocabulary."""
+    if dim not in (-1, recipe.hidden.ndim - 1) or not (dtype is None or dtype.is_floating_point):
+        return None
+    autocast = torch.is_autocast_enabled(recipe.hidden.device.type)
+    return recipe.step("log_softmax", dtype or (torch.float32 if autocast else recipe.dtype))
+
+
+RECORDED: dict[Any, Callable[..., Recipe | None]] = {
+    **dict.fromkeys(
+        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply), multiply
+    ),
+    **dict.fromkeys(
+        (Tensor.div, Tensor.__truediv__, torch.div, torch.divide, torch.true_divide), divide
+    ),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), tanh),
+    Tensor.float: lambda recipe: cast(recipe, torch.float32),
+    Tensor.double: lambda recipe: cast(recipe, torch.float64),
+    Tensor.half: lambda recipe: cast(recipe, torch.float16),
+    Tensor.bfloat16: lambda recipe: cast(recipe, torch.bfloat16),
+    Tensor.to: to,
+    Tensor.type_as: lambda recipe, other: to(recipe, other),
+    Tensor.contiguous: contiguous,
+    **dict.fromkeys((Tensor.clone, torch.clone), clone),
+    **dict.fromkeys((Tensor.detach, torch.detach), lambda recipe: recipe.detached()),
+    **dict.fromkeys((Tensor.log_softmax, torch.log_softmax, F.log_softmax), log_softmax),
+}
+
+WRITES: dict[Any, Callable[..., Recipe | None]] = {
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), multiply),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), divide),
+    **dict.fromkeys((Tensor.tanh_, torch.tanh_), tanh),
+}
+"""The same in place."""

@@ -1,0 +1,110 @@
+"""One half of an operator as a ``torch.library`` operator with a direct path for plain tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema
+
+from liger_multi.config import current
+from liger_multi.plan import resolve
+
+if TYPE_CHECKING:
+    from liger_multi.op import Op
+
+LIBRARY = Library("liger_multi", "DEF")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_inline: ContextVar[bool] = ContextVar("liger_multi_inline", default=False)
+
+
+@contextlib.contextmanager
+def inline_ops() -> Iterator[None]:
+    """Let dispatch modes see the tensors inside operators instead of one opaque call each."""
+    token = _inline.set(True)
+    try:
+        yield
+    finally:
+        _inline.reset(token)
+
+
+class Primitive:
+    """One half of an operator: a schema, a shape rule and a look-up of the backend's function."""
+
+    def __init__(
+        self, op: Op, half: str, fake: Callable[..., Any], returns: str, mutates: Sequence[str] = ()
+    ) -> None:
+        self.op, self.half, self.fake, self.returns = op, half, fake, tuple(returns.split())
+        signature = inspect.signature(fake, eval_str=True)
+        self.params = tuple(signature.parameters)
+        self.mutates = tuple(mutates)
+        self.schema = infer_schema(fake, mutates_args=self.mutates)
+        kinds = [str(p.annotation) for p in signature.parameters.values()]
+        self.tensors = tuple("Tensor" in kind for kind in kinds)
+        self.anchor = next(
+            i
+            for i, k in enumerate(kinds)
+            if "Tensor" in k and "Optional" not in k and "None" not in k
+        )
+        name = f"{op.name}_{half}"
+        LIBRARY.define(name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, self.call, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_multi::{name}", fake, lib=LIBRARY)
+        self.overload = getattr(torch.ops.liger_multi, name).default
+        self.traced: Callable[..., Any] | None = None
+        if op.compile == "trace":
+            self.traced = getattr(importlib.import_module(f"liger_multi.reference.{op.name}"), half)
+
+    def call(self, *args: Any) -> Any:
+        """Run the chosen backend's function on the device of the tensors."""
+        device = args[self.anchor].device
+        if device.index is not None and device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device.type)
+            if module.current_device() != device.index:
+                with module.device(device.index):
+                    return resolve(self, args)(*args)
+        return resolve(self, args)(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
+        if torch.compiler.is_compiling():
+            return (
+                self.traced(*args)
+                if self.traced is not None and _automatic(self.op.name)
+                else self.overload(*args)
+            )
+        return self.call(*args) if _plain(args) else self.overload(*args)
+
+
+def _plain(args: tuple[Any, ...]) -> bool:
+    for a in args:
+        kind = type(a)
+        if isinstance(a, Tensor) and (
+            (kind is not Tensor and kind is not torch.nn.Parameter) or a.is_meta
+        ):
+            return False
+    if torch._C._autograd._profiler_enabled():
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 or _inline.get()
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Let the compiler call ``function`` while it traces and keep the result.
+
+    The mark that ``torch.compiler.assume_constant_result`` sets; calling that would import the
+    whole compiler, and Triton with it, at import.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
+def _automatic(op: str) -> bool:
+    """Whether nobody bound the operator to a backend: its reference may then be traced."""
+    return all(layer.choice(op, "") is None for layer in current().layers)

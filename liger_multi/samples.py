@@ -1,0 +1,117 @@
+"""Inputs of an operator that tests, benchmarks, the tuner and the cross-compiler share.
+
+A :class:`Sample` states shapes and options; :meth:`Sample.make` turns it into tensors on a device.
+Sizes: ``small`` runs everywhere, ``thin`` reaches a limit with little data, ``bench`` is a real
+model's shape.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A random input: normal floats, or target ids below ``classes`` where that is given.
+
+    Attributes:
+        shape: Sizes.
+        dtype: Fixed dtype; None follows the test's dtype.
+        scale: Standard deviation of the values.
+        grad: Whether the input gets a gradient.
+        classes: Draw int64 ids below this number instead.
+        ignored: Share of ids replaced by ``ignore_index``.
+        ignore_index: The id of an ignored target.
+        positive: Draw values in [0.5, 1.5) (class weights).
+        layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
+        (last two
+            axes), ``rows`` (a gap between rows) or ``expanded`` (stride 0 over rows).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+    grad: bool = True
+    classes: int = 0
+    ignored: float = 0.0
+    ignore_index: int = -100
+    positive: bool = False
+    layout: str = "contiguous"
+
+    def make(
+        self, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Draw the tensor on the CPU, the same for every device, and move it."""
+        if self.classes:
+            ids = torch.randint(self.classes, self.shape, generator=generator)
+            drop = torch.arange(ids.numel()).reshape(self.shape) < round(self.ignored * ids.numel())
+            return ids.masked_fill(drop, self.ignore_index).to(device)
+        shape = (1, *self.shape[1:]) if self.layout == "expanded" else self.shape
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * self.scale
+        if self.positive:
+            values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+        return _LAYOUTS[self.layout](values.to(device, self.dtype or dtype), self.shape)
+
+
+def _sliced(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    doubled: torch.Tensor = x.repeat_interleave(2, -1)
+    return doubled[..., ::2]
+
+
+def _rows(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    wide = x.new_zeros(*shape[:-1], shape[-1] + 24)
+    wide[..., 8 : 8 + shape[-1]] = x
+    return wide[..., 8 : 8 + shape[-1]]
+
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]] = {
+    "contiguous": lambda x, shape: x,
+    "sliced": _sliced,
+    "transposed": lambda x, shape: x.mT.contiguous().mT,
+    "rows": _rows,
+    "expanded": lambda x, shape: x.expand(shape),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of a public operator.
+
+    Attributes:
+        name: Unique within the operator.
+        tensors: Tensor arguments by name, in the order of the call.
+        options: Keyword options of the call.
+        size: ``small``, ``thin`` or ``bench``.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    size: str = "small"
+
+    def make(
+        self, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """The tensor arguments; leaves that require grad where the sample says so."""
+        generator = torch.Generator().manual_seed(seed)
+        made = {}
+        for name, spec in self.tensors.items():
+            tensor = spec.make(torch.device(device), dtype, generator)
+            made[name] = tensor.requires_grad_(spec.grad and tensor.is_floating_point())
+        return made
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest tensor."""
+        return max(math.prod(t.shape) for t in self.tensors.values())
+
+
+def of(op: str) -> tuple[Sample, ...]:
+    """The samples of an operator, from its contract."""
+    return importlib.import_module(f"liger_multi.ops.{op}").SAMPLES  # type: ignore[no-any-return]

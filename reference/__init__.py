@@ -1,0 +1,12 @@
+"""Plain PyTorch, chunked: the oracle of every backend and the end of every automatic chain."""
+
+from liger_multi.backend import Backend
+
+if __name__ != "liger_multi.reference":
+    raise ImportError(
+        f"this folder is the package liger_multi.reference and was imported as {__name__!r}; a "
+        f"second copy would register "
+        "everything twice: import liger_multi.reference"
+    )
+
+BACKEND = Backend("reference")

@@ -1,0 +1,94 @@
+"""Blocks of rows that bound memory, the size of chunks of logits, and products in fp32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 32 * 2**20  # fp32 temporaries of one block of rows in the reference
+AUTO_BYTES = 2**30  # largest automatic chunk of logits
+FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
+MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and losses: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_blocks(rows: int, row_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[slice]:
+    """Slices over ``rows`` whose blocks stay below ``limit`` bytes (one row at least)."""
+    step = rows if torch.compiler.is_compiling() else max(1, limit // max(1, row_bytes))
+    for start in range(0, rows, max(1, step)):
+        yield slice(start, min(rows, start + step))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """View (or copy) ``(..., H)`` as ``(rows, H)``, also where H or the number of rows is zero."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation on ``device`` could still get, in bytes; 0 if nobody can say."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device.type)
+    query, stats = getattr(module, "mem_get_info", None), getattr(module, "memory_reserved", None)
+    if query is None or stats is None or capturing(device):
+        return 0
+    return int(query(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a graph of the device's stream is being captured (nothing may be read back then)."""
+    if device.type == "cpu":
+        return False
+    return bool(
+        getattr(torch.get_device_module(device.type), "is_current_stream_capturing", bool)()
+    )
+
+
+def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: int) -> int:
+    """Rows of logits to hold at a time.
+
+    A given number of rows or a byte budget is kept to. Without one, all rows are one chunk where
+    their logits cost no more than the fp32 accumulator of the weight's gradient would, and
+    otherwise at least two chunks share an eighth of the free memory, at most 1 GiB.
+    """
+    row_bytes = max(1, vocabulary * hidden.element_size())
+    if chunk > 0 or budget:
+        return min(chunk or max(1, budget // row_bytes), max(1, rows))
+    if rows * row_bytes <= 4 * vocabulary * hidden.shape[1]:
+        return max(1, rows)
+    free = free_bytes(hidden.device)
+    fit = min(AUTO_BYTES, free // FREE_SHARE if free else AUTO_BYTES // 16) // row_bytes
+    half = -(-rows // 2)
+    return max(1, min(half, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS))
+
+
+@functools.cache
+def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether products of low precision can be written in float32 here (asked once, on 16x16)."""
+    try:
+        a = torch.zeros(16, 16, dtype=dtype, device=device_type)
+        out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``total += a @ b`` in the precision of ``total``; ``first`` ignores what stands in it."""
+    beta = 0 if first else 1
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif total.dtype == torch.float32 and _has_out_dtype(total.device.type, a.dtype):
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
+    else:
+        right = b.to(total.dtype)
+        for block in row_blocks(total.shape[0], a.shape[1] * total.element_size()):
+            torch.addmm(total[block], a[block].to(total.dtype), right, beta=beta, out=total[block])

@@ -1,0 +1,80 @@
+"""Hooks and fixtures of the one suite that serves every backend.
+
+``--backend NAME`` (repeatable) runs it natively on that backend's device; without it, everything
+that can run on this machine is under test.
+"""
+
+import os
+import random
+from pathlib import Path
+
+# Before anything imports a hub client: a test that wants the network is a bug.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("LIGER_MULTI_CONFIG", None)
+
+import pytest
+import torch
+
+import harness
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="backend to test on its own device (repeatable); default: all that can run",
+    )
+
+
+def pytest_configure(config):
+    harness.poison_empty()
+    if config.getoption("--backend"):
+        harness.selected_backends(config)  # refuses before anything is collected
+
+
+def pytest_report_header(config):
+    return (
+        f"backends under test: {', '.join(harness.selected_backends(config))}; device: "
+        f"{harness.selected_device(config)}; torch {torch.__version__}"
+        + ("; Triton interpreted" if harness.interpreted() else "")
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    named = [n for part in config.getoption("--backend") for n in part.split(",")]
+    harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
+
+
+@pytest.fixture
+def device(request):
+    """Device of the test's ``backend`` parameter, or of the session's backend."""
+    callspec = getattr(request.node, "callspec", None)
+    backend = callspec.params.get("backend") if callspec else None
+    if isinstance(backend, str) and backend != "reference":
+        return harness.device_of(backend)
+    return harness.selected_device(request.config)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers for every test, alone or among others."""
+    random.seed(0)
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture
+def generator(seed):
+    """A seeded CPU generator: draw there, then move, so that every device sees the same numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def default_configuration():
+    """No test sees the configuration that another one left behind."""
+    yield
+    from liger_multi.config import configure
+
+    configure(None)

@@ -1,0 +1,79 @@
+"""What every operator should return: one plain differentiable formula each, run in fp64."""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
+    n = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    return n if weight is None else n * (weight + offset)
+
+
+def swiglu(gate, up):
+    return gate * torch.sigmoid(gate) * up
+
+
+def swiglu_packed(gate_up):
+    half = gate_up.shape[-1] // 2
+    return swiglu(gate_up[..., :half], gate_up[..., half:])
+
+
+def cross_entropy(
+    logits,
+    target,
+    weight=None,
+    *,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    softcap=None,
+    reduction="mean",
+    outputs=(),
+    **_,
+):
+    shape, logits, target = target.shape, logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    valid = target != ignore_index
+    rows = F.cross_entropy(
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    lse = torch.logsumexp(z, -1)
+    extra = torch.where(valid, z_loss * lse**2, 0)
+    count, total = (
+        valid.sum(),
+        (valid if weight is None else weight[target.clamp(min=0)] * valid).sum(),
+    )
+    if reduction == "none":
+        loss, z_out = (rows + extra).view(shape), extra.view(shape)
+    else:
+        mean = reduction == "mean"
+        z_out = extra.sum() / (count.clamp(min=1) if mean else 1)
+        loss = rows.sum() / (torch.where(total == 0, 1, total) if mean else 1) + z_out
+    label, log_p = target.clamp(min=0, max=max(z.shape[-1] - 1, 0)), torch.log_softmax(z, -1)
+    hit = torch.where(valid, (z.argmax(-1) == target).to(z.dtype), 0)
+    made = {
+        "z_loss": z_out,
+        "token_accuracy": hit.view(shape)
+        if reduction == "none"
+        else hit.sum() / count.clamp(min=1),
+        "predicted_tokens": torch.where(valid, z.argmax(-1), -1).view(shape),
+        "log_prob": torch.where(valid, log_p.gather(1, label[:, None])[:, 0], 0).view(shape),
+        "entropy": torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0).view(shape),
+        "lse": torch.where(valid, lse, 0).view(shape),
+    }
+    return loss, {n: made[n].detach() for n in outputs}
+
+
+cross_entropy_inplace = cross_entropy
+
+
+def fused_linear_cross_entropy(
+    hidden, weight, target, bias=None, *, class_weight=None, logit_scale=1.0, **options
+):
+    logits = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
+    return cross_entropy(logits, target, class_weight, **options)

@@ -1,0 +1,206 @@
+"""The demo: once as a program in its quick form, its parts and its verdict in process."""
+
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_multi.cli.main import main
+from liger_multi.demo import command
+from liger_multi.memory import Peak
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from liger_multi.demo import corpus
+from liger_multi.demo.training import Run
+
+MODELS = ("qwen2", "llama")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Output folder and finished process of one quick demo."""
+    folder = tmp_path_factory.mktemp("demo")
+    argv = ["-m", "liger_multi", "demo", "--quick", "--device", "cpu", "--output", str(folder)]
+    environment = {**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "0"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment,
+    )
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def numbers(demo):
+    folder, done = demo
+    assert (folder / "demo.json").exists(), done.stdout + done.stderr
+    return json.loads((folder / "demo.json").read_text())
+
+
+def test_the_demo_succeeds(demo):
+    _, done = demo
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same curves, less memory" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_curves_are_equal(numbers, model):
+    stock, patched = (numbers["models"][model][kind]["losses"] for kind in ("stock", "patched"))
+    assert len(stock) == len(patched) == 4
+    assert max(abs(a - b) for a, b in zip(stock, patched, strict=True)) <= 1e-4
+    assert stock[0] > stock[-1] > 0, "it learns"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_drops(numbers, model):
+    stock, patched = (numbers["models"][model][kind] for kind in ("stock", "patched"))
+    assert max(filter(None, patched["peak_bytes"])) < 0.75 * max(filter(None, stock["peak_bytes"]))
+    assert stock["widest_bytes"] == 4 * 192 * 32768 * 4, "all logits"
+    assert patched["widest_bytes"] < stock["widest_bytes"]
+
+
+def test_timed_steps_are_not_metered(numbers):
+    run = numbers["models"]["llama"]["patched"]
+    assert [b is None for b in run["peak_bytes"]] == [False, False, False, True]
+    assert run["tokens_per_second"] == pytest.approx(4 * 192 / run["seconds"][-1])
+
+
+def test_every_step_is_shown(demo, numbers):
+    _, done = demo
+    for model in MODELS:
+        for index, loss in enumerate(numbers["models"][model]["patched"]["losses"]):
+            rows = [line.split() for line in done.stdout.splitlines() if f"{loss:.6f}" in line]
+            assert any(row[0] == str(index + 1) for row in rows)
+
+
+def test_fewer_merges_than_asked_are_admitted(demo):
+    _, done = demo
+    assert "the text yields no more" in done.stdout
+
+
+def test_the_picture(demo):
+    folder, _ = demo
+    content = (folder / "demo.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    assert width > 1200
+    assert height > 1000
+    assert len(content) > 40_000, "curves, not a blank sheet"
+
+
+def run(losses, peak):
+    record = Run(timed=1, tokens=10, losses=losses, seconds=[1.0] * len(losses))
+    record.peaks = [Peak(torch.device("cpu"), "live tensors", peak_bytes=peak) for _ in losses]
+    return record
+
+
+@pytest.mark.parametrize(
+    ("losses", "peak", "said"),
+    [
+        ([5.0, 4.0], 50, []),
+        ([5.0, 4.00009], 50, []),
+        ([5.0, 4.0002], 50, ["m: the curves part at step 2: stock 4.000000, patched 4.000200"]),
+        ([float("nan"), 4.0], 50, ["m: the curves part at step 1"]),
+        ([5.0, 4.0], 100, ["m: peak memory did not drop: stock 100 B, patched 100 B"]),
+        ([6.0, 4.0], 101, ["m: the curves part at step 1", "m: peak memory did not drop"]),
+    ],
+)
+def test_verdict(losses, peak, said):
+    found = command.judge("m", run([5.0, 4.0], 100), run(losses, peak), bound=1e-4)
+    assert len(found) == len(said)
+    assert all(a.startswith(b) for a, b in zip(found, said, strict=True))
+
+
+def test_a_patch_that_does_nothing_fails(monkeypatch, tmp_path, capsys):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.setattr("liger_multi.patch", lambda model: "nothing [done]", raising=False)
+    argv = [
+        "demo",
+        "--quick",
+        "--models",
+        "llama",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
+    state = random.getstate()
+    assert main(argv) == 1
+    random.setstate(state)
+    text = capsys.readouterr().out
+    assert "nothing [done]" in text
+    assert "peak memory did not drop" in text
+    assert json.loads((tmp_path / "demo.json").read_text())["problems"]
+
+
+@pytest.mark.parametrize("name", command.NEEDED)
+def test_a_missing_package_is_named(monkeypatch, name):
+    found = command.importlib.util.find_spec
+    monkeypatch.setattr(
+        command.importlib.util, "find_spec", lambda n: None if n == name else found(n)
+    )
+    with pytest.raises(SystemExit) as error:
+        main(["demo"])
+    assert f"needs {name}, which" in str(error.value)
+    assert 'pip install "liger-multi[transformers,cli]"' in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77"])
+def test_a_device_that_is_absent(device):
+    with pytest.raises(SystemExit, match=f"cannot use --device {device}: "):
+        main(["demo", "--device", device])
+
+
+def test_corpus_of_the_standard_library():
+    text = corpus.read(200_000)
+    assert text.characters == 200_000
+    assert Path(text.root, "argparse.py").exists()
+    assert "def " in text.texts[0] + text.texts[1]
+
+
+def test_corpus_skips_tests_and_empty_files(tmp_path):
+    for name, content in {
+        "a.py": "x = 1\n",
+        "b.py": "\n",
+        "test/c.py": "y = 2\n",
+        "sub/d.py": "z = 3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert corpus.read(1000, tmp_path).texts == ("x = 1\n", "z = 3\n")
+    with pytest.raises(FileNotFoundError, match="no Python sources below"):
+        corpus.read(1000, tmp_path / "none")
+
+
+def test_blocks_hold_the_text_and_follow_the_seed(tmp_path):
+    text = corpus.Corpus(tmp_path, ("def f(x):\n    return x\n" * 40, "class A:\n    'é'\n" * 40))
+    tokenizer = corpus.learn_tokenizer(text, 300)
+    data = corpus.blocks(text, tokenizer, 3, 20, seed=0)
+    assert len(data) == 3
+    item = data[1]
+    assert item["input_ids"].shape == (20,)
+    assert torch.equal(item["input_ids"], item["labels"])
+    words = tokenizer.decode(data.tokens.flatten().tolist())
+    assert any(whole.startswith(words) for whole in text.texts)
+    starts = {corpus.blocks(text, tokenizer, 1, 5, seed=s).tokens[0, 0].item() for s in range(8)}
+    assert len(starts) == 2, "either file comes first"
+    with pytest.raises(ValueError, match="tokens, 999 blocks of 20 need 19980"):
+        corpus.blocks(text, tokenizer, 999, 20, seed=0)

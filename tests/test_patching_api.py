@@ -1,0 +1,514 @@
+"""patch, unpatch, patched, the report: what is recognised, refused, and that all comes back."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import contextlib
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from models import KINDS, assert_same_training, batch, build
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
+
+import liger_multi
+from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.patching import PatchReport, patch, patched, unpatch
+
+
+def state(model):
+    """Everything of every module that a patch might touch."""
+    return [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
+
+
+class Holder(nn.Module):
+    """A model of one module and no output embedding."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.inner = module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpatch_brings_the_very_same_back(kind):
+    model = build(kind)
+    before = state(model)
+    keys = list(model.state_dict())
+    patch(model)
+    assert list(model.state_dict()) == keys
+    assert [attributes for _, attributes in state(model)] == [
+        attributes for _, attributes in before
+    ]
+    assert [type(m).__name__ for m in model.modules()] == [kind.__name__ for kind, _ in before]
+    assert isinstance(model.lm_head, nn.Linear)
+    report = unpatch(model)
+    assert {e.status for e in report.entries} == {"restored"}
+    assert state(model) == before
+    assert unpatch(model).entries == []
+
+
+def test_public_names_of_the_package():
+    assert liger_multi.patch is patch
+    assert liger_multi.unpatch is unpatch
+    assert liger_multi.patched is patched
+
+
+def test_patching_twice_is_harmless():
+    model = build()
+    first, classes = patch(model), [type(m) for m in model.modules()]
+    second = patch(model)
+    assert {e.status for e in first.entries} == {"patched"}
+    assert {e.status for e in second.entries} == {"already patched"}
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_changed_options_take_effect():
+    model = build()
+    patch(model)
+    report = patch(
+        model, rms_norm=False, swiglu="reference", fused_linear_cross_entropy={"chunk": 3}
+    )
+    status = {(e.op, e.status) for e in report.entries}
+    assert status == {
+        ("rms_norm", "restored"),
+        ("swiglu", "options changed"),
+        ("fused_linear_cross_entropy", "options changed"),
+    }
+    assert type(model.model.norm) is LlamaRMSNorm
+    assert type(model.model.layers[0].mlp)._liger_multi_swap.settings.options.backend == "reference"
+    patch(model, fused_linear_cross_entropy=False)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_patched_blocks_nest_and_survive_exceptions():
+    model = build()
+    before = state(model)
+    with patched(model) as report:
+        assert isinstance(report, PatchReport)
+        outer = state(model)
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            patched(model, rms_norm=False, fused_linear_cross_entropy={"chunk": 2}),
+        ):
+            assert type(model.model.norm) is LlamaRMSNorm
+            raise ZeroDivisionError
+        assert state(model) == outer
+    assert state(model) == before
+
+
+def test_strict_raises_and_leaves_the_model_as_it_was():
+    model = build()
+    model.model.norm.forward = model.model.norm.forward
+    before = state(model)
+    with pytest.raises(PatchError, match="somebody else replaced its forward"):
+        patch(model, strict=True)
+    assert state(model) == before
+    report = patch(model)
+    assert [(s.path, s.op) for s in report.skipped] == [("model.norm", "rms_norm")]
+    assert report.count("rms_norm") == 4
+
+
+def test_report_is_data_and_a_table():
+    model = build()
+    report = patch(model, fused_linear_cross_entropy={"chunk": 8})
+    head = report.entries[-1]
+    assert (head.path, head.stock, head.options) == ("lm_head", "Linear", {"chunk": 8})
+    text = str(report)
+    assert "4 x LlamaRMSNorm" not in text
+    assert "2 x LlamaRMSNorm  rms_norm[llama]" in text
+    assert "model.layers.*.mlp" in text
+    assert "fused_linear_cross_entropy (chunk=8)" in text
+    skipped = patch(Holder(nn.Linear(2, 2)))
+    assert "has no output embedding" in str(skipped)
+
+
+def test_report_in_rich():
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(patch(build()))
+    console.print(patch(Holder(nn.Linear(2, 2))))
+    text = console.export_text()
+    assert "rms_norm[llama]" in text
+    assert "has no output embedding" in text
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ({"rmsnorm": True}, "unknown patch key 'rmsnorm'; did you mean 'rms_norm'"),
+        ({"fused_linear_cross_entropy": {"chunks": 3}}, "did you mean 'chunk'"),
+        ({"rms_norm": {"eps": 3}}, "unknown option of rms_norm 'eps'"),
+        (
+            {"swiglu": 3},
+            "swiglu must be True, False, a backend's name or a mapping of options, got 3",
+        ),
+        ({"fused_linear_cross_entropy": {"chunk": 0}}, "chunk must be .* got 0"),
+        (
+            {"fused_linear_cross_entropy": {"z_loss": -1.0}},
+            "z_loss must be a number >= 0, got -1.0",
+        ),
+        ({"fused_linear_cross_entropy": {"accumulate": torch.int32}}, "accumulate must be"),
+        ({"cross_entropy": {"validate": "yes"}}, "validate must be True or False"),
+    ],
+)
+def test_bad_options(ops, message):
+    model = build()
+    before = state(model)
+    with pytest.raises(PatchError, match=message):
+        patch(model, **ops)
+    assert state(model) == before
+
+
+def test_bad_backend_and_model():
+    with pytest.raises(ConfigurationError, match="referenc"):
+        patch(build(), rms_norm="referenc")
+    with pytest.raises(PatchError, match="unknown model type 'lama'; did you mean 'llama'"):
+        patch("lama")
+    with pytest.raises(PatchError, match="model type 'llama' is not patched"):
+        unpatch("llama")
+    for call in (patch, unpatch):
+        with pytest.raises(TypeError, match="expected a model"):
+            call(3)
+    with pytest.raises(TypeError, match="expected a model"), patched(None):
+        pass
+
+
+def test_model_type_patches_what_is_built_later(tmp_path):
+    post_init = transformers.PreTrainedModel.post_init
+    build("llama").save_pretrained(tmp_path)
+    report = patch("llama", rms_norm=False)
+    try:
+        assert "llama" in str(report)
+        ours = build("llama")
+        assert type(ours.lm_head) is not nn.Linear
+        assert type(ours.model.norm) is LlamaRMSNorm
+        assert type(build("qwen2").lm_head) is nn.Linear
+        patch("llama", swiglu=False)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+        assert type(loaded.lm_head) is not nn.Linear
+        assert type(loaded.model.norm) is not LlamaRMSNorm
+        assert type(loaded.model.layers[0].mlp) is LlamaMLP
+    finally:
+        unpatch("llama")
+    assert transformers.PreTrainedModel.post_init is post_init
+    stock = build("llama")
+    assert type(stock.lm_head) is nn.Linear
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    unpatch(ours)
+    assert type(ours.lm_head) is nn.Linear
+
+
+def test_model_type_as_a_block():
+    post_init = transformers.PreTrainedModel.post_init
+    with patched("qwen3"):
+        with patched("qwen3", fused_linear_cross_entropy=False), patched("llama"):
+            assert type(build("qwen3").lm_head) is nn.Linear
+            assert type(build("llama").lm_head) is not nn.Linear
+        assert type(build("qwen3").lm_head) is not nn.Linear
+        assert type(build("llama").lm_head) is nn.Linear
+    assert transformers.PreTrainedModel.post_init is post_init
+
+
+def test_models_built_on_meta_are_recognised():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=99,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        )
+    patch(model, strict=True)
+    model.to_empty(device="cpu")
+    assert type(model.lm_head) is not nn.Linear
+
+
+def test_probes_leave_the_random_state_and_the_module_alone():
+    from liger_multi.patching import mlp, norms
+
+    norms._known.clear()
+    mlp._known.clear()
+    model = build("qwen3")
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append(args))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        patch(model, strict=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert calls == []
+
+
+class Olmo(LlamaRMSNorm):
+    """Scales before it rounds."""
+
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * n).to(x.dtype)
+
+
+class GemmaNorm(LlamaRMSNorm):
+    """Weight around zero."""
+
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (n * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class WeightlessNorm(nn.Module):
+    """No weight at all."""
+
+    eps = 1e-5
+
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
+
+
+class CentredNorm(LlamaRMSNorm):
+    """Looks like an RMSNorm and is none."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class ForgetfulNorm(LlamaRMSNorm):
+    """Equal in forward, without gradient of its weight."""
+
+    def forward(self, x):
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight.detach() * n.to(x.dtype)
+
+
+class NeedyNorm(LlamaRMSNorm):
+    """Another signature."""
+
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        (LlamaRMSNorm(48), "llama"),
+        (Olmo(48), "olmo"),
+        (GemmaNorm(48), "gemma"),
+        (WeightlessNorm(), "no weight"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_recognised_bit_for_bit(norm, kind, dtype):
+    norm = copy.deepcopy(norm).to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    stock = copy.deepcopy(norm)
+    report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False, strict=True)
+    assert report.entries[0].replaced_by == f"rms_norm[{kind}]"
+    x = torch.randn(7, 48, dtype=dtype)
+    assert torch.equal(norm(x), stock(x))
+
+
+@pytest.mark.parametrize("kind", [CentredNorm, ForgetfulNorm, NeedyNorm])
+def test_other_norms_are_left_alone(kind):
+    norm = kind(48)
+    report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False)
+    assert type(norm) is kind
+    assert report.count("rms_norm") == 0
+    assert (
+        kind.__name__ in report.skipped[0].reason
+        or "failed on a stand-in" in report.skipped[0].reason
+    )
+
+
+def test_the_probe_is_asked_for_every_instance_that_differs():
+    class OptionalNorm(LlamaRMSNorm):
+        def __init__(self, weighted):
+            super().__init__(16)
+            self.weight = nn.Parameter(torch.rand(16)) if weighted else None
+
+        def forward(self, x):
+            n = x.float() * torch.rsqrt(
+                x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon
+            )
+            return n.to(x.dtype) if self.weight is None else self.weight * n.to(x.dtype)
+
+    model = nn.ModuleList([OptionalNorm(False), OptionalNorm(True)])
+    report = patch(model, fused_linear_cross_entropy=False, swiglu=False, strict=True)
+    assert [e.replaced_by for e in report.entries] == ["rms_norm[no weight]", "rms_norm[llama]"]
+    model[1](torch.randn(2, 16)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+class Gated(nn.Module):
+    """A gated MLP under the names of the arguments."""
+
+    def __init__(self, act="silu", bias=False, dropout=0.0, swapped=False, inner=40):
+        super().__init__()
+        self.gate_proj, self.up_proj = (
+            nn.Linear(24, inner, bias=bias),
+            nn.Linear(24, inner, bias=bias),
+        )
+        self.down_proj = nn.Linear(inner, 24, bias=bias)
+        self.act_fn = ACT2FN[act]
+        self.swapped = swapped
+        if dropout:
+            self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = (up, gate) if self.swapped else (gate, up)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Packed(nn.Module):
+    """Gate and up in one layer, split by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 56
+        self.gate_up_proj, self.down_proj = (
+            nn.Linear(24, 112, bias=False),
+            nn.Linear(56, 24, bias=False),
+        )
+        self.activation_fn = nn.SiLU()
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).split(self.size, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class Attention(nn.Module):
+    """Three linear layers of fitting shapes that are no MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(24, 24, bias=False) for _ in range(3)
+        )
+
+    def forward(self, x):
+        scores = (self.gate_proj(x) @ self.up_proj(x).transpose(-1, -2)).softmax(-1)
+        return self.down_proj(scores @ x)
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [Gated(), Gated(bias=True), Gated(inner=24), Packed()],
+    ids=["plain", "bias", "square", "packed"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_mlps_are_recognised(mlp, dtype):
+    stock = copy.deepcopy(mlp).to(dtype)
+    ours = copy.deepcopy(stock)
+    report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
+    assert report.entries[0].replaced_by == (
+        "swiglu_packed" if isinstance(mlp, Packed) else "swiglu"
+    )
+    x = torch.randn(5, 24, dtype=dtype)
+    assert torch.equal(ours(x), stock(x))
+    assert_same_training(
+        stock,
+        ours,
+        lambda m: m(x).float().square().sum(),
+        rtol=1e-5 if dtype == torch.float32 else 2e-2,
+    )
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [Gated("gelu"), Gated(swapped=True), Attention(), Gated(dropout=0.1)],
+    ids=["gelu", "gate and up swapped", "attention", "dropout"],
+)
+def test_other_mlps_are_left_alone(mlp):
+    kind = type(mlp)
+    report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
+    assert type(mlp) is kind
+    assert report.count("swiglu") == 0
+    assert report.skipped
+
+
+def test_mlp_runs_hooks_and_replacements_of_its_layers():
+    model = build()
+    patch(model)
+    seen = []
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Identity())
+    model(**batch()).loss.backward()
+    assert seen == [(2, 11, 48)]
+
+
+@pytest.mark.parametrize("reason", ["hooked", "replaced", "embedding", "adapter"])
+def test_heads_that_stay(reason):
+    model = build()
+    head = model.lm_head
+    if reason == "hooked":
+        head._is_hooked = True  # transformers' mark on tensor parallel modules
+    elif reason == "replaced":
+        head.forward = head.forward
+    elif reason == "embedding":
+        model.lm_head = nn.Sequential(nn.Linear(32, 223))
+    else:
+        head.base_layer = nn.Linear(2, 2)
+    kind = type(model.lm_head)
+    report = patch(model)
+    assert type(model.lm_head) is kind
+    words = {
+        "hooked": "tensor parallel",
+        "replaced": "somebody else",
+        "embedding": "Sequential, not a plain",
+        "adapter": "adapter",
+    }
+    assert words[reason] in report.skipped[0].reason
+    assert model(**batch()).loss is not None
+
+
+def test_unpatch_refuses_where_the_class_is_no_longer_ours():
+    model = build()
+    patch(model)
+    before = state(model)
+    norm = model.model.norm
+    ours = type(norm)
+    norm.__class__ = type("FSDPLlamaRMSNorm", (ours,), {})
+    for action in (unpatch, lambda m: patched(m).__enter__()):
+        if action is unpatch:
+            with pytest.raises(PatchError, match=r"'model\.norm'.*FSDPLlamaRMSNorm"):
+                action(model)
+        else:
+            assert patch(model).count("rms_norm") == 5  # an equal patch below the wrapper counts
+    assert "on top of an earlier patch" in patch(model, rms_norm="reference").skipped[0].reason
+    patch(model)
+    norm.__class__ = ours
+    assert state(model) == before
+    unpatch(model)
+    with pytest.raises(PatchError, match="swapped again"), patched(model):
+        norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})
+
+
+def test_import_pulls_neither_transformers_nor_rich():
+    code = (
+        "import sys, liger_multi\n"
+        "before = set(sys.modules)\n"
+        "import liger_multi.patching\n"
+        "from torch import nn\n"
+        "str(liger_multi.patch(nn.Sequential(nn.Linear(2, 2))))\n"
+        "heavy = {'transformers', 'rich', 'peft', 'accelerate'} & set(sys.modules)\n"
+        "heavy |= {'triton', 'torch._dynamo'} & (set(sys.modules) - before)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
