@@ -28,7 +28,6 @@ from ci import bench_providers as providers
 from ci import bench_report as report
 from ci.bench_cases import CPU_BYTES, CPU_OPERATIONS, Case, Truth, cases, draw, truth, upstream
 from ci.bench_measure import (
-    Ceilings,
     Clock,
     Runner,
     ceilings,
@@ -36,7 +35,7 @@ from ci.bench_measure import (
     interleave,
     memory_bytes,
     out_of_memory,
-    released,
+    release,
 )
 from liger_multi.errors import unknown
 from liger_multi.memory.measure import resolve_device
@@ -114,7 +113,7 @@ class Bench:
         self.plan, self.progress = plan, progress
         self.task = progress.add_task("ceilings", total=len(plan.cases))
         self.clock = Clock(plan.device)
-        self.roof: Ceilings = ceilings(self.clock, plan.dtype, plan.quick)
+        self.roof = ceilings(self.clock, plan.dtype, plan.quick)
         self.rows: list[dict[str, Any]] = []
         self.skipped: list[dict[str, str]] = []
 
@@ -128,18 +127,27 @@ class Bench:
         rows: dict[str, dict[str, Any]] = {p.name: self._row(case, p) for p in found}
         self.rows += rows.values()
         try:
-            with released(self.plan.device):
-                tensors, dout = self._inputs(case)
-                self._check(case, found, rows, tensors, dout)
-            usable = [p for p in found if rows[p.name]["status"] == "ok"]
-            with released(self.plan.device):
-                self._measure(case, usable, rows, tensors, dout)
+            self._run(case, found, rows)
         except Exception as failure:
             # inputs, truth or interleaved calls did not fit: nobody keeps a half-measured row
             for row in rows.values():
                 if row["status"] == "ok":
                     _failed(row, failure)
+        release(self.plan.device)
         self.progress.advance(self.task)
+        if not self.progress.console.is_terminal:
+            self.progress.console.print(report.line(list(rows.values())), markup=False)
+
+    def _run(
+        self, case: Case, found: list[providers.Provider], rows: dict[str, dict[str, Any]]
+    ) -> None:
+        self.say(case, "inputs")
+        tensors = draw(case.sample, self.plan.device, self.plan.dtype)
+        dout = upstream(case, self.plan.device, self.plan.dtype)
+        self._check(case, found, rows, tensors, dout)
+        release(self.plan.device)
+        usable = [p for p in found if rows[p.name]["status"] == "ok"]
+        self._measure(case, usable, rows, tensors, dout)
 
     def _providers(self, case: Case) -> list[providers.Provider]:
         found = []
@@ -165,11 +173,6 @@ class Bench:
             "reason": None,
         }
 
-    def _inputs(self, case: Case) -> tuple[dict[str, Tensor], Tensor]:
-        self.say(case, "inputs")
-        tensors = draw(case.sample, self.plan.device, self.plan.dtype)
-        return tensors, upstream(case, self.plan.device, self.plan.dtype)
-
     def _truth(self, case: Case, tensors: Mapping[str, Tensor], dout: Tensor) -> Truth:
         self.say(case, "fp64")
         try:
@@ -177,8 +180,8 @@ class Bench:
         except Exception as failure:
             if not out_of_memory(failure):
                 raise
-        with released(self.plan.device):
-            return truth(case, tensors, dout, torch.float32)
+        release(self.plan.device)
+        return truth(case, tensors, dout, torch.float32)
 
     def _check(
         self,
@@ -193,26 +196,16 @@ class Bench:
             row = rows[provider.name]
             row["oracle"] = right.precision
             self.say(case, f"checking {provider.name}")
+            release(self.plan.device)
             try:
-                with released(self.plan.device):
-                    runner = Runner.make(provider, tensors, dout)
-                    if provider.floor:
-                        runner.both()
-                        continue
-                    worst, relative = runner.check(right, self.plan.dtype)
-                    del runner
+                row.update(_checked(provider, tensors, dout, right, self.plan.dtype))
             except Exception as failure:
-                runner = None
                 _failed(row, failure)
-                if isinstance(failure, AssertionError):  # the inputs are not what they were
-                    again = draw(case.sample, self.plan.device, self.plan.dtype)
-                    with torch.no_grad():
-                        for name, tensor in tensors.items():
-                            tensor.copy_(again[name])
-                continue
-            row["error"] = {"tolerances": worst, "relative": relative}
-            if not worst <= 1:
-                row["status"] = "wrong"
+            if row["status"] != "ok":  # whoever failed may have written into the inputs
+                again = draw(case.sample, self.plan.device, self.plan.dtype)
+                with torch.no_grad():
+                    for name, tensor in tensors.items():
+                        tensor.copy_(again[name])
 
     def _measure(
         self,
@@ -225,18 +218,12 @@ class Bench:
         runners: dict[str, tuple[Runner, int]] = {}
         for provider in usable:
             self.say(case, f"memory and host time of {provider.name}")
-            row = rows[provider.name]
+            release(self.plan.device)
             try:
-                with released(self.plan.device):
-                    runner = Runner.make(provider, tensors, dout)
-                    row["extra_bytes"], row["peak_bytes"] = self._memory(case, runner)
-                    forward, both = host_us(runner, self.clock, 3 if self.clock.cpu else HOST_CALLS)
+                runners[provider.name] = self._alone(case, provider, rows, tensors, dout)
             except Exception as failure:
-                runner = None
-                _failed(row, failure)
-                continue
-            row["host_us"] = None if self.clock.cpu else {"forward": forward, "both": both}
-            runners[provider.name] = runner, self.clock.flushes(both)
+                _failed(rows[provider.name], failure)
+        release(self.plan.device)
         self.say(case, f"timing {', '.join(runners)}")
         timed = interleave(runners, self.clock, self.plan.seconds, 2 if self.plan.quick else 5)
         work = case.work(self.plan.dtype)
@@ -244,6 +231,21 @@ class Bench:
             summary = times.summary()
             roof = self.roof.percent(work, summary["forward_ms"], summary["both_ms"])
             rows[name].update(summary, roof_percent=roof)
+
+    def _alone(
+        self,
+        case: Case,
+        provider: providers.Provider,
+        rows: dict[str, dict[str, Any]],
+        tensors: dict[str, Tensor],
+        dout: Tensor,
+    ) -> tuple[Runner, int]:
+        """What is measured of one provider alone: memory, and the time of the host."""
+        row, runner = rows[provider.name], Runner.make(provider, tensors, dout)
+        row["extra_bytes"], row["peak_bytes"] = self._memory(case, runner)
+        forward, both = host_us(runner, self.clock, 3 if self.clock.cpu else HOST_CALLS)
+        row["host_us"] = None if self.clock.cpu else {"forward": forward, "both": both}
+        return runner, self.clock.flushes(both)
 
     def _memory(self, case: Case, runner: Runner) -> tuple[int | None, int | None]:
         """Extra and raw peak; what compiled code allocates on a CPU cannot be seen."""
@@ -254,6 +256,25 @@ class Bench:
         if case.op.startswith("fused_linear"):
             accumulator = 4 * runner.tensors["weight"].numel()
         return memory_bytes(runner, accumulator, self.plan.device)
+
+
+def _checked(
+    provider: providers.Provider,
+    tensors: Mapping[str, Tensor],
+    dout: Tensor,
+    right: Truth,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Status and errors of one provider."""
+    runner = Runner.make(provider, tensors, dout)
+    if provider.floor:
+        runner.both()
+        return {"error": None}
+    worst, relative = runner.check(right, dtype)
+    return {
+        "status": "ok" if worst <= 1 else "wrong",
+        "error": {"tolerances": worst, "relative": relative},
+    }
 
 
 def _failed(row: dict[str, Any], failure: BaseException) -> None:

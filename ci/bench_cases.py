@@ -1,11 +1,11 @@
-"""What the benchmark runs: samples scaled to the device, inputs, the fp64 truth, minimal work."""
+"""What the benchmark runs: samples scaled to the device, their inputs, and the fp64 truth."""
 
 from __future__ import annotations
 
 import fnmatch
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ci.bench_roof import WORK, Work
 from liger_multi import samples, tolerance
 from liger_multi.errors import unknown
 from liger_multi.registry import operators
@@ -22,55 +23,6 @@ from liger_multi.samples import Sample
 ORACLES = Path(__file__).parent.parent / "tests" / "oracles.py"
 CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
 ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
-
-
-# --- minimal work ---
-
-
-@dataclass(frozen=True)
-class Work:
-    """The least that any implementation must do, forward alone and with backward."""
-
-    forward_bytes: float
-    both_bytes: float
-    forward_operations: float = 0.0
-    both_operations: float = 0.0
-
-
-def _elementwise(forward: int, both: int) -> Callable[[Mapping[str, Sequence[int]], int], Work]:
-    """Work in passes over the first tensor: each input is read once, each output written once."""
-
-    def work(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-        pass_bytes = math.prod(next(iter(shapes.values()))) * size
-        return Work(forward * pass_bytes, both * pass_bytes)
-
-    return work
-
-
-def _swiglu_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-    half = math.prod(shapes["gate_up"]) * size / 2
-    return Work(3 * half, 8 * half)
-
-
-def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
-    classes = shapes["weight"][0]
-    once, product = (rows + classes) * width * size, 2.0 * rows * width * classes
-    # forward: one product, inputs read; backward: two more, gradients written
-    return Work(once, 2 * once, product, 3 * product)
-
-
-WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
-    # x read, y written; dy and x read, dx written (statistics and weights are one row)
-    "rms_norm": _elementwise(2, 5),
-    # gate and up read, y written; dy, gate and up read, two gradients written
-    "swiglu": _elementwise(3, 8),
-    "swiglu_packed": _swiglu_packed,
-    # logits read; the gradient written, which one pass can do
-    "cross_entropy": _elementwise(1, 2),
-    "cross_entropy_inplace": _elementwise(1, 2),
-    "fused_linear_cross_entropy": _linear,
-}
 
 
 # --- cases ---
@@ -318,6 +270,6 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
 
 def _pieces(got: Tensor, exact: Tensor, size: int = 2**26) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors flat and in pieces, so that fp64 copies stay small."""
-    flat, right = got.reshape(-1), exact.reshape(-1)
+    flat, right = got.detach().reshape(-1), exact.reshape(-1)
     for start in range(0, right.numel(), size):
         yield flat[start : start + size], right[start : start + size]

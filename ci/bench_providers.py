@@ -127,7 +127,7 @@ def _linear_cross_entropy_aten(
 
 
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    found: Tensor = F.linear_cross_entropy(hidden, weight, target)  # type: ignore[attr-defined]
+    found: Tensor = F.linear_cross_entropy(hidden, weight, target)
     return found
 
 
@@ -135,21 +135,22 @@ class _Products(torch.autograd.Function):
     """The three matrix products of a linear loss and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits, kept as if they were their own gradient."""
         logits = hidden @ weight.mT
         ctx.save_for_backward(hidden, weight, logits)
         return logits.new_ones((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor]:
         """Products with the shapes of both gradients."""
         hidden, weight, logits = ctx.saved_tensors
         return logits @ weight, logits.mT @ hidden
 
 
 def _products(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    found: Tensor = _Products.apply(hidden, weight)
+    apply: Any = _Products.apply
+    found: Tensor = apply(hidden, weight)
     return found
 
 
@@ -213,7 +214,7 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
         return _liger(case, device)
     formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
     if formula is None:
-        return f"has no {case.op}"
+        return "has no such operator"
     if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
     if name == "compile":
@@ -253,7 +254,7 @@ def _using(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
 
 def _liger(case: Case, device: torch.device) -> Provider | str:
     if case.op not in LIGER:
-        return f"has no {case.op}"
+        return "has no such operator"
     if device.type == "cpu":
         return "runs on accelerators only"
     name, adapt = LIGER[case.op]

@@ -23,6 +23,7 @@ from liger_multi import __version__
 from liger_multi.memory.measure import format_bytes
 
 ROOT = Path(__file__).parent.parent
+NOISY_PERCENT = 3
 PACKAGES = ("triton", "liger-kernel", "torch_npu")
 Row = Mapping[str, Any]
 
@@ -81,10 +82,16 @@ def _git(*arguments: str) -> str:
 # --- table ---
 
 
-def milliseconds(value: float) -> str:
+def significant(value: float) -> str:
     """Three significant digits."""
     digits = 3 - 1 - math.floor(math.log10(value)) if value > 0 else 3
     return f"{value:.{min(4, max(0, digits))}f}"
+
+
+def spread(row: Row) -> str:
+    """Half the distance of the quartiles, where it says that a difference may be noise."""
+    percent = 100 * row["both_spread_ms"] / row["both_ms"]
+    return f" ±{percent:.0f}%" if percent >= NOISY_PERCENT else ""
 
 
 def base(rows: Sequence[Row]) -> Row | None:
@@ -98,7 +105,7 @@ def table(op: str, rows: Sequence[Row]) -> Table:
     made = Table(title=op, title_justify="left", title_style="bold", header_style="bold")
     made.add_column("sample", no_wrap=True)
     made.add_column("provider", no_wrap=True)
-    for name in ("forward\n[ms]", "fwd+bwd\n[ms]", "time to\nours", "% of\nroof", "extra\nmemory"):
+    for name in ("forward\n[ms]", "fwd+bwd\n[ms]", "time /\nours", "% of\nroof", "extra\nmemory"):
         made.add_column(name, justify="right", no_wrap=True)
     for name in ("peak\nmemory", "relative\nerror", "error /\ntolerance", "host\n[us]"):
         made.add_column(name, justify="right", no_wrap=True)
@@ -127,13 +134,14 @@ def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
     shown = [f"{errors['relative']:.1e}", f"{errors['tolerances']:.2g}"] if errors else ["-", "-"]
     if row["status"] != "ok":
         return [*cells, f"[red]{row['status']}[/red]", "", "", "", "", "", *shown, ""]
-    ratio = row["both_ms"] / compared["both_ms"] if compared else math.nan
+    ours = compared is not None and compared["provider"] == "ours"
+    ratio = f"{row['both_ms'] / compared['both_ms']:.2f}" if compared and ours else "-"
     percent, extra, host = row["roof_percent"].get("both"), row["extra_bytes"], row["host_us"]
     return [
         *cells,
-        milliseconds(row["forward_ms"]),
-        milliseconds(row["both_ms"]),
-        f"{ratio:.2f}",
+        significant(row["forward_ms"]),
+        significant(row["both_ms"]) + spread(row),
+        ratio,
         "-" if percent is None else f"{percent:.0f}",
         "-" if extra is None else format_bytes(extra),
         "-" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
@@ -148,7 +156,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     console.print(
         f"{device['name']}, torch {result['versions']['torch']}, {result['dtype']}; "
         f"copy {roof['copy_bytes_per_second'] / 1e9:,.0f} GB/s, "
-        f"matmul {roof['matmul_operations_per_second'] / 1e12:,.2f} TFLOP/s"
+        f"matmul {significant(roof['matmul_operations_per_second'] / 1e12)} TFLOP/s"
     )
     if any(r["divisors"] for r in result["rows"]):
         console.print("shapes are scaled down for this device: rows and vocabulary (V) as stated")
@@ -160,8 +168,22 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
                 f"{row['op']} {row['sample']}, {row['provider']}: {row['status']}: {row['reason']}",
                 markup=False,
             )
+    skipped: dict[tuple[str, str], list[str]] = {}
     for item in result["skipped"]:
-        console.print(f"skipped {item['provider']} of {item['op']}: {item['reason']}", markup=False)
+        skipped.setdefault((item["provider"], item["reason"]), []).append(item["op"])
+    for (provider, reason), ops in skipped.items():
+        console.print(f"skipped {provider} ({', '.join(ops)}): {reason}", markup=False)
+
+
+def line(rows: Sequence[Row]) -> str:
+    """One finished sample in a line, for logs."""
+    if not rows:
+        return ""
+    found = [
+        f"{r['provider']} " + (significant(r["both_ms"]) if r["status"] == "ok" else r["status"])
+        for r in rows
+    ]
+    return f"{rows[0]['op']} {rows[0]['sample']}, fwd+bwd [ms]: {', '.join(found)}"
 
 
 # --- files ---
@@ -241,7 +263,7 @@ def _panel(axis: Any, group: list[Row], compared: Row | None) -> None:
     axis.invert_yaxis()
     for i, (row, ratio) in enumerate(zip(group, ratios, strict=True)):
         ok = row["status"] == "ok"
-        text = f" {ratio:.2f}  ({milliseconds(row['both_ms'])} ms)" if ok else f" {row['status']}"
+        text = f" {ratio:.2f}  ({significant(row['both_ms'])} ms)" if ok else f" {row['status']}"
         axis.text(ratio, i, text, va="center", fontsize=8, color="#22272e" if ok else "#b3261e")
     axis.set_xlim(0, max(*ratios, 1.0) * 1.22)
     axis.axvline(1, color="#22272e", lw=0.8, ls=(0, (3, 3)))

@@ -21,8 +21,8 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def row_blocks(rows: int, row_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[slice]:
     """Slices over ``rows`` whose blocks stay below ``limit`` bytes (one row at least)."""
-    step = rows if torch.compiler.is_compiling() else max(1, limit // max(1, row_bytes))
-    for start in range(0, rows, max(1, step)):
+    step = max(1, limit // max(1, row_bytes))
+    for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 
 

@@ -14,9 +14,12 @@ def forward(gate_up: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Both gradients side by side, written in place of a concatenation."""
+    """Both gradients side by side, written where a concatenation would copy them."""
+    if torch.compiler.is_compiling():
+        gate, up = gate_up.chunk(2, -1)
+        return torch.cat(swiglu.gradients(dy, gate, up), -1)
     rows = as_rows(gate_up)
-    packed = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    packed = rows.new_empty(rows.shape)
     gate, up = rows.chunk(2, -1)
     dgate, dup = packed.chunk(2, -1)
     swiglu.gradients_into(dgate, dup, as_rows(dy), gate, up)

@@ -36,6 +36,8 @@ def device_of(backend: str) -> torch.device | None:
     wanted = backends()[backend].device_type
     if wanted is None:
         return torch.device("cpu") if interpreted() else accelerator()
+    if wanted == "cpu":
+        return torch.device(wanted)
     found = accelerator()
     return torch.device(wanted) if found is not None and found.type == wanted else None
 

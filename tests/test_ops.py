@@ -127,7 +127,9 @@ def test_forward_and_backward(request, op, backend, sample, dtype):
     many = sample.name == "past-65535-rows"
     if harness.interpreted() and many and op not in ("rms_norm", "swiglu"):
         pytest.skip("one program a row: 65 537 of them are minutes in an interpreter without grids")
-    loss = check(op, backend, sample, dtype, place(request, backend), {op: backend})
+    # a backend that may refuse a call is tested with the floor behind it, others are bound alone
+    order = [backend, "reference"] if hasattr(module(backend, op), "supports") else backend
+    loss = check(op, backend, sample, dtype, place(request, backend), {op: order})
     assert loss.is_contiguous()
 
 
@@ -144,10 +146,12 @@ def test_mixed_halves(request, op, backend, sample):
         with liger_multi.use(**{op: first}):
             result = call(op, tensors, sample.options)
         loss = getattr(result, "loss", result)
-        if loss.grad_fn is not None:
-            # forward recorded its own configuration for backward; the other half is put in its
-            # place
-            loss.grad_fn.configuration = loss.grad_fn.configuration.scoped({op: second})
+        # forward recorded its own configuration; put the other half's in its place
+        node = loss.grad_fn
+        while node is not None and not hasattr(node, "configuration"):
+            node = node.next_functions[0][0]
+        if loss.requires_grad:
+            node.configuration = node.configuration.scoped({op: second})
         for name, grad in grads(loss, tensors, upstream).items():
             assert excess(grad, right_grads[name], torch.float32) <= 1, (first, second, name)
         assert excess(loss.detach(), right, torch.float32) <= 1

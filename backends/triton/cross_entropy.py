@@ -347,11 +347,10 @@ def forward(
     total = weight_sum(weight, options)
     add_zl = none and z_loss_weight != 0.0
     _launch_rows(_columns(logits), target, weight, total, options, rows, None, add_zl)
-    empty = rows.ce.new_empty(0)
     predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
     if none:
-        z_loss = rows.zl if "z_loss" in wanted else empty
-        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), empty
+        z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
+        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
         if "token_accuracy" in wanted:
             accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
     else:

@@ -1,0 +1,75 @@
+"""The roof: the least work of every operator, and what the device reaches in this run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that any implementation must do, forward alone and with backward."""
+
+    forward_bytes: float
+    both_bytes: float
+    forward_operations: float = 0.0
+    both_operations: float = 0.0
+
+
+def _elementwise(forward: int, both: int) -> Callable[[Mapping[str, Sequence[int]], int], Work]:
+    """Work in passes over the first tensor: each input is read once, each output written once."""
+
+    def work(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+        pass_bytes = math.prod(next(iter(shapes.values()))) * size
+        return Work(forward * pass_bytes, both * pass_bytes)
+
+    return work
+
+
+def _swiglu_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    half = math.prod(shapes["gate_up"]) * size / 2
+    return Work(3 * half, 8 * half)
+
+
+def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    classes = shapes["weight"][0]
+    once, product = (rows + classes) * width * size, 2.0 * rows * width * classes
+    # forward: one product, inputs read; backward: two more, gradients written
+    return Work(once, 2 * once, product, 3 * product)
+
+
+WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
+    # x read, y written; dy and x read, dx written (statistics and weights are one row)
+    "rms_norm": _elementwise(2, 5),
+    # gate and up read, y written; dy, gate and up read, two gradients written
+    "swiglu": _elementwise(3, 8),
+    "swiglu_packed": _swiglu_packed,
+    # logits read; the gradient written, which one pass can do
+    "cross_entropy": _elementwise(1, 2),
+    "cross_entropy_inplace": _elementwise(1, 2),
+    "fused_linear_cross_entropy": _linear,
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches in this run: a large copy (read + written), a large product."""
+
+    copy_bytes_per_second: float
+    matmul_operations_per_second: float
+
+    def floor_ms(self, bytes_: float, operations: float) -> float:
+        """No implementation is faster than the slower of both."""
+        return 1e3 * max(
+            bytes_ / self.copy_bytes_per_second, operations / self.matmul_operations_per_second
+        )
+
+    def percent(self, work: Work | None, forward_ms: float, both_ms: float) -> dict[str, float]:
+        """Percent of the roof that measured times reach; empty for unknown work."""
+        if work is None:
+            return {}
+        forward = self.floor_ms(work.forward_bytes, work.forward_operations)
+        both = self.floor_ms(work.both_bytes, work.both_operations)
+        return {"forward": 100 * forward / forward_ms, "both": 100 * both / both_ms}

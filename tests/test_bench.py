@@ -1,0 +1,287 @@
+"""The benchmark runner: what it writes, what it refuses, and its arithmetic."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from ci import bench, bench_cases, bench_measure, bench_providers, bench_report, bench_roof
+from liger_multi import samples
+
+H200 = bench_roof.Ceilings(4.24e12, 690e12)
+QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
+
+
+def run(folder, *arguments):
+    """The exit code, the result file and everything else in the folder."""
+    code = bench.main([*QUICK, "--out", str(folder), *arguments])
+    (file,) = folder.glob("*.json")
+    return code, json.loads(file.read_text()), sorted(p.name for p in folder.iterdir())
+
+
+def rows_of(result, provider):
+    return [r for r in result["rows"] if r["provider"] == provider]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Put a formula for swiglu into the table of providers."""
+
+    def plant(formula):
+        monkeypatch.setitem(bench_providers.TABLE["swiglu"], "planted", formula)
+
+    return plant
+
+
+def test_a_quick_run_leaves_a_result_file_and_charts(tmp_path, capsys):
+    code, result, files = run(
+        tmp_path,
+        *("--ops", "rms_norm,cross_entropy", "--samples", "8192x4096,8192x32000"),
+        *("--providers", "ours,torch"),
+    )
+    assert code == 0
+    assert {r["op"] for r in result["rows"]} == {"rms_norm", "cross_entropy"}
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert row["status"] == "ok", row
+        assert 0 < row["forward_ms"] <= row["both_ms"], row
+        assert 0 < row["roof_percent"]["both"] < math.inf, row
+        assert 0 < row["error"]["relative"] < 2**-7, row
+        assert row["error"]["tolerances"] <= 1, row
+        assert row["oracle"] == "fp64"
+        assert row["peak_bytes"] > row["extra_bytes"], row
+        assert row["divisors"]["rows"] > 1, row
+    assert result["device"]["type"] == "cpu"
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["dtype"] == "bfloat16"
+    assert {"commit", "date", "seconds"} <= set(result)
+    assert min(result["ceilings"].values()) > 0
+    stem = f"{bench_report.device_facts(torch.device('cpu'))['name']}-{result['date'][:10]}"
+    stem = stem.replace("_", "-")
+    assert files == [f"{stem}-cross_entropy.png", f"{stem}-rms_norm.png", f"{stem}.json"]
+    for name in files[:2]:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "scaled down" in shown
+    assert "ours (reference)" in shown
+
+
+def test_a_wrong_provider_gets_no_time(tmp_path, planted, capsys):
+    planted(lambda gate, up: gate * up)
+    _, result, _ = run(
+        tmp_path,
+        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours,planted"),
+    )
+    (wrong,) = rows_of(result, "planted")
+    assert wrong["status"] == "wrong"
+    assert wrong["error"]["tolerances"] > 1
+    assert "both_ms" not in wrong
+    assert "forward_ms" not in wrong
+    assert rows_of(result, "ours")[0]["both_ms"] > 0
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
+    planted(lambda gate, up: torch.nn.functional.silu(gate) * up.detach() + 0 * up)
+    _, result, _ = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted"
+    )
+    assert result["rows"][0]["status"] == "wrong"
+
+
+def test_whoever_writes_its_inputs_is_wrong_and_spoils_nobody(tmp_path, planted):
+    def greedy(gate, up):
+        result = torch.nn.functional.silu(gate) * up
+        gate.data.mul_(2)
+        return result
+
+    planted(greedy)
+    _, result, _ = run(
+        tmp_path,
+        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,torch,ours"),
+    )
+    assert rows_of(result, "planted")[0]["status"] == "wrong"
+    assert [rows_of(result, n)[0]["status"] for n in ("torch", "ours")] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 9 TiB"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), "out of memory"),
+        (RuntimeError("no kernel image"), "failed"),
+    ],
+)
+def test_a_failing_provider_stops_nobody_else(tmp_path, planted, failure, status):
+    def fail(gate, up):
+        raise failure
+
+    planted(fail)
+    _, result, files = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,ours"
+    )
+    (row,) = rows_of(result, "planted")
+    assert row["status"] == status
+    assert "both_ms" not in row
+    assert rows_of(result, "ours")[0]["status"] == "ok"
+    assert len(files) == 2
+
+
+def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_providers.ops, "swiglu", lambda gate, up: gate * up)
+    code, _, files = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"
+    )
+    assert code == 1
+    assert len(files) == 1  # nothing to draw
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path, planted):
+    def interrupt(gate, up):
+        raise KeyboardInterrupt
+
+    planted(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("before")
+
+    def stop_halfway(temporary):
+        temporary.write_text("half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), bench_report.whole(path) as temporary:
+        stop_halfway(temporary)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
+        (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
+        (["--providers", "ours,torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
+        (["--seconds", "-1"], "--seconds must be positive"),
+        (["--providers", ","], "--providers names nobody"),
+    ],
+)
+def test_unknown_names_end_with_the_nearest(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.parse([*QUICK, *arguments])
+    assert stop.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+# --- arithmetic ---
+
+
+def case(op, name):
+    return bench_cases.Case(op, next(s for s in samples.of(op) if s.name == name), {})
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "both_ms", "percent"),
+    [
+        # 5 passes over 8192 x 4096 bf16 at 4.24 TB/s are 0.0791 ms
+        ("rms_norm", "8192x4096", 0.1583, 50.0),
+        ("swiglu", "8192x14336", 0.4432, 100.0),
+        ("swiglu_packed", "8192x14336", 0.4432, 100.0),
+        ("cross_entropy", "8192x128256", 0.9913, 100.0),
+        # 6 x 8192 x 4096 x 128256 operations at 690 TFLOP/s are 37.4 ms
+        ("fused_linear_cross_entropy", "8192x4096x128256", 37.42, 100.0),
+    ],
+)
+def test_percent_of_the_roof(op, name, both_ms, percent):
+    work = case(op, name).work(torch.bfloat16)
+    assert H200.percent(work, 1.0, both_ms)["both"] == pytest.approx(percent, rel=2e-3)
+
+
+def test_the_slower_limit_is_the_roof():
+    roof = bench_roof.Ceilings(1e9, 1e12)
+    assert roof.floor_ms(1e9, 0) == 1000
+    assert roof.floor_ms(1e6, 1e12) == 1000
+    assert roof.percent(None, 1.0, 1.0) == {}
+
+
+def test_every_operator_has_work_and_a_plain_formula():
+    from liger_multi.registry import operators
+
+    assert set(operators()) == set(bench_roof.WORK) == set(bench_providers.TABLE)
+    assert all("torch" in formulas for formulas in bench_providers.TABLE.values())
+
+
+@pytest.mark.parametrize("op", sorted(bench_roof.WORK))
+def test_scaled_samples_fit_and_keep_their_form(op):
+    for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
+        shapes, full = found.shapes, case(op, found.sample.name).shapes
+        assert found.sample.elements * 2 <= 16e6
+        for name in shapes:
+            assert len(shapes[name]) == len(full[name])
+        rows = {shapes[n][0] for n in found.row_tensors}
+        assert len(rows) == 1, "rows must stay equal"
+        if "weight" in shapes:
+            assert shapes["weight"][-1] == full["weight"][-1], "widths are not rows"
+
+
+def test_truth_in_chunks_is_truth(monkeypatch):
+    """The fp64 oracle gives the same however many rows it takes at a time."""
+    for op, ignored in (("cross_entropy", 0.25), ("fused_linear_cross_entropy", 0.0)):
+        name = "quarter-ignored" if ignored else "mean"
+        found = case(op, name)
+        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
+        dout = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16)
+        whole = bench_cases.truth(found, tensors, dout, torch.float64)
+        monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
+        parts = bench_cases.truth(found, tensors, dout, torch.float64)
+        monkeypatch.undo()
+        torch.testing.assert_close(parts.result, whole.result)
+        assert set(parts.grads) == set(whole.grads)
+        for leaf in whole.grads:
+            torch.testing.assert_close(parts.grads[leaf], whole.grads[leaf])
+
+
+def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):
+    from liger_multi.tolerance import excess
+
+    exact = torch.tensor([100.0, 1e-3, 2e-3, -3.0], dtype=torch.float64)
+    got = exact + 0.3
+    pieces = bench_cases._pieces
+    monkeypatch.setattr(bench_cases, "_pieces", lambda a, b: pieces(a, b, size=1))
+    worst, relative = bench_cases.error(got, exact, torch.bfloat16)
+    assert worst == pytest.approx(excess(got, exact, torch.bfloat16))
+    assert relative == pytest.approx(float((got - exact).norm() / exact.norm()))
+
+
+def test_memory_of_a_known_call():
+    """A formula that holds one tensor beside its inputs, result and gradients."""
+    shape = (64, 256)
+    tensors = {n: torch.randn(shape, requires_grad=True) for n in ("gate", "up")}
+    provider = bench_providers.Provider("known", lambda gate, up: gate * up)
+    runner = bench_measure.Runner.make(provider, tensors, torch.randn(shape))
+    extra, peak = bench_measure.memory_bytes(runner, 0, torch.device("cpu"))
+    size = 64 * 256 * 4
+    assert (extra, peak) == (size, 5 * size)  # the result; two inputs, it, and two gradients
+    assert bench_measure.memory_bytes(runner, size, torch.device("cpu"))[0] == 0
+
+
+def test_whoever_overwrites_works_on_copies():
+    tensors = {"x": torch.randn(8, requires_grad=True)}
+    before = tensors["x"].detach().clone()
+
+    def overwrite(x):
+        result = (x * 2).sum()
+        x.data.zero_()
+        return result
+
+    provider = bench_providers.Provider("overwrites", overwrite, overwrites=True)
+    runner = bench_measure.Runner.make(provider, tensors, torch.ones(()))
+    first, second = runner.both()[0], runner.both()[0]
+    assert torch.equal(first, second)
+    assert torch.equal(tensors["x"].detach(), before)
