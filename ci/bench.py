@@ -55,6 +55,7 @@ class Plan:
     dtype: torch.dtype
     seconds: float
     quick: bool
+    commit: str
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[Plan, Path]:
@@ -72,6 +73,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Plan, Path]:
     )
     parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks", metavar="FOLDER")
     parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes on a CPU")
+    parser.add_argument("--commit", help="what is measured, where the sources came without git")
     given = parser.parse_args(arguments)
     try:
         device = resolve_device(None if given.device == "auto" else given.device)
@@ -90,7 +92,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[Plan, Path]:
     except (ValueError, RuntimeError, AssertionError) as wrong:
         parser.error(str(wrong))
     seconds = given.seconds or (0.2 if given.quick else 5.0)
-    return Plan(found, named, device, DTYPES[given.dtype], seconds, given.quick), given.out
+    commit = given.commit or report.commit()
+    return Plan(found, named, device, DTYPES[given.dtype], seconds, given.quick, commit), given.out
 
 
 def _names(text: str) -> list[str]:
@@ -299,7 +302,7 @@ def run(plan: Plan, console: Console) -> dict[str, Any]:
         "device": report.device_facts(plan.device),
         "versions": report.versions(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": report.commit(),
+        "commit": plan.commit,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "seconds": plan.seconds,
         "quick": plan.quick,

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton import cross_entropy, rms_norm, swiglu, swiglu_packed
+from liger_multi.backends.triton import (
+    cross_entropy,
+    cross_entropy_inplace,
+    rms_norm,
+    swiglu,
+    swiglu_packed,
+)
 from liger_multi.reference.rows import Objective, Rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,6 +71,10 @@ def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
     cross_entropy.loss_and_gradient_(logits, target, weight, options, rows, _meta(2, dtype=FP32))
 
 
+def _inplace(cols: int) -> None:
+    cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -83,6 +93,7 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
     found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)
     found["cross_entropy 128256 softcap"] = part(_cross_entropy, 128256, BF16, softcap=30.0)
+    found["cross_entropy_inplace 128256"] = part(_inplace, 128256)
     found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     return found
