@@ -65,7 +65,8 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
         return max(1, rows)
     free = free_bytes(hidden.device)
     fit = min(AUTO_BYTES, free // FREE_SHARE if free else AUTO_BYTES // 16) // row_bytes
-    half = -(-rows // 2)
+    half = -(-rows // 2)  # rounded up, and the budget down, to what products like
+    half = half if half < MIN_ROWS else -(-half // MIN_ROWS) * MIN_ROWS
     return max(1, min(half, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS))
 
 

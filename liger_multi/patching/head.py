@@ -66,7 +66,9 @@ def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 
 def _may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     if torch.compiler.is_compiling():
-        return grad and not torch.compiler.is_exporting() and not _hooks(head)
+        # the flag behind is_exporting(), to which Dynamo before torch 2.12 answers True in any graph
+        exporting = torch.compiler._is_exporting_flag
+        return grad and not exporting and not _hooks(head)
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
