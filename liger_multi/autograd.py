@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from liger_multi.config import current, within
-from liger_multi.errors import ContractError
+from liger_multi.errors import ContractError, TransformError
 
 if TYPE_CHECKING:
     from liger_multi.op import Op
+    from liger_multi.primitive import Primitive
+
+
+# What the functions below need of each operator. Dynamo of torch 2.7 follows globals, not closures,
+# to objects that it does not know.
+WIRED: dict[str, tuple[Primitive, Primitive, Callable[..., Sequence[str]] | None]] = {}
 
 
 def _sources(op: Op) -> list[tuple[str, int]]:
@@ -54,14 +61,18 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
 
+    name, inputs, returned = op.name, fwd.params, fwd.returns
+    WIRED[name] = (fwd, bwd, omit)
+
     def forward(ctx: Any, *args: Any) -> Any:
-        outs = fwd(*args)
+        half, _, unread = WIRED[name]
+        outs = half(*args)
         outs = (outs,) if isinstance(outs, Tensor) else outs
         if dirty >= 0:
             increment_version(args[dirty])
-        left = omit(*[args[i] for i in asked]) if omit else ()
+        left = unread(*[args[i] for i in asked]) if unread is not None else ()
         pool = {"input": args, "output": outs}
-        names = {"input": fwd.params, "output": fwd.returns}
+        names = {"input": inputs, "output": returned}
         ctx.save_for_backward(*[None if names[k][i] in left else pool[k][i] for k, i in keep])
         ctx.args = [None if isinstance(a, Tensor) else a for a in args]
         ctx.dtypes = [a.dtype if isinstance(a, Tensor) else None for a in args]
@@ -81,7 +92,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             "constant": ctx.args,
         }
         args = [saved[kept[s]] if s in kept else pools[s[0]][s[1]] for s in sources]
-        outs = bwd(*args)
+        outs = WIRED[name][1](*args)
         needs = ctx.needs_input_grad
         if (
             dirty >= 0
@@ -99,6 +110,11 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             return (None,) * len(back)
         if torch.compiler.is_compiling():
             return run(ctx, grads)
+        if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+            raise TransformError(
+                f"the backward of liger_multi.{name} does not support functorch transforms "
+                "(is_grads_batched, vectorize=True)"
+            )
         with within(ctx.configuration):
             return run(ctx, grads)
 

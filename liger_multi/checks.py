@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -84,7 +85,7 @@ def number(
     op: str, name: str, value: object, low: float, high: float | None = None, *, above: bool = False
 ) -> float:
     """A real number in ``[low, high]``, or above ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
     inside = (value > low if above else value >= low) and (high is None or value <= high)
     if not inside:
@@ -97,9 +98,22 @@ def number(
     return float(value)
 
 
+def integer(op: str, name: str, value: object) -> int:
+    """An integer, or what says that it is one."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {name} must be an integer, got {describe(value)}")
+    return operator.index(value)
+
+
+def constant(op: str, name: str, x: Tensor | None) -> None:
+    """A tensor that the loss has no gradient for does not ask for one."""
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
+
+
 def names(op: str, outputs: object, known: tuple[str, ...]) -> str:
     """A tuple of output names as one comma-joined word."""
-    if isinstance(outputs, str) or not isinstance(outputs, tuple | list | frozenset | set):
+    if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, frozenset, set)):
         raise TypeError(f"{op}: outputs must be a tuple of names, got {describe(outputs)}")
     for name in outputs:
         one_of(op, "output", name, known)

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from liger_multi.config_file import AUTO, Choice, Layer, load, parse
+from liger_multi.errors import ConfigurationError
 
 ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
 
@@ -21,8 +22,9 @@ ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
 class Configuration:
     """An immutable stack of layers with the plans resolved under it."""
 
-    def __init__(self, layers: tuple[Layer, ...]) -> None:
-        self.layers = layers
+    def __init__(self, layers: tuple[Layer, ...], scopes: tuple[Layer, ...] = ()) -> None:
+        self.layers = (*scopes, *layers)
+        self.base, self.scopes = layers, scopes
         self.plans: dict[Any, Any] = {}
         self._scopes: dict[tuple[tuple[str, str], ...], Configuration] = {}
 
@@ -48,18 +50,26 @@ class Configuration:
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
                 mapping["default"] = choices["default"]
-            found = Configuration((parse(mapping, "use()"), *self.layers))
+            found = Configuration(self.base, (parse(mapping, "use()"), *self.scopes))
             self._scopes[key] = found
         return found
 
 
-_scope: ContextVar[Configuration | None] = ContextVar("liger_multi_scope", default=None)
+_scope: ContextVar[tuple[Configuration | None, bool]] = ContextVar(
+    "liger_multi_scope", default=(None, False)
+)
 _base: Configuration | None = None
 
 
 def current() -> Configuration:
     """The configuration in force here and now."""
-    return _scope.get() or _base or configure(None)
+    base = _base or configure(None)
+    scope, pinned = _scope.get()
+    if scope is None:
+        return base
+    if pinned or scope.base is base.layers:
+        return scope
+    return Configuration(base.layers, scope.scopes)  # configure() was called within the scope
 
 
 def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Configuration:
@@ -81,7 +91,10 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
         layers.append(load(source))
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
-        layers.append(load(named))
+        try:
+            layers.append(load(named))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error} (named by {ENVIRONMENT_VARIABLE})") from error
     _base = Configuration(tuple(layers))
     return _base
 
@@ -92,19 +105,23 @@ def use(**choices: str | list[str]) -> Iterator[None]:
 
     Keys are operator names (or ``default``), values a backend's name (binding) or a list of names.
     The scope follows threads and tasks as context variables do; a backward pass uses the
-    configuration of its forward pass, wherever it runs.
+    configuration of its forward pass, wherever it runs (after a compiled forward: the one in force
+    when it runs).
 
     Raises:
         ConfigurationError: Unknown operator or backend.
     """
-    with within(current().scoped(choices)):
+    token = _scope.set((current().scoped(choices), False))
+    try:
         yield
+    finally:
+        _scope.reset(token)
 
 
 @contextlib.contextmanager
 def within(configuration: Configuration) -> Iterator[None]:
-    """Put ``configuration`` in force within a block."""
-    token = _scope.set(configuration)
+    """Put exactly ``configuration`` in force within a block, whatever is configured meanwhile."""
+    token = _scope.set((configuration, True))
     try:
         yield
     finally:

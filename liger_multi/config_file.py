@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from liger_multi.errors import ConfigurationError, unknown
 
 AUTO = ("auto",)
@@ -83,6 +85,7 @@ def parse(content: Any, source: str) -> Layer:
     _expect(devices, Mapping, f"devices in {source}", "a mapping of device types")
     sections: dict[str, Any] = {"": {k: content[k] for k in ("default", "ops") if k in content}}
     for device, section in devices.items():
+        _device(device, source)
         _expect(section, Mapping, f"devices.{device} in {source}", "a mapping with default and ops")
         _known(section, ("default", "ops"), f"key of devices.{device} in {source}")
         sections[str(device)] = section
@@ -101,12 +104,13 @@ def parse(content: Any, source: str) -> Layer:
 def parse_bytes(value: Any, source: str) -> int:
     """A number of bytes from an integer or a text such as ``512MiB``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    if isinstance(value, bool) or not match or match[2] not in _UNITS or float(match[1]) <= 0:
+    count = 0 if not match or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(value, bool) or count < 1:
         raise ConfigurationError(
             f"a byte count in {source} must be a positive number such as 536870912 or '512MiB', "
             f"got {value!r}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return count
 
 
 def _expect(value: object, kind: type, where: str, wanted: str) -> None:
@@ -120,6 +124,18 @@ def _known(mapping: Mapping[Any, Any], keys: tuple[str, ...], kind: str) -> None
     for key in mapping:
         if key not in keys:
             raise ConfigurationError(unknown(kind, key, keys))
+
+
+def _device(name: Any, source: str) -> None:
+    from liger_multi.registry import backends
+
+    served = {record.device_type for record in backends().values() if record.device_type}
+    try:
+        known = str(name) in served or torch.device(str(name)).type == name
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigurationError(unknown(f"device type in {source}", name, {"cpu", *served}))
 
 
 def _pattern(op: Any, source: str) -> str:

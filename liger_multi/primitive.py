@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import Library, infer_schema
 
 from liger_multi.config import current
+from liger_multi.config_file import AUTO
 from liger_multi.plan import resolve
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ class Primitive:
             self.traced = getattr(importlib.import_module(f"liger_multi.reference.{op.name}"), half)
 
     def call(self, *args: Any) -> Any:
-        """Run the chosen backend's function on the device of the tensors."""
+        """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self._on_device(*args)
+        return self._on_device(*args)
+
+    def _on_device(self, *args: Any) -> Any:
         device = args[self.anchor].device
         if device.index is not None and device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device.type)
@@ -107,4 +114,9 @@ def constant_in_graphs(function: Function) -> Function:
 @constant_in_graphs
 def _automatic(op: str) -> bool:
     """Whether nobody bound the operator to a backend: its reference may then be traced."""
-    return all(layer.choice(op, "") is None for layer in current().layers)
+    for layer in current().layers:
+        for device in {"", *layer.ops, *layer.default}:
+            choice = layer.choice(op, device)
+            if choice is not None and choice.order != AUTO:
+                return False
+    return True

@@ -58,16 +58,39 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
     their logits cost no more than the fp32 accumulator of the weight's gradient would, and
     otherwise at least two chunks share an eighth of the free memory, at most 1 GiB.
     """
-    row_bytes = max(1, vocabulary * hidden.element_size())
-    if chunk > 0 or budget:
-        return min(chunk or max(1, budget // row_bytes), max(1, rows))
-    if rows * row_bytes <= 4 * vocabulary * hidden.shape[1]:
+    size = hidden.element_size()
+    row_bytes = max(1, vocabulary * size)
+    if is_whole(rows, hidden.shape[1], vocabulary, size, chunk, budget):
         return max(1, rows)
+    if chunk > 0 or budget:
+        return chunk or max(1, budget // row_bytes)
     free = free_bytes(hidden.device)
     fit = min(AUTO_BYTES, free // FREE_SHARE if free else AUTO_BYTES // 16) // row_bytes
     half = -(-rows // 2)  # rounded up, and the budget down, to what products like
     half = half if half < MIN_ROWS else -(-half // MIN_ROWS) * MIN_ROWS
     return max(1, min(half, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS))
+
+
+def is_whole(
+    rows: int, width: int, vocabulary: int, itemsize: int, chunk: int, budget: int
+) -> bool:
+    """Whether one chunk holds the logits of all ``rows``; says so without asking a device."""
+    if chunk > 0 or budget:
+        return rows <= (chunk or budget // max(1, vocabulary * itemsize))
+    return rows * itemsize <= 4 * width
+
+
+def weight_gradient_dtype(
+    kind: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, whole: bool
+) -> torch.dtype:
+    """The dtype of the unnormalised gradient of a weight.
+
+    A single product in the dtype of the weight is rounded once as well; but not in float16, whose
+    range a sum over rows leaves.
+    """
+    if kind == torch.float64:
+        return kind
+    return kind if whole and kind == weight and kind != torch.float16 else accumulate
 
 
 @functools.cache

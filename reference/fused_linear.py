@@ -19,8 +19,10 @@ from liger_multi.reference.chunking import (
     add_product_,
     capturing,
     chunk_rows,
+    is_whole,
     row_blocks,
     statistics_dtype,
+    weight_gradient_dtype,
 )
 from liger_multi.reference.rows import Objective
 
@@ -61,12 +63,11 @@ class Chunks:
         self.rows = target.numel() if self.index is None else self.index.numel()
         like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
         self.step = chunk_rows(self.rows, like, weight.shape[0], plan.chunk, plan.budget)
+        # of all rows, dropped or not: nothing that only the run knows decides a dtype
+        every, size = target.numel(), like.element_size()
+        limits = (plan.chunk, plan.budget)
+        self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
         self.buffer = hidden.new_empty(min(self.step, self.rows), weight.shape[0], dtype=kind)
-
-    @property
-    def single(self) -> bool:
-        """Whether one chunk holds all rows."""
-        return self.step >= self.rows
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
@@ -90,8 +91,7 @@ class Accumulator:
     ) -> None:  # fmt: skip
         self.chunks, self.needs = chunks, needs
         make = torch.empty if chunks.index is None else torch.zeros  # dropped rows stay zero
-        total = weight.dtype if chunks.single and weight.dtype == chunks.kind else accumulate
-        total = torch.promote_types(total, torch.float64) if chunks.kind == torch.float64 else total
+        total = weight_gradient_dtype(chunks.kind, weight.dtype, accumulate, chunks.whole)
         self.gradients = Gradients(
             make(hidden.shape if needs[0] else (0,), dtype=chunks.kind, device=hidden.device),
             torch.empty(weight.shape if needs[1] else (0,), dtype=total, device=weight.device),

@@ -274,27 +274,6 @@ def test_auto_in_words_is_auto():
     assert _automatic("swiglu")
 
 
-def test_compiled_backward_uses_the_configuration_of_its_forward(monkeypatch):
-    from liger_multi import primitive
-    from liger_multi.config import current
-
-    torch._dynamo.reset()
-    run = torch.compile(ops.rms_norm, backend="aot_eager", fullgraph=True)
-    x = torch.randn(3, 8, requires_grad=True)
-    run(x).sum().backward()
-    seen, resolve = [], primitive.resolve
-
-    def spy(prim, args):
-        seen.append((prim.half, current().choice("rms_norm", "cpu").source))
-        return resolve(prim, args)
-
-    monkeypatch.setattr(primitive, "resolve", spy)
-    with liger_multi.use(rms_norm="reference"):
-        y = run(x)
-    y.sum().backward()
-    assert seen == [("forward", "use()"), ("backward", "use()")]
-
-
 def test_configure_inside_of_a_scope_is_seen_below_it():
     """A scope is a layer; what it does not name is asked of the configuration of that moment."""
     with liger_multi.use(swiglu="reference"):

@@ -166,9 +166,20 @@ def cross_entropy(
         )
     checks.targets(name, target, logits.shape[:-1], logits)
     checks.vector(name, "weight", weight, logits.shape[-1], "number of classes")
+    checks.constant(name, "weight", weight)
     smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     ids = target.reshape(-1).to(torch.int64)
-    args = (ids, weight, int(ignore_index), smoothing, z, cap, reduction, bool(validate), wanted)
+    args = (
+        ids,
+        weight,
+        checks.integer(name, "ignore_index", ignore_index),
+        smoothing,
+        z,
+        cap,
+        reduction,
+        bool(validate),
+        wanted,
+    )
     if (
         inplace
         and logits.requires_grad

@@ -43,6 +43,13 @@ def overwrite(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
             "come from an operation, "
             f"got a leaf: {checks.describe(logits)}"
         )
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError(
+            "cross_entropy: inplace=True needs logits whose elements are stored once each, got "
+            f"strides {logits.stride()}"
+        )
     try:
         rows = logits.view(logits.shape[:-1].numel(), logits.shape[-1])
     except RuntimeError:

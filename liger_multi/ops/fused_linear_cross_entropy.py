@@ -54,12 +54,17 @@ def forward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
+    from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
+
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
     kind = compute_dtype or hidden.dtype
+    rows, width = hidden.shape
+    whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, budget)
+    total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
     residuals = (
         hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
-        weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=accumulate),
+        weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
         made[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
         made[0].new_empty(2),
     )
@@ -175,13 +180,17 @@ def fused_linear_cross_entropy(
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
+    checks.constant(name, "class_weight", class_weight)
+    if accumulate not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name}: accumulate must be a floating torch.dtype, got {accumulate!r}")
     smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
     rows_chunk, budget = _chunk(name, chunk)
     results = op(
         hidden.reshape(target.numel(), hidden.shape[-1]), weight,
         target.reshape(-1).to(torch.int64), bias, class_weight,
-        int(ignore_index), smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
+        checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap, reduction, scale,
+        rows_chunk, budget, accumulate,
         _compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
     )  # fmt: skip
     return named(results, target.shape, reduction, wanted)

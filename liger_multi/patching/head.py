@@ -7,11 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.patching import versions
 from liger_multi.patching.lazy import lazy_logits
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.protocol import is_infrastructure, warn_once
 from liger_multi.patching.real import loss_logits
-from liger_multi.patching.recipe import Guard, Job, Recipe
+from liger_multi.patching.recipe import Guard, Job, Recipe, TracedGuard
 from liger_multi.patching.swap import Patched, buried, stock_class
 from liger_multi.patching.traced import ReplicaLogits, TracedLogits
 
@@ -22,6 +23,11 @@ class LazyHead(Patched):
     weight: Tensor
     bias: Tensor | None
     out_features: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """A class is made in every process that patches or unpickles; graphs run no Python."""
+        super().__init_subclass__(**keywords)
+        versions.start()
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with."""
@@ -47,8 +53,11 @@ class LazyHead(Patched):
             return self.stock_forward(hidden)
         weights = (self.weight, self.bias)
         if torch.compiler.is_compiling():
-            return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad))
-        recipe = Recipe(self, weights, hidden, settings, dtype, grad, Guard(self, hidden))
+            traced = TracedGuard(self.weight, hidden)
+            return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad, traced))
+        settled = not any(is_infrastructure(hook) for hook in _hooks(self))
+        guard = Guard(self, hidden, settled)
+        recipe = Recipe(self, weights, hidden, settings, dtype, grad, guard)
         if settings.fused is None or _foreign_hook(self):
             return loss_logits(self.stock_forward(hidden), recipe)
         if getattr(self, "_is_replica", False):
@@ -66,7 +75,7 @@ def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 
 def _may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     if torch.compiler.is_compiling():
-        # the flag behind is_exporting(), to which Dynamo before torch 2.12 answers True in any graph
+        # the flag behind is_exporting(), to which Dynamo of torch < 2.12 answers True in any graph
         exporting = torch.compiler._is_exporting_flag
         return grad and not exporting and not _hooks(head)
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from liger_multi.patching.loss import CrossEntropyCall, fused
-from liger_multi.patching.protocol import METADATA, is_infrastructure, pins, warn_above_budget
+from liger_multi.patching.protocol import (
+    GRADIENT_BY_LOGITS,
+    METADATA,
+    is_infrastructure,
+    pins,
+    warn_above_budget,
+)
 from liger_multi.patching.real import loss_logits
 from liger_multi.patching.recipe import Recipe
 from liger_multi.patching.reductions import REDUCTIONS
@@ -135,6 +141,10 @@ class LazyLogits(Tensor):
         if func in METADATA or (func is _GRAD and first is not None and first._slot.cached is None):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad and any(
+            isinstance(x, LazyLogits) and x._slot.cached is None for x in args[1]
+        ):
+            raise RuntimeError(GRADIENT_BY_LOGITS)
         if func is F.cross_entropy:
             call = CrossEntropyCall(*args, **kwargs)
             loss = fused(call.input._slot.recipe, call) if _is_lazy(call.input) else None

@@ -112,7 +112,7 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
         return run_bound(options, ("fused_linear_cross_entropy",), loss, head, hidden)
 
     with recipe.mode():
-        return recipe.head(recipe.hidden, Job(run))  # type: ignore[no-any-return]
+        return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
 
 
 def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Tensor | None:

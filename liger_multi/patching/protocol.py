@@ -29,6 +29,13 @@ METADATA: set[Any] = {
 }
 """Functions that are answered from shape and dtype alone."""
 
+GRADIENT_BY_LOGITS = (
+    "the gradient by logits that were not computed was asked for: the loss did not pass by them. "
+    "Compute it on logits = liger_multi.patching.real_logits(outputs.logits), and ask for the "
+    "gradient by these"
+)
+"""Why ``torch.autograd.grad`` refuses."""
+
 _WRITING = {"__setitem__", "__set__", "register_hook", "retain_grad"}
 
 

@@ -52,7 +52,10 @@ _KEEP = {
     ),
     *(Tensor.masked_fill, torch.masked_fill, Tensor.clamp, torch.clamp),
 }
-_UNWRAP = {Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.detach, torch.detach}
+_UNWRAP = {
+    *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),
+    *(Tensor.detach, torch.detach),
+}
 
 
 def loss_logits(logits: Tensor, recipe: Recipe) -> Tensor:

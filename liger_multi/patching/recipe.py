@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.patching import versions
 from liger_multi.patching.options import HeadSettings
+from liger_multi.patching.swap import Patched, buried
 
 Step = tuple[str, Any]
 """An elementwise step: ("mul" | "div", number), ("tanh", None), ("to" | "log_softmax", dtype)."""
@@ -38,6 +40,17 @@ class Job:
         self.run = run
 
 
+class Recorded:
+    """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def stock_forward(self, hidden: Tensor) -> Tensor:
+        """The forward of a linear layer."""
+        return F.linear(hidden, self.weight, self.bias)
+
+
 class Recipe:
     """Logits of ``head(hidden)`` after ``steps``."""
 
@@ -49,7 +62,7 @@ class Recipe:
         settings: HeadSettings,
         raw_dtype: torch.dtype,
         grad: bool,
-        guard: Guard | None = None,
+        guard: Guard | TracedGuard | None = None,
         dtype: torch.dtype | None = None,
         steps: tuple[Step, ...] = (),
     ) -> None:
@@ -106,11 +119,23 @@ class Recipe:
             steps,
         )
 
+    def run(self, job: Job, hidden: Tensor) -> Any:
+        """``job`` with the weights of the forward pass.
+
+        Through the head's call while it is ours and holds them, or a sharding library's hooks will
+        gather them; with the recorded ones after an unpatch, a replacement or ``functional_call``.
+        """
+        weight = self.weights[0]
+        ours = isinstance(self.head, Patched)
+        if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
+            return self.head(hidden, job)
+        return job.run(Recorded(*self.weights), hidden)
+
     def compute(self) -> Tensor:
         """The real logits, differentiable where the recipe is."""
         with self.mode():
-            logits = self.head(self.hidden, Job(lambda head, hidden: head.stock_forward(hidden)))
-            return self.finish(logits)
+            job = Job(lambda head, hidden: head.stock_forward(hidden))
+            return self.finish(self.run(job, self.hidden))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the steps to raw logits."""
@@ -120,14 +145,16 @@ class Recipe:
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
         """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
-        if self.guard is None:
+        if self.guard is None or _tracing(self.guard):
             return contextlib.nullcontext()
         self.guard.check(self.head)
         return self.guard.entered(self.grad)
 
     def circumstances(self) -> contextlib.AbstractContextManager[None]:
         """Autocast of the forward pass, for a backward pass that computes again."""
-        return contextlib.nullcontext() if self.guard is None else self.guard.entered(True)
+        if self.guard is None or _tracing(self.guard):
+            return contextlib.nullcontext()
+        return self.guard.entered(True)
 
     @property
     def epilogue(self) -> tuple[float, float | None] | None:
@@ -138,6 +165,8 @@ class Recipe:
                 names.append((name, value))
             elif value != dtype and value.itemsize <= dtype.itemsize:
                 return None  # the loss would not round the logits down
+            elif value == torch.float64 != dtype:
+                return None  # it would not be computed in fp64
             else:
                 dtype = value
         cap = None
@@ -157,39 +186,14 @@ def _is_softcap(last: list[Step]) -> bool:
     return (divide, squash, multiply) == ("div", "tanh", "mul") and by == back
 
 
-class Guard:
-    """The circumstances of the head's forward that later use has to meet or restore."""
+class _Circumstances:
+    """Autocast of the head's forward."""
 
-    def __init__(self, head: Any, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         kind = hidden.device.type
         self.device_type = kind
         self.autocast = torch.is_autocast_enabled(kind)
         self.autocast_dtype = torch.get_autocast_dtype(kind) if self.autocast else None
-        weights = _parameters(head)
-        for tensor in weights.values():
-            versions.watch(tensor)
-        self.seen = {
-            name: (t, versions.of(t)) for name, t in {"hidden states": hidden, **weights}.items()
-        }
-
-    def check(self, head: Any) -> None:
-        """Raise when hidden states or the head's parameters were written since the forward pass.
-
-        A parameter that is another object now is left alone: sharding libraries put the gathered
-        and the sharded one in turns.
-        """
-        now = _parameters(head)
-        for name, (tensor, version) in self.seen.items():
-            if now.get(name, tensor) is tensor and versions.of(tensor) != version:
-                raise RuntimeError(
-                    f"these logits were not computed during the forward pass, and its {name} "
-                    "have been modified in place since "
-                    "(an optimizer step does that), so they cannot be computed any more. Read "
-                    "the logits before the step, "
-                    "keep them with liger_multi.patching.real_logits(outputs.logits), or patch "
-                    "with "
-                    "fused_linear_cross_entropy=False"
-                )
 
     @contextlib.contextmanager
     def entered(self, grad: bool) -> Iterator[None]:
@@ -200,6 +204,87 @@ class Guard:
             else:
                 with torch.no_grad():
                     yield
+
+
+class Guard(_Circumstances):
+    """The circumstances of the head's forward that later use has to meet or restore.
+
+    Args:
+        head: The linear layer.
+        hidden: What it got.
+        settled: Whether nobody gathers the weights for a call and frees them after it, so that
+            their memory stays where it is.
+    """
+
+    def __init__(self, head: Any, hidden: Tensor, settled: bool = True) -> None:
+        super().__init__(hidden)
+        weights = _parameters(head)
+        for tensor in weights.values():
+            versions.watch(tensor)
+        self.weight: Tensor = head.weight
+        self.seen = {
+            name: (t, versions.of(t)) for name, t in {"hidden states": hidden, **weights}.items()
+        }
+        self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
+
+    def check(self, head: Any) -> None:
+        """Raise when hidden states or the recorded weights were written since the forward pass.
+
+        Where sharding libraries put the gathered and the sharded parameter in turns, one that is
+        another object now is left alone.
+        """
+        gathered = _gathered_again(head, self.weight)
+        now = _parameters(head) if gathered else {}
+        for name, (tensor, version) in self.seen.items():
+            if now.get(name, tensor) is not tensor:
+                continue
+            if versions.of(tensor) != version:
+                raise RuntimeError(_stale(f"its {name} have been modified in place"))
+            if not gathered and self.places.get(name) not in (None, _place(tensor)):
+                raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
+
+
+class TracedGuard(_Circumstances):
+    """The same for logits of a compiled graph, whose runs execute no Python of ours.
+
+    What tells when a run was is the autograd node of its hidden states: nodes are numbered in the
+    order in which they are made. So optimizer steps are noticed, other writes are not.
+    """
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__(hidden)
+        self.weight, self.hidden = weight, hidden
+
+    def check(self, head: Any) -> None:
+        """Raise when an optimizer has stepped the weight since the run."""
+        if versions.stepped_since(self.weight, self.hidden):
+            raise RuntimeError(_stale("its head's weights have been modified in place"))
+
+
+def _tracing(guard: Guard | TracedGuard) -> bool:
+    return isinstance(guard, TracedGuard) and torch.compiler.is_compiling()
+
+
+def _stale(what: str) -> str:
+    return (
+        f"these logits were not computed during the forward pass, and {what} since "
+        "(an optimizer step does that), so they cannot be computed any more. Read the logits "
+        "before the step, keep them with liger_multi.patching.real_logits(outputs.logits), or "
+        "patch with fused_linear_cross_entropy=False"
+    )
+
+
+def _gathered_again(head: Any, weight: Tensor) -> bool:
+    """Whether a sharding library puts the weight of the forward pass into the head's next call."""
+    return isinstance(head, Patched) and (
+        buried(head) or hasattr(head.weight, "device_mesh") or weight.untyped_storage().size() == 0
+    )
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where the values of an ordinary tensor are."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.data_ptr() if plain else None
 
 
 def _parameters(head: Any) -> dict[str, Tensor]:

@@ -115,7 +115,7 @@ def by_rows(recipe: Recipe, function: RowFunction, *extras: Tensor) -> list[Tens
         return plan.forward(hidden, head.weight, head.bias)
 
     with flat.mode():
-        results = recipe.head(flat.hidden, Job(run))
+        results = flat.run(Job(run), flat.hidden)
     return [r.reshape(*shape, r.shape[-1]) for r in results]
 
 

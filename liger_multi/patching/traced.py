@@ -6,6 +6,7 @@ PyTorch's function protocol, which the compiler traces through.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from liger_multi.patching import rows
 from liger_multi.patching.loss import CrossEntropyCall, fused, on_real
-from liger_multi.patching.protocol import warn_once
+from liger_multi.patching.protocol import GRADIENT_BY_LOGITS, warn_once
 from liger_multi.patching.recipe import Recipe
 from liger_multi.patching.steps import RECORDED
 
@@ -47,6 +48,10 @@ class TracedLogits:
                     loss = on_real(call.input.real(), options, call)
                 if loss is not None:
                     return loss
+        elif func is torch.autograd.grad and any(
+            isinstance(x, TracedLogits) and x.cached is None for x in args[1]
+        ):
+            raise RuntimeError(GRADIENT_BY_LOGITS)
         elif func in RECORDED and args and isinstance(args[0], TracedLogits):
             step = RECORDED[func](args[0].recipe, *args[1:], **kwargs)
             if step is not None:
@@ -132,6 +137,12 @@ class TracedLogits:
             raise AttributeError(name)
         return getattr(self.real(), name)
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.real(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.real().__reduce_ex__(protocol)
+
     def __len__(self) -> int:
         return int(self.shape[0])
 
@@ -150,7 +161,8 @@ def _arithmetic(name: str) -> Any:
 
 
 _OPERATORS = (
-    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "neg", "matmul"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "abs", "matmul"),
+    *("floordiv", "rfloordiv", "mod", "rmod"),
     *("eq", "ne", "lt", "le", "gt", "ge", "array", "bool", "setitem"),
 )
 for _name in _OPERATORS:
