@@ -2,6 +2,7 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -94,6 +95,30 @@ def test_compiled_model_returns_usable_logits():
     torch.testing.assert_close(got[:, 1:].sum(), wanted[:, 1:].sum(), rtol=1e-4, atol=1e-5)
     assert torch.equal(got.argmax(-1), wanted.argmax(-1))
     assert torch.equal((got + 1) > 1, (wanted + 1) > 1)
+
+
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
+    ours = pair("llama", num_hidden_layers=1)[1]
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    optimizer = torch.optim.Adam(ours.parameters(), fused=fused_optimizer)
+    for _ in range(2):
+        out, unread = compiled(**batch()), compiled(**batch())
+        out.loss.backward()
+        assert (out.logits + 0).isfinite().all()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified in place"):
+            unread.logits[:, 1:] + 0
+
+
+def test_compiled_logits_have_no_gradient_after_the_fused_loss_and_pickle():
+    ours = pair("llama", num_hidden_layers=1)[1]
+    patch(ours)
+    out = torch.compile(ours, fullgraph=True, backend="eager")(**batch())
+    with pytest.raises(RuntimeError, match="real_logits"):
+        torch.autograd.grad(out.loss, out.logits, allow_unused=True)
+    assert torch.equal(pickle.loads(pickle.dumps(out.logits)), real_logits(out.logits))
 
 
 @pytest.mark.slow

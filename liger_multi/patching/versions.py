@@ -2,14 +2,14 @@
 
 PyTorch's version counter says so, but for one case: fused optimizers (the default of the Hugging
 Face Trainer) write parameters without counting. A hook after every optimizer step counts for the
-parameters that are watched.
+parameters that are watched, and notes autograd's number of that moment for all: compiled graphs run
+no Python that could watch. The numbers are those of one thread.
 """
 
 from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 _steps: Any = WeakIdKeyDictionary()
-_last: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_last: Any = WeakIdKeyDictionary()
 _lock = threading.Lock()
 _hooked = False
 
@@ -41,25 +41,22 @@ def watch(parameter: Tensor) -> None:
 
 
 def stepped_since(parameter: Tensor, made: Tensor) -> bool:
-    """Whether an optimizer that holds ``parameter`` has stepped since ``made`` was computed.
+    """Whether an optimizer has changed ``parameter`` since ``made`` was computed.
 
     The order is that of autograd's numbers, so ``made`` needs a history.
     """
-    if made.grad_fn is None or not parameter.requires_grad:
-        return False
-    number = made.grad_fn._sequence_nr()
-    return any(
-        last > number and any(p is parameter for g in optimizer.param_groups for p in g["params"])
-        for optimizer, last in list(_last.items())
-    )
+    number = None if made.grad_fn is None else made.grad_fn._sequence_nr()
+    return number is not None and _last.get(parameter, -1) > number
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _last[optimizer] = torch._C._autograd._get_sequence_nr()
+    number = torch._C._autograd._get_sequence_nr()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter in _steps:
-                _steps[parameter] += 1
+            if parameter.grad is not None:
+                _last[parameter] = number
+                if parameter in _steps:
+                    _steps[parameter] += 1
 
 
 def of(tensor: Tensor) -> tuple[int, int]:
