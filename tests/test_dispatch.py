@@ -25,8 +25,7 @@ def chosen(op="rms_norm", half="forward", device="cpu"):
     return liger_multi.explain(op, device).chosen(op, half)
 
 
-# --- configuration
-# ---------------------------------------------------------------------------------
+# --- configuration ---
 
 
 def test_auto_on_a_cpu_is_the_reference():
@@ -114,8 +113,7 @@ def test_unknown_operator_to_explain():
         liger_multi.explain("swigul")
 
 
-# --- choice
-# ----------------------------------------------------------------------------------------
+# --- choice ---
 
 
 def test_a_bound_backend_that_cannot_run_says_why():
@@ -251,8 +249,7 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
         ops.rms_norm(torch.randn(3, 8))
 
 
-# --- autograd
-# --------------------------------------------------------------------------------------
+# --- autograd ---
 
 
 def spy_backends(monkeypatch, op):

@@ -122,8 +122,7 @@ def test_first_maximum_wins(device):
     assert out.token_accuracy.item() == pytest.approx(1 / 3)
 
 
-# --- the classes it stands for
-# ---------------------------------------------------------------------
+# --- the classes it stands for ---
 
 
 @pytest.mark.parametrize(
@@ -154,8 +153,7 @@ def test_reference_swiglu_is_bit_exact_to_transformers():
         assert torch.equal(ops.swiglu_packed(torch.cat((gate, up), -1)), F.silu(gate) * up)
 
 
-# --- memory
-# ----------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def test_logits_of_all_rows_never_exist():
@@ -219,8 +217,7 @@ def test_blocked_product_is_an_fp32_product(device, dtype):
     assert excess(total, 2 * (a.double() @ b.double()), torch.float32) <= 1
 
 
-# --- devices
-# ---------------------------------------------------------------------------------------
+# --- devices ---
 
 
 def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
@@ -262,8 +259,49 @@ def test_no_launch_exceeds_the_threads_of_a_device(arch):
     assert k.num_warps * wave <= 1024
 
 
-# --- bad input
-# -------------------------------------------------------------------------------------
+def test_nothing_is_read_back_under_capture(monkeypatch):
+    from liger_multi.reference import fused_linear
+
+    x, w, t = head(40, 16, 30)
+    right = ops.fused_linear_cross_entropy(x, w, t)
+    monkeypatch.setattr(fused_linear, "capturing", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda self: pytest.fail("read back"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("read back"))
+    assert excess(ops.fused_linear_cross_entropy(x, w, t).detach(), right.detach(), x.dtype) <= 1
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_graphs_of_a_stream_replay_with_new_data(device, compact):
+    """Nothing is read back while a graph is captured; replays see other targets, ignored too."""
+    if device.type != "cuda":
+        pytest.skip("needs a device whose streams can be captured")
+
+    def step(x, w, t, g):
+        hidden = ops.swiglu(ops.rms_norm(x, g), x)
+        loss = ops.fused_linear_cross_entropy(hidden, w, t, chunk=16, compact=compact)
+        return loss, *torch.autograd.grad(loss, (x, w, g))
+
+    x, w, t = head(64, 32, 101, device=device)
+    g = torch.ones(32, device=device, requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x, w, t, g)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, w, t, g)
+    for ignored in (0, 40):
+        new = torch.randint(101, (64,), device=device)
+        new[:ignored] = -100
+        t.copy_(new)
+        graph.replay()
+        for got, right in zip(captured, step(x, w, t, g), strict=True):
+            assert excess(got.detach(), right.detach(), torch.float32) <= 1
+
+
+# --- bad input ---
 
 x, w, t = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, 2, -100])
 BAD = [

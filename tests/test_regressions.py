@@ -29,8 +29,7 @@ def next_token_loss(logits, ids, **options):
     return F.cross_entropy(logits[:, :-1].reshape(-1, V), ids[:, 1:].reshape(-1), **options)
 
 
-# --- patched models: logits that are computed later
-# ---------------------------------------------------------------------------------------------
+# --- patched models: logits that are computed later ---
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -157,8 +156,7 @@ def test_real_logits_with_our_loss_can_be_formatted():
     assert f"{logits[0, 0, 0]:.3f}" == f"{logits[0, 0, 0].item():.3f}"
 
 
-# --- operators
-# ---------------------------------------------------------------------------------------------
+# --- operators ---
 
 
 def test_fp16_weight_gradient_of_one_chunk_does_not_overflow(device):
@@ -250,8 +248,7 @@ def test_batched_gradients_raise_a_message_of_ours():
         torch.autograd.grad(y, x, torch.randn(5, 3, 8), is_grads_batched=True)
 
 
-# --- configuration
-# ---------------------------------------------------------------------------------------------
+# --- configuration ---
 
 
 def test_a_section_of_a_device_binds_compiled_swiglu_too():
@@ -297,8 +294,7 @@ def test_a_missing_file_names_the_variable_that_named_it(monkeypatch):
     monkeypatch.delenv("LIGER_MULTI_CONFIG")
 
 
-# --- DTensors
-# ---------------------------------------------------------------------------------------------
+# --- DTensors ---
 
 DTENSORS = """
 import os, sys
