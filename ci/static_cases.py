@@ -22,7 +22,7 @@ from liger_multi.backends.triton import (
 )
 from liger_multi.reference.rows import Objective, Rows
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"
 
 

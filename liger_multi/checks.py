@@ -14,8 +14,8 @@ from liger_multi.errors import unknown
 def describe(x: object) -> str:
     """A short name of an argument: shape, dtype and device of a tensor, or the type and value."""
     if isinstance(x, Tensor):
-        return f"a tensor of shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, on "
-        f"{x.device}"
+        dtype = str(x.dtype).removeprefix("torch.")
+        return f"a tensor of shape {tuple(x.shape)}, {dtype}, on {x.device}"
     return f"{type(x).__name__} {x!r:.60}"
 
 

@@ -139,6 +139,15 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
         ops.swiglu(torch.randn(2, 4), torch.randn(2, 4))
 
 
+def test_a_dtype_without_kernels_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with (
+        liger_multi.use(swiglu="triton"),
+        pytest.raises(errors.BackendUnavailableError, match="and bfloat16, not float64"),
+    ):
+        ops.swiglu(torch.randn(2, 4).double(), torch.randn(2, 4).double())
+
+
 def test_unknown_devices_get_the_reference():
     for device in ("meta", "mps", "xpu"):
         assert chosen(device=device) == "reference"

@@ -1,7 +1,9 @@
 """The house's structural rules hold here, and each of them catches a planted violation."""
 
+import ast
 import importlib
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
@@ -234,3 +236,15 @@ def test_every_public_name_resolves_and_is_documented(package):
             assert found.__module__.startswith("liger_multi"), (
                 f"{package}.{name} is somebody else's"
             )
+
+
+@pytest.mark.parametrize("folder", ["liger_multi", "reference", "backends", "ci", "tests"])
+def test_nothing_stands_behind_a_return(folder):
+    """A message wrapped without parentheses ends early, and its rest is a statement of its own."""
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                statements = body if isinstance(body, list) else []
+                for statement, dead in itertools.pairwise(statements):
+                    ends = isinstance(statement, ast.Return | ast.Raise)
+                    assert not ends, f"{file}:{dead.lineno}"

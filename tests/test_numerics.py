@@ -308,7 +308,7 @@ BAD = [
     (
         lambda: ops.rms_norm(x.long()),
         TypeError,
-        r"x must be a floating-point tensor, got a tensor of shape \(4, 8\), int64",
+        r"x must be a floating-point tensor, got a tensor of shape \(4, 8\), int64, on cpu",
     ),
     (lambda: ops.rms_norm([1.0]), TypeError, "got list"),
     (lambda: ops.rms_norm(torch.tensor(1.0)), ValueError, "at least one axis"),

@@ -19,8 +19,8 @@ def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on a CPU only under its interpreter (TRITON_INTERPRET=1)"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return "has kernels for float32, float16 and bfloat16, not "
-        f"{str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return f"has kernels for float32, float16 and bfloat16, not {name}"
     return None
 
 

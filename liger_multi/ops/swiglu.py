@@ -8,7 +8,8 @@ from liger_multi.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-# H200, 8192x14336 bf16, 2026-11: forward + backward 0.440 ms traced, 0.450 ms as an opaque kernel
+# H200, 8192x14336 bf16, 2026-11: forward + backward 0.439 ms under
+# torch.compile, 0.438 ms as a kernel; traced, it also fuses with its neighbours
 op = Op("swiglu", compile="trace", rows=("gate", "up", "dy"))
 
 
