@@ -56,7 +56,8 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     visible = len(fwd.returns) - len(op.residuals)
     keep = [s for s in sources if s[0] in ("input", "output")]
     kept = {s: i for i, s in enumerate(keep)}
-    back = [bwd.returns.index(f"d{n}") if f"d{n}" in bwd.returns else None for n in fwd.params]
+    owners = [op.shared.get(n, n) for n in fwd.params]
+    back = [bwd.returns.index(f"d{n}") if f"d{n}" in bwd.returns else None for n in owners]
     fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
@@ -103,7 +104,11 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
                 for j in range(len(back))
             )
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        return tuple(outs[i] if i is not None and needs[j] else None for j, i in enumerate(back))
+        found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
+        return tuple(
+            g if g is None or g.dtype == ctx.dtypes[j] else g.to(ctx.dtypes[j])
+            for j, g in enumerate(found)
+        )
 
     def backward(ctx: Any, *grads: Any) -> Any:
         if all(g is None for g in grads):

@@ -14,7 +14,7 @@ function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +36,12 @@ class Op:
     Args:
         name: The operator's name; backends implement it in a module of this name.
         compile: ``opaque`` keeps the op one call under ``torch.compile``; ``trace`` lets the
-        compiler see the
-            reference, which pays for elementwise operators that Inductor fuses with their
-            neighbours.
+            compiler see the reference, which pays for elementwise operators that Inductor fuses
+            with their neighbours.
         inplace: The input of forward that is overwritten by its own gradient, if any.
         rows: For DTensors: names of tensors that share their leading axes (sharding those is fine).
         replicated: For DTensors: names of tensors every rank needs whole; their gradients are
-        partial sums.
+            partial sums.
     """
 
     def __init__(
@@ -79,12 +78,17 @@ class Op:
         return declare
 
     def backward(
-        self, returns: str, omit: Callable[..., Sequence[str]] | None = None
+        self,
+        returns: str,
+        omit: Callable[..., Sequence[str]] | None = None,
+        shared: Mapping[str, str] = {},
     ) -> Callable[[Half], Half]:
         """Declare the backward half and wire it to forward.
 
         Args:
             returns: Names of the gradients, ``d`` and the name of an input of forward.
+            shared: Inputs of forward whose gradient is that of another one, by name (the terms of
+                a sum); it is cast where the dtypes differ.
             omit: Given arguments of forward by name, which tensors backward will not read; they are
                 not kept alive.
         """
@@ -93,6 +97,7 @@ class Op:
             self.bwd = Primitive(
                 self, "backward", fake, returns, (self.inplace,) if self.inplace else ()
             )
+            self.shared = dict(shared)
             self.function = make_function(self, omit)
             return fake
 
