@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.launch import knobs
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -58,16 +59,19 @@ def _sum_partials_kernel(
     tl.store(out_ptr + col, out, mask=col < cols)
 
 
+def reduce_knobs(info: DeviceInfo, rows: int, cols: int) -> ReduceKnobs:
+    """Few columns: narrower tiles, so that more programs share the work."""
+    return ReduceKnobs() if cols > 2048 else ReduceKnobs(128, 16)
+
+
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum fp32 partials (programs, cols) over the programs, in a fixed order, and cast."""
     count, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
-    # few columns: narrower tiles, so that more programs share the work
-    default = ReduceKnobs() if cols > 2048 else ReduceKnobs(128, 16)
-    k = knobs("sum_partials", default, partial.device, rows=count, cols=cols)
-    _sum_partials_kernel[(triton.cdiv(cols, k.block),)](
-        partial, out, count, cols, k.block_rows, k.block,
-        num_warps=k.num_warps, enable_fp_fusion=True,
+    out = partial.new_empty(cols, dtype=dtype)
+    k = knobs("sum_partials", reduce_knobs, partial.device, rows=count, cols=cols)
+    launch(
+        _sum_partials_kernel, cdiv(cols, k.block), (partial, out, count, cols),
+        (k.block_rows, k.block), k.num_warps,
     )  # fmt: skip
     return out
 
@@ -77,6 +81,11 @@ def as_rows(x: Tensor) -> Tensor:
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
     return rows if rows.stride(1) == 1 or cols == 1 else rows.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own costs the host some microseconds a call."""
+    return -(-a // b)
 
 
 def power_of_2(value: int) -> int:

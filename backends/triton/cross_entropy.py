@@ -33,7 +33,8 @@ from liger_multi.backends.triton.cross_entropy_walks import (
     walk,
     write_gradient,
 )
-from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.reduction import check_targets
 from liger_multi.reference.rows import Objective, Rows
 
@@ -47,7 +48,7 @@ class RowKnobs:
     unroll: int
 
 
-def row_knobs(info: DeviceInfo, cols: int, sums: int) -> RowKnobs:
+def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
     """16 columns a thread, fewer where more than one sum a column must stay in registers."""
     block = min(power_of_2(cols), 16384 if cols > 65536 else 8192)
     if sums > 1:
@@ -56,6 +57,12 @@ def row_knobs(info: DeviceInfo, cols: int, sums: int) -> RowKnobs:
     # twice would spill the gradient's registers on sm80 with 1024 threads (triton 3.9)
     unroll = 2 if sums == 1 and block <= 8192 else 1
     return RowKnobs(block, warps(threads, info.warp_size), unroll)
+
+
+def reduce_knobs(info: DeviceInfo, rows: int) -> RowKnobs:
+    """One program for all rows, 8 of them a thread."""
+    block = min(4096, power_of_2(rows))
+    return RowKnobs(block, warps(block // 8, info.warp_size), 1)
 
 
 @triton.jit
@@ -242,14 +249,13 @@ def _launch_rows(
         return
     # each of these keeps one or two more fp32 values a column through the walk
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
-    default = row_knobs(device_info(logits.device), cols, sums)
-    k = knobs("cross_entropy.forward", default, logits.device, rows=count, cols=cols, sums=sums)
-    _cross_entropy_forward_kernel[(count,)](
-        logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
-        target.stride(0), cols, options.ignore_index, options.z_loss_weight,
-        SCALE=options.logit_scale, SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing,
-        ADD_ZL=add_zl, GRADIENT=scales is not None, BLOCK=k.block, UNROLL=k.unroll,
-        num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("cross_entropy.forward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    kind = (options.logit_scale, options.softcap, options.label_smoothing)
+    launch(
+        _cross_entropy_forward_kernel, count,
+        (logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
+         target.stride(0), cols, options.ignore_index, options.z_loss_weight),
+        (*kind, add_zl, scales is not None, k.block, k.unroll), k.num_warps,
     )  # fmt: skip
 
 
@@ -287,14 +293,14 @@ def gradient_into(
     if not logits.numel():
         return
     sums = _sums(options)
-    default = row_knobs(device_info(logits.device), cols, sums)
-    k = knobs("cross_entropy.backward", default, logits.device, rows=count, cols=cols, sums=sums)
-    _cross_entropy_backward_kernel[(count,)](
-        dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
-        dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
-        cols, options.ignore_index, options.z_loss_weight, SCALE=options.logit_scale,
-        SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing, BLOCK=k.block,
-        UNROLL=k.unroll, num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("cross_entropy.backward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    kind = (options.logit_scale, options.softcap, options.label_smoothing)
+    launch(
+        _cross_entropy_backward_kernel, count,
+        (dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
+         dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
+         cols, options.ignore_index, options.z_loss_weight),
+        (*kind, k.block, k.unroll), k.num_warps,
     )  # fmt: skip
 
 
@@ -315,12 +321,12 @@ def reduce_rows(
     z_loss, accuracy = room("z_loss" in wanted), room("token_accuracy" in wanted)
     ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
     count = target.shape[0]
-    block = min(4096, power_of_2(count))
-    _cross_entropy_reduce_kernel[(1,)](
-        target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss), _filled(z_loss),
-        _filled(accuracy), by, target.stride(0), count, cols, ignore_index, reduction == "mean",
-        block, num_warps=warps(block // 8, device_info(target.device).warp_size),
-        enable_fp_fusion=True,
+    k = knobs("cross_entropy.reduce", reduce_knobs, target.device, rows=count)
+    launch(
+        _cross_entropy_reduce_kernel, 1,
+        (target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss),
+         _filled(z_loss), _filled(accuracy), by, target.stride(0), count, cols, ignore_index),
+        (reduction == "mean", k.block), k.num_warps,
     )  # fmt: skip
     return loss, z_loss, accuracy, by
 
@@ -375,7 +381,7 @@ def backward(
 ) -> Tensor:
     """Gradient of logits from ``lse``, scaled by the upstream gradient of the row."""
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = logits.new_empty(logits.shape)
     weight = None if weight is None else weight.contiguous()
     gradient_into(
         dlogits, dloss, _columns(logits), target, weight, lse.contiguous(), denominators, options

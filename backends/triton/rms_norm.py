@@ -21,8 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, power_of_2, round_to, sum_partials, warps
-from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.backends.triton.common import (
+    as_rows,
+    cdiv,
+    power_of_2,
+    round_to,
+    sum_partials,
+    warps,
+)
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 
 # columns; beyond, or soon after, a row's registers spill on some target of ci.static (triton 3.9)
 WIDEST_FORWARD = 16384
@@ -69,7 +77,7 @@ def backward_knobs(info: DeviceInfo, rows: int, cols: int, tile_bytes: int) -> B
     per_tile = max(1, min(elements // block, power_of_2(rows)))
     threads = min(max(per_tile * block // 16, 32), 256 if block <= 4096 else 512)
     stages = max(1, min(3, info.shared_bytes // (per_tile * block * tile_bytes)))
-    programs = min(triton.cdiv(rows, per_tile), info.cores * (1 if block > 2048 else 2))
+    programs = min(cdiv(rows, per_tile), info.cores * (1 if block > 2048 else 2))
     return BackwardKnobs(per_tile, block, warps(threads, info.warp_size), programs, stages)
 
 
@@ -230,23 +238,26 @@ def forward(
     dtype = x.dtype
     if weight is not None and casting == "llama":
         dtype = torch.promote_types(x.dtype, weight.dtype)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape, dtype=dtype)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return y, rstd.fill_(float("nan"))  # the mean of no column
     x = as_rows(x)
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
-    default = forward_knobs(device_info(x.device), rows, cols)
-    k = knobs("rms_norm.forward", default, x.device, rows=rows, cols=cols)
-    common = {"OFFSET": offset, "EXACT": casting == "gemma", "ROUND": _rounds(casting, weight)}
-    common |= {"BLOCK": k.block, "num_warps": k.num_warps, "enable_fp_fusion": True}
+    k = knobs("rms_norm.forward", forward_knobs, x.device, rows=rows, cols=cols)
+    kind = (offset, casting == "gemma", _rounds(casting, weight))
     if k.block >= cols:
-        _rms_norm_forward_kernel[(triton.cdiv(rows, k.rows),)](
-            x, weight, y, rstd, x.stride(0), rows, cols, eps, ROWS=k.rows, **common
-        )
+        launch(
+            _rms_norm_forward_kernel, cdiv(rows, k.rows),
+            (x, weight, y, rstd, x.stride(0), rows, cols, eps), (*kind, k.rows, k.block),
+            k.num_warps,
+        )  # fmt: skip
     else:
-        _rms_norm_forward_wide_kernel[(rows,)](x, weight, y, rstd, x.stride(0), cols, eps, **common)
+        launch(
+            _rms_norm_forward_wide_kernel, rows, (x, weight, y, rstd, x.stride(0), cols, eps),
+            (*kind, k.block), k.num_warps,
+        )  # fmt: skip
     return y, rstd
 
 
@@ -256,24 +267,24 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
     needs_weight = needs_weight and weight is not None
-    dx = torch.empty(x.shape if needs_x else 0, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0 or not (needs_x or needs_weight):
         dweight = x.new_empty(0) if weight is None else torch.zeros_like(weight)
         return dx, dweight if needs_weight else dweight.new_empty(0)
     dy, x, rstd = as_rows(dy), as_rows(x), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
-    info = device_info(x.device)
-    default = backward_knobs(info, rows, cols, dy.element_size() + x.element_size())
-    k = knobs("rms_norm.backward", default, x.device, rows=rows, cols=cols)
+    size = dy.element_size() + x.element_size()
+    k = knobs("rms_norm.backward", backward_knobs, x.device, rows=rows, cols=cols, tile_bytes=size)
     partial = x.new_empty((k.programs, cols), dtype=torch.float32) if needs_weight else None
     if k.block < cols:
         _backward_wide(dy, x, weight, rstd, dx if needs_x else None, partial, offset, casting, k)
     else:
-        _rms_norm_backward_kernel[(k.programs,)](
-            dy, x, weight, rstd, dx if needs_x else None, partial, dy.stride(0), x.stride(0),
-            rows, cols, offset, _rounds(casting, weight), k.rows, k.block, k.stages,
-            num_warps=k.num_warps, enable_fp_fusion=True,
+        launch(
+            _rms_norm_backward_kernel, k.programs,
+            (dy, x, weight, rstd, dx if needs_x else None, partial, dy.stride(0), x.stride(0),
+             rows, cols),
+            (offset, _rounds(casting, weight), k.rows, k.block, k.stages), k.num_warps,
         )  # fmt: skip
     if partial is None or weight is None:
         return dx, x.new_empty(0)
@@ -285,14 +296,16 @@ def _backward_wide(
     partial: Optional[Tensor], offset: float, casting: str, k: BackwardKnobs,
 ) -> None:  # fmt: skip
     rows, cols = x.shape
-    common = {"BLOCK": k.block, "num_warps": k.num_warps, "enable_fp_fusion": True}
+    strides = (dy.stride(0), x.stride(0))
     if dx is not None:
-        _rms_norm_backward_wide_kernel[(rows,)](
-            dy, x, weight, rstd, dx, dy.stride(0), x.stride(0), cols, OFFSET=offset, **common
-        )
+        launch(
+            _rms_norm_backward_wide_kernel, rows, (dy, x, weight, rstd, dx, *strides, cols),
+            (offset, k.block), k.num_warps,
+        )  # fmt: skip
     if partial is not None:
         groups = partial.shape[0]
-        _rms_norm_backward_wide_weight_kernel[(groups * triton.cdiv(cols, k.block),)](
-            dy, x, rstd, partial, dy.stride(0), x.stride(0), rows, cols, groups,
-            ROUND=_rounds(casting, weight), STAGES=k.stages, **common,
+        launch(
+            _rms_norm_backward_wide_weight_kernel, groups * cdiv(cols, k.block),
+            (dy, x, rstd, partial, *strides, rows, cols, groups),
+            (_rounds(casting, weight), k.block, k.stages), k.num_warps,
         )  # fmt: skip

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, power_of_2, round_to, sigmoid, warps
-from liger_multi.launch import device_info, knobs
+from liger_multi.backends.triton.common import as_rows, cdiv, power_of_2, round_to, sigmoid, warps
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class TileKnobs:
     num_warps: int
 
 
-def tile_knobs(warp_size: int, cols: int) -> TileKnobs:
+def tile_knobs(info: DeviceInfo, rows: int, cols: int) -> TileKnobs:
     """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
     block = max(16, min(1024, power_of_2(cols)))
-    return TileKnobs(block, warps(block // 8, warp_size))
+    return TileKnobs(block, warps(block // 8, info.warp_size))
 
 
 @triton.jit
@@ -84,12 +85,12 @@ def flatten(*tensors: Tensor) -> list[Tensor]:
 def launch_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """Write y; all three are (rows, cols) with adjacent columns."""
     rows, cols = y.shape
-    default = tile_knobs(device_info(y.device).warp_size, cols)
-    k = knobs("swiglu.forward", default, y.device, rows=rows, cols=cols)
-    tiles = triton.cdiv(cols, k.block)
-    _swiglu_forward_kernel[(rows * tiles,)](
-        gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles, k.block,
-        num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("swiglu.forward", tile_knobs, y.device, rows=rows, cols=cols)
+    tiles = cdiv(cols, k.block)
+    launch(
+        _swiglu_forward_kernel, rows * tiles,
+        (gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles),
+        (k.block,), k.num_warps,
     )  # fmt: skip
 
 
@@ -98,21 +99,21 @@ def launch_backward(
 ) -> None:
     """Write dgate and dup, which have one row stride; None skips one of them."""
     rows, cols = dy.shape
-    default = tile_knobs(device_info(dy.device).warp_size, cols)
-    k = knobs("swiglu.backward", default, dy.device, rows=rows, cols=cols)
-    tiles = triton.cdiv(cols, k.block)
+    k = knobs("swiglu.backward", tile_knobs, dy.device, rows=rows, cols=cols)
+    tiles = cdiv(cols, k.block)
     out = dup if dgate is None else dgate
     assert out is not None
-    _swiglu_backward_kernel[(rows * tiles,)](
-        dy, gate, up, dgate, dup, dy.stride(0), gate.stride(0), up.stride(0), out.stride(0),
-        cols, tiles, k.block, num_warps=k.num_warps, enable_fp_fusion=True,
+    strides = (dy.stride(0), gate.stride(0), up.stride(0), out.stride(0))
+    launch(
+        _swiglu_backward_kernel, rows * tiles, (dy, gate, up, dgate, dup, *strides, cols, tiles),
+        (k.block,), k.num_warps,
     )  # fmt: skip
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in the promoted dtype."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    y = gate.new_empty(gate.shape, dtype=dtype)
     if y.numel():
         launch_forward(*flatten(gate, up, y))
     return y
@@ -122,8 +123,8 @@ def backward(
     dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
-    dgate = torch.empty(gate.shape if needs_gate else 0, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape if needs_up else 0, dtype=up.dtype, device=up.device)
+    dgate = gate.new_empty(gate.shape if needs_gate else 0)
+    dup = up.new_empty(up.shape if needs_up else 0)
     wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
     if wanted and dy.numel():
         dy, gate, up, first, last = flatten(dy, gate, up, wanted[0], wanted[-1])
