@@ -3,14 +3,17 @@
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 
 __all__ = [
     "CrossEntropyOutput",
+    "LogProbOutput",
     "cross_entropy",
     "fused_linear_cross_entropy",
+    "fused_linear_log_prob",
     "rms_norm",
     "swiglu",
     "swiglu_packed",
