@@ -101,13 +101,13 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             increment_version(logits)
             return tuple(logits.detach() if j == dirty else None for j in range(inputs))
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        grads = tuple(outs[i] if i is not None and needs[j] else None for j, i in enumerate(back))
-        if not cast:
-            return grads
-        kinds = {i: ctx.dtypes[typed.index(i)] for i in cast}
-        return tuple(
-            g.to(kinds[i]) if g is not None and i in kinds else g for i, g in enumerate(grads)
-        )
+        found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
+        if any(g is None for g in grads):  # no upstream gradient reaches some input: empty, None
+            found = [None if g is None or g.numel() == 0 else g for g in found]
+        for i in cast:
+            g = found[i]
+            found[i] = None if g is None else g.to(ctx.dtypes[typed.index(i)])
+        return tuple(found)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         if all(g is None for g in grads):
