@@ -1,5 +1,7 @@
 """What every operator should return: one plain differentiable formula each, run in fp64."""
 
+from collections import namedtuple
+
 import torch
 import torch.nn.functional as F
 
@@ -7,6 +9,14 @@ import torch.nn.functional as F
 def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
     n = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     return n if weight is None else n * (weight + offset)
+
+
+AddNorm = namedtuple("AddNorm", "y new_residual")
+
+
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
+    s = x + residual
+    return AddNorm(rms_norm(s, weight, eps, **options), s)
 
 
 def swiglu(gate, up):

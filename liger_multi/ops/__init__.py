@@ -2,6 +2,7 @@
 
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.swiglu import swiglu
@@ -9,7 +10,9 @@ from liger_multi.ops.swiglu_packed import swiglu_packed
 
 __all__ = [
     "CrossEntropyOutput",
+    "FusedAddRMSNormOutput",
     "cross_entropy",
+    "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "rms_norm",
     "swiglu",
