@@ -39,5 +39,6 @@ def backward(
     ds = s.new_empty(s.shape if needs_sum else (0,))
     if needs_sum and dnew_residual is not None:
         ds.copy_(dnew_residual)
-    keep = weight is not None and needs_weight
-    return ds, torch.zeros_like(weight) if keep else s.new_empty(0)
+    if weight is None or not needs_weight:
+        return ds, s.new_empty(0)
+    return ds, torch.zeros_like(weight)

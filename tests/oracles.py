@@ -19,6 +19,12 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
     return AddNorm(rms_norm(s, weight, eps, **options), s)
 
 
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    n = x - x.mean(-1, keepdim=True)
+    n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)
+    return n * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
 def swiglu(gate, up):
     return gate * torch.sigmoid(gate) * up
 

@@ -44,15 +44,28 @@ def forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
     return RowKnobs(per_tile, block, warps(threads, info.warp_size))
 
 
-def backward_knobs(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> BackwardKnobs:
-    """Tiles of 4096 to 8192 elements, stages by on-chip memory; bytes of all that is read."""
+def backward_knobs(
+    info: DeviceInfo, rows: int, cols: int, element_bytes: int, sums: int = 1
+) -> BackwardKnobs:
+    """Persistent tiles and the stages of their loads.
+
+    Args:
+        info: Limits of the device.
+        rows: Rows.
+        cols: Columns.
+        element_bytes: Of all that is read, an element.
+        sums: Sums over rows, of every column, that a program keeps in registers: with more of
+            them tiles are smaller and programs more.
+    """
     block = power_of_2(cols)
     if block > WIDEST_BACKWARD:
         programs = min(rows, 4 * info.cores)
         return BackwardKnobs(1, 4096, warps(512, info.warp_size), programs, 1)
-    elements = 4096 if block <= 512 else 8192
+    elements = 4096 if block <= 512 else 8192 // sums
     per_tile = max(1, min(elements // block, power_of_2(rows)))
     threads = min(max(per_tile * block // 16, 32), 256 if block <= 4096 else 512)
-    stages = max(1, min(3, info.shared_bytes // (per_tile * block * element_bytes)))
-    programs = min(triton.cdiv(rows, per_tile), info.cores * (1 if block > 2048 else 2))
+    threads = threads if block <= elements else min(threads * sums, info.max_threads)
+    stages = max(1, min(3, info.shared_bytes // (per_tile * block * element_bytes * sums)))
+    per_core = (1 if block > 2048 else 2) * (sums if block <= elements else 1)
+    programs = min(triton.cdiv(rows, per_tile), info.cores * per_core)
     return BackwardKnobs(per_tile, block, warps(threads, info.warp_size), programs, stages)
