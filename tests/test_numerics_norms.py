@@ -180,6 +180,22 @@ def test_frozen_parameters_have_no_partial_sums(monkeypatch, frozen):
     assert sets == ([] if frozen == "both" else [1])
 
 
+def test_rows_far_apart_are_copied_where_offsets_within_a_tile_leave_32_bits():
+    from liger_multi.backends.triton.common import as_rows
+
+    far = {
+        (rows, cols, step): as_rows(
+            torch.empty_strided((rows, cols), (step, 1), device="meta")
+        ).stride(0)
+        for rows, cols, step in ((64, 128, 2**27), (16, 128, 2**26), (64, 8192, 2**30))
+    }
+    assert far == {
+        (64, 128, 2**27): 128,
+        (16, 128, 2**26): 2**26,  # fewer rows than a tile
+        (64, 8192, 2**30): 2**30,  # a row a tile
+    }
+
+
 @pytest.mark.parametrize("sums", [1, 2])
 @pytest.mark.parametrize("cols", [8, 512, 1024, 4096, 8192])
 def test_more_column_sums_do_not_need_more_memory_on_the_chip(cols, sums):

@@ -14,6 +14,7 @@ from liger_multi.launch import knobs
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -83,10 +84,14 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists."""
+    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
+
+    Also where rows stand so far apart that the offsets within a tile of them leave 32 bits.
+    """
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
-    return rows if rows.stride(1) == 1 or cols == 1 else rows.contiguous()
+    near = rows.stride(0) * min(rows.shape[0], LARGEST_TILE // max(cols, 1)) < 2**31
+    return rows if near and (rows.stride(1) == 1 or cols == 1) else rows.contiguous()
 
 
 def power_of_2(value: int) -> int:
