@@ -53,6 +53,8 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "cross_entropy": _elementwise(1, 2),
     "cross_entropy_inplace": _elementwise(1, 2),
     "fused_linear_cross_entropy": _linear,
+    # three products: whoever computes the logits twice, to save memory, does four
+    "fused_linear_log_prob": _linear,
 }
 
 

@@ -17,11 +17,13 @@ from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
     fused_add_rms_norm,
+    fused_linear_log_prob,
     layer_norm,
     rms_norm,
     swiglu,
     swiglu_packed,
 )
+from liger_multi.reference.log_prob import Upstream
 from liger_multi.reference.rows import Objective, Rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -90,6 +92,16 @@ def _inplace(cols: int) -> None:
     cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
 
 
+def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
+    raw, target = _meta(2048, cols, dtype=dtype), _meta(2048, dtype=torch.int64)
+    row = _meta(2048, dtype=FP32)
+    goal = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
+    rows_of = fused_linear_log_prob.TritonLogProbRows
+    rows_of.statistics(raw, target, None, goal, "log_prob,entropy,lse,argmax" if full else "")
+    upstream = Upstream(row, row, row if full else None)
+    rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -124,4 +136,7 @@ def calls() -> dict[str, Callable[[], None]]:
     found["cross_entropy_inplace 128256"] = part(_inplace, 128256)
     found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
+    for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
+        found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
+    found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)
     return found

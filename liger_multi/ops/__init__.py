@@ -4,6 +4,7 @@ from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers 
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.swiglu import swiglu
@@ -12,9 +13,11 @@ from liger_multi.ops.swiglu_packed import swiglu_packed
 __all__ = [
     "CrossEntropyOutput",
     "FusedAddRMSNormOutput",
+    "LogProbOutput",
     "cross_entropy",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_log_prob",
     "layer_norm",
     "rms_norm",
     "swiglu",
