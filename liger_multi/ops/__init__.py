@@ -5,8 +5,11 @@ from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
+from liger_multi.ops.geglu import geglu
+from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.rms_norm import rms_norm
+from liger_multi.ops.rope import rope
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 
@@ -18,8 +21,11 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_log_prob",
+    "geglu",
+    "geglu_packed",
     "layer_norm",
     "rms_norm",
+    "rope",
     "swiglu",
     "swiglu_packed",
 ]
