@@ -11,6 +11,22 @@ def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
     return n if weight is None else n * (weight + offset)
 
 
+class AddNorm(NamedTuple):
+    y: torch.Tensor
+    new_residual: torch.Tensor
+
+
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
+    s = x + residual
+    return AddNorm(rms_norm(s, weight, eps, **options), s)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    n = x - x.mean(-1, keepdim=True)
+    n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)
+    return n * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
 def swiglu(gate, up):
     return gate * torch.sigmoid(gate) * up
 

@@ -51,26 +51,30 @@ def _kind(a: Any) -> Any:
 
 
 def launch(
-    kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int
-) -> None:
+    kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int,
+    sets: int = 1,
+) -> None:  # fmt: skip
     """Run ``programs`` programs of a jitted kernel on the current stream of the current device.
 
     Args:
         kernel: The function that ``triton.jit`` made.
-        programs: Size of the grid's only axis.
+        programs: Size of the grid's first axis.
         args: Its run-time arguments in order; the first is a tensor on the current device.
         constants: The values of its ``constexpr`` parameters, which stand last.
         num_warps: Warps a program.
+        sets: Size of the grid's second axis.
     """
     device = args[0].get_device()
     key = (id(kernel), device, num_warps, constants, *[_kind(a) for a in args])
     found = _compiled.get(key)
     if found is None or _hooked():
-        made = kernel[(programs,)](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)
+        made = kernel[(programs, sets)](
+            *args, *constants, num_warps=num_warps, enable_fp_fusion=True
+        )
         if _DIRECT and hasattr(made, "packed_metadata"):
             stream_of = triton.runtime.driver.active.get_current_stream
             _compiled[key] = (made.run, made.function, made.packed_metadata, stream_of)
         return
     run, function, metadata, stream_of = found
     stream = stream_of(device)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants)
+    run(programs, sets, 1, stream, function, metadata, None, None, None, *args, *constants)
