@@ -16,13 +16,17 @@ from torch import Tensor
 from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
+    fused_add_rms_norm,
+    fused_linear_log_prob,
     geglu,
     geglu_packed,
+    layer_norm,
     rms_norm,
     rope,
     swiglu,
     swiglu_packed,
 )
+from liger_multi.reference.log_prob import Upstream
 from liger_multi.reference.rows import Objective, Rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -42,6 +46,19 @@ def _rms_norm(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "l
     offset = float(casting == "gemma")
     y, rstd = rms_norm.forward(x, weight, 1e-6, offset, casting)
     rms_norm.backward(y, x, weight, rstd, offset, casting, True, True)
+
+
+def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    offset = float(casting == "gemma")
+    y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
+    fused_add_rms_norm.backward(y, s, s, weight, rstd, offset, casting, True, True, True)
+
+
+def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    y, mean, rstd = layer_norm.forward(x, weight, weight, 1e-5)
+    layer_norm.backward(y, x, weight, mean, rstd, dtype, True, True, True)
 
 
 def _swiglu(dtype: torch.dtype) -> None:
@@ -107,6 +124,16 @@ def _inplace(cols: int) -> None:
     cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
 
 
+def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
+    raw, target = _meta(2048, cols, dtype=dtype), _meta(2048, dtype=torch.int64)
+    row = _meta(2048, dtype=FP32)
+    goal = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
+    rows_of = fused_linear_log_prob.TritonLogProbRows
+    rows_of.statistics(raw, target, None, goal, "log_prob,entropy,lse,argmax" if full else "")
+    upstream = Upstream(row, row, row if full else None)
+    rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -118,6 +145,19 @@ def calls() -> dict[str, Callable[[], None]]:
         )
     }  # fmt: skip
     found["rms_norm gemma 16384x2048"] = part(_rms_norm, 16384, 2048, BF16, "gemma")
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
+        (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        label = f"fused_add_rms_norm {rows}x{cols} {_name(dtype)}"
+        found[label] = part(_fused_add, rows, cols, dtype)
+    found["fused_add_rms_norm gemma 16384x2048"] = part(_fused_add, 16384, 2048, BF16, "gemma")
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (32768, 1024, BF16), (8192, 4096, BF16), (8192, 4096, FP32),
+        (4096, 8192, BF16), (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        label = f"layer_norm {rows}x{cols} {_name(dtype)}"
+        found[label] = part(_layer_norm, rows, cols, dtype)
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
@@ -142,4 +182,7 @@ def calls() -> dict[str, Callable[[], None]]:
     found["cross_entropy_inplace 128256"] = part(_inplace, 128256)
     found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
+    for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
+        found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
+    found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)
     return found
