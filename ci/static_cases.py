@@ -18,8 +18,11 @@ from liger_multi.backends.triton import (
     cross_entropy_inplace,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    geglu,
+    geglu_packed,
     layer_norm,
     rms_norm,
+    rope,
     swiglu,
     swiglu_packed,
 )
@@ -66,6 +69,35 @@ def _swiglu(dtype: torch.dtype) -> None:
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
     swiglu_packed.backward(swiglu_packed.forward(gate_up), gate_up)
+
+
+def _geglu(approximate: str, dtype: torch.dtype) -> None:
+    gate = _meta(8192, 14336, dtype=dtype)
+    y = geglu.forward(gate, gate, approximate)
+    geglu.backward(y, gate, gate, approximate, True, True)
+
+
+def _geglu_packed(approximate: str) -> None:
+    gate_up = _meta(8192, 2 * 11008)
+    geglu_packed.backward(geglu_packed.forward(gate_up, approximate), gate_up, approximate)
+
+
+def _rope(
+    heads: tuple[int, int],
+    width: int,
+    style: str,
+    *,
+    rotary: int = 0,
+    angles: int = 0,
+    dtype: torch.dtype = BF16,
+    angle: torch.dtype = BF16,
+) -> None:
+    q, k = (_meta(4, 2048, h, width, dtype=dtype).transpose(1, 2) for h in heads)
+    rotary = rotary or width
+    cos = _meta(1, 2048, angles or rotary, dtype=angle)
+    how = (style, 1, rotary, "cohere", "0213", "0213")
+    dq, dk = rope.forward(q, k, cos, cos, *how)
+    rope.backward(dq, dk, cos, cos, *how, dtype, dtype, True, True)
 
 
 def _cross_entropy(
@@ -129,6 +161,20 @@ def calls() -> dict[str, Callable[[], None]]:
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
+    for approximate in ("tanh", "none"):
+        for dtype in (BF16, FP32):
+            label = f"geglu {approximate} 8192x14336 {_name(dtype)}"
+            found[label] = part(_geglu, approximate, dtype)
+        found[f"geglu_packed {approximate} 8192x11008"] = part(_geglu_packed, approximate)
+    for style in ("half", "interleaved"):
+        found[f"rope {style} 32/8x128"] = part(_rope, (32, 8), 128, style)
+        found[f"rope {style} 28/4x128 fp32"] = part(
+            _rope, (28, 4), 128, style, dtype=FP32, angle=FP32
+        )
+        found[f"rope {style} 14/2x64 fp32 angles"] = part(_rope, (14, 2), 64, style, angle=FP32)
+        found[f"rope {style} 32/2x128 half"] = part(_rope, (32, 2), 128, style, rotary=64)
+        found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
+        found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
     found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)
