@@ -66,6 +66,40 @@ def _rms_norm_aten(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+def _fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight, eps, offset=offset), total
+
+
+def _fused_add_rms_norm_aten(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, x.shape[-1:], weight, eps), total
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    centered = x.float() - x.float().mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _layer_norm_aten(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -212,6 +246,8 @@ def _log_prob_products(
 
 TABLE: dict[str, dict[str, Formula]] = {
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
+    "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
+    "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
     "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
@@ -240,6 +276,18 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
                 x, weight, eps, offset, casting
             )
         ),
+    ),
+    "fused_add_rms_norm": (
+        "liger_fused_add_rms_norm",
+        lambda f: (
+            lambda x, residual, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
+                x, residual, weight, eps, offset, casting
+            )
+        ),
+    ),
+    "layer_norm": (
+        "liger_layer_norm",
+        lambda f: lambda x, weight, bias, eps=1e-5: f(x, weight, bias, eps),
     ),
     "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
     "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
@@ -302,8 +350,7 @@ def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)
 
     def call(**arguments: Any) -> Any:
-        result = public(**arguments, **case.sample.options)
-        return result[0] if isinstance(result, tuple) else result
+        return public(**arguments, **case.sample.options)
 
     return Provider(
         name,
@@ -334,13 +381,7 @@ def _liger(case: Case, device: torch.device) -> Provider | str:
     options = _options("liger", case, formula)
     if isinstance(options, str):
         return options
-    call = _with(formula, options)
-
-    def first(**arguments: Any) -> Any:
-        result = call(**arguments)
-        return result[0] if isinstance(result, tuple) else result
-
-    return Provider("liger", first, overwrites=True)
+    return Provider("liger", _with(formula, options), overwrites=True)
 
 
 def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:

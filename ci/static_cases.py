@@ -16,7 +16,9 @@ from torch import Tensor
 from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
+    fused_add_rms_norm,
     fused_linear_log_prob,
+    layer_norm,
     rms_norm,
     swiglu,
     swiglu_packed,
@@ -41,6 +43,19 @@ def _rms_norm(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "l
     offset = float(casting == "gemma")
     y, rstd = rms_norm.forward(x, weight, 1e-6, offset, casting)
     rms_norm.backward(y, x, weight, rstd, offset, casting, True, True)
+
+
+def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    offset = float(casting == "gemma")
+    y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
+    fused_add_rms_norm.backward(y, s, s, weight, rstd, offset, casting, True, True, True)
+
+
+def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    y, mean, rstd = layer_norm.forward(x, weight, weight, 1e-5)
+    layer_norm.backward(y, x, weight, mean, rstd, dtype, True, True, True)
 
 
 def _swiglu(dtype: torch.dtype) -> None:
@@ -98,6 +113,19 @@ def calls() -> dict[str, Callable[[], None]]:
         )
     }  # fmt: skip
     found["rms_norm gemma 16384x2048"] = part(_rms_norm, 16384, 2048, BF16, "gemma")
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
+        (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        label = f"fused_add_rms_norm {rows}x{cols} {_name(dtype)}"
+        found[label] = part(_fused_add, rows, cols, dtype)
+    found["fused_add_rms_norm gemma 16384x2048"] = part(_fused_add, 16384, 2048, BF16, "gemma")
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (32768, 1024, BF16), (8192, 4096, BF16), (8192, 4096, FP32),
+        (4096, 8192, BF16), (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        label = f"layer_norm {rows}x{cols} {_name(dtype)}"
+        found[label] = part(_layer_norm, rows, cols, dtype)
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
