@@ -55,9 +55,7 @@ def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
     if sums > 1:
         block = min(block, 4096)
     threads = info.max_threads if block > 8192 else max(32, min(512, block // 8))
-    # twice would spill the gradient's registers on sm80 with 1024 threads (triton 3.9)
-    unroll = 2 if sums == 1 and block <= 8192 else 1
-    return RowKnobs(block, warps(threads, info.warp_size), unroll)
+    return RowKnobs(block, warps(threads, info.warp_size), 1)
 
 
 @triton.jit

@@ -37,8 +37,8 @@ def _load_or(ptr, col, mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def _layer_norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, rows, cols, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, rows, cols, per_col,
+    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -49,9 +49,10 @@ def _layer_norm_forward_kernel(
     bias = _load_or(bias_ptr, col, col < cols, 0.0)
     x_offset = row[:, None] * x_stride + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1) / cols
+    # a factor, since the GPU's quick division by 1 would leave a mean beside a single column
+    mean = tl.sum(x, axis=1) * per_col
     centered = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / cols + eps)
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) * per_col + eps)
     tl.store(mean_ptr + first + row, mean, mask=row_mask)
     tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
     y = centered * rstd[:, None] * weight[None, :] + bias[None, :]
@@ -61,8 +62,8 @@ def _layer_norm_forward_kernel(
 
 @triton.jit
 def _layer_norm_forward_wide_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, cols, eps,
-    BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, cols, per_col,
+    eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -80,9 +81,9 @@ def _layer_norm_forward_wide_kernel(
         squares += tl.where(mask, before * (x.to(tl.float32) - means), 0.0)
     # a lane of the last step may have one value less
     counts = count - tl.where(tl.arange(0, BLOCK) + (count - 1.0) * BLOCK < cols, 0.0, 1.0)
-    mean = tl.sum(means * counts, axis=0) / cols
+    mean = tl.sum(means * counts, axis=0) * per_col
     apart = means - mean
-    rstd = tl.rsqrt(tl.sum(squares + counts * apart * apart, axis=0) / cols + eps)
+    rstd = tl.rsqrt(tl.sum(squares + counts * apart * apart, axis=0) * per_col + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, cols, BLOCK):
@@ -97,7 +98,7 @@ def _layer_norm_forward_wide_kernel(
 @triton.jit
 def _layer_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, dy_stride, x_stride,
-    rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
@@ -123,8 +124,8 @@ def _layer_norm_backward_kernel(
             db += dy
         if dx_ptr is not None:
             g = dy * weight
-            along = (tl.sum(g * n, axis=1) / cols)[:, None]
-            dx = (g - (tl.sum(g, axis=1) / cols)[:, None] - n * along) * rstd
+            along = (tl.sum(g * n, axis=1) * per_col)[:, None]
+            dx = (g - (tl.sum(g, axis=1) * per_col)[:, None] - n * along) * rstd
             dx = round_to(dx, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
     at = program.to(tl.int64) * cols + col
@@ -137,7 +138,7 @@ def _layer_norm_backward_kernel(
 @triton.jit
 def _layer_norm_backward_wide_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols,
-    BLOCK: tl.constexpr,
+    per_col, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
@@ -155,8 +156,8 @@ def _layer_norm_backward_wide_kernel(
         g = dy.to(tl.float32) * _load_or(weight_ptr, col, mask, 1.0)
         sums += g
         products += g * ((x.to(tl.float32) - mean) * rstd)
-    across = tl.sum(sums, axis=0) / cols
-    along = tl.sum(products, axis=0) / cols
+    across = tl.sum(sums, axis=0) * per_col
+    along = tl.sum(products, axis=0) * per_col
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
@@ -208,11 +209,11 @@ def forward(
     if k.block >= cols:
         launch(
             _layer_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, x.stride(0), rows, cols, eps), (k.rows, k.block), k.num_warps,
+            (*tensors, x.stride(0), rows, cols, 1.0 / cols, eps), (k.rows, k.block), k.num_warps,
         )  # fmt: skip
     else:
         launch(
-            _layer_norm_forward_wide_kernel, rows, (*tensors, x.stride(0), cols, eps),
+            _layer_norm_forward_wide_kernel, rows, (*tensors, x.stride(0), cols, 1.0 / cols, eps),
             (k.block,), k.num_warps,
         )  # fmt: skip
     return y, mean, rstd
@@ -251,12 +252,13 @@ def _gradients(
     partial = x.new_empty((len(wanted), k.programs, cols), dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     target = dx if dx.numel() else None
+    strides = (dy.stride(0), x.stride(0))
     if k.block < cols:
         _wide(dy, x, weight, mean, rstd, target, dw, db, k)
     else:
         launch(
             _layer_norm_backward_kernel, k.programs,
-            (dy, x, weight, mean, rstd, target, dw, db, dy.stride(0), x.stride(0), rows, cols),
+            (dy, x, weight, mean, rstd, target, dw, db, *strides, rows, cols, 1.0 / cols),
             (k.rows, k.block, k.stages), k.num_warps,
         )  # fmt: skip
     return list(sum_all_partials(partial, *wanted)) if wanted else []
@@ -271,7 +273,7 @@ def _wide(
     if dx is not None:
         launch(
             _layer_norm_backward_wide_kernel, rows,
-            (dy, x, weight, mean, rstd, dx, *strides, cols), (k.block,), k.num_warps,
+            (dy, x, weight, mean, rstd, dx, *strides, cols, 1.0 / cols), (k.block,), k.num_warps,
         )  # fmt: skip
     if dw is not None or db is not None:
         launch(

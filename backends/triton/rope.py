@@ -194,9 +194,10 @@ def _launch(
     if sum(heads) == 0 or tokens == 0:
         return
     plain = style == "half" and cos.shape[-1] == width
+    key = "rope.backward" if inverse else "rope.forward"
     n = knobs(
-        "rope", rope_knobs, q.device, rows=tokens, cols=width, q_heads=heads[0],
-        k_heads=heads[1], plain=plain,
+        key, rope_knobs, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
+        plain=plain,
     )  # fmt: skip
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
