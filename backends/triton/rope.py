@@ -54,7 +54,7 @@ def rope_knobs(
     per_tile = max(1, min(4096 // (block * width), 32, power_of_2(rows)))
     threads = block * per_tile * width // (32 if plain and block > 1 else 16)
     blocks = max(1, (q_heads + k_heads) // block)
-    groups = min(blocks, cdiv(32 * info.cores, cdiv(rows, per_tile)))
+    groups = min(blocks, cdiv(8 * info.cores, cdiv(rows, per_tile)))
     return RopeKnobs(per_tile, block, cdiv(blocks, groups), warps(max(threads, 32), info.warp_size))
 
 
