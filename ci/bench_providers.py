@@ -109,6 +109,28 @@ def _swiglu_packed(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _geglu_packed(gate_up: Tensor, *, approximate: str = "tanh") -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half"
+) -> tuple[Tensor, Tensor]:
+    def turn(x: Tensor) -> Tensor:
+        if style == "half":
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((-b, a), dim=-1)
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+
+
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -250,6 +272,9 @@ TABLE: dict[str, dict[str, Formula]] = {
     "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
+    "geglu": {"torch": _geglu},
+    "geglu_packed": {"torch": _geglu_packed},
+    "rope": {"torch": _rope},
     "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
     "cross_entropy_inplace": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
     "fused_linear_cross_entropy": {
@@ -290,6 +315,15 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         lambda f: lambda x, weight, bias, eps=1e-5: f(x, weight, bias, eps),
     ),
     "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
+    "swiglu_packed": (
+        "liger_kernel.ops:LigerFusedGateUpSiLUMulFunction.apply",
+        lambda f: lambda gate_up: f(gate_up),
+    ),
+    "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
+    "rope": (
+        "liger_kernel.transformers.rope:liger_rotary_pos_emb",
+        lambda f: lambda q, k, cos, sin: f(q, k, cos, sin),
+    ),
     "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
     "cross_entropy_inplace": (
         "liger_cross_entropy",

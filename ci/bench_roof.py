@@ -27,9 +27,15 @@ def _elementwise(forward: int, both: int) -> Callable[[Mapping[str, Sequence[int
     return work
 
 
-def _swiglu_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+def _gated_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     half = math.prod(shapes["gate_up"]) * size / 2
     return Work(3 * half, 8 * half)
+
+
+def _rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
+    angles = (math.prod(shapes["cos"]) + math.prod(shapes["sin"])) * size
+    return Work(2 * heads + angles, 4 * heads + 2 * angles)
 
 
 def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
@@ -48,7 +54,11 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "layer_norm": _elementwise(2, 5),
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
-    "swiglu_packed": _swiglu_packed,
+    "swiglu_packed": _gated_packed,
+    "geglu": _elementwise(3, 8),
+    "geglu_packed": _gated_packed,
+    # q, k, cos and sin read, q and k written, twice
+    "rope": _rope,
     # logits read; the gradient written, which one pass can do
     "cross_entropy": _elementwise(1, 2),
     "cross_entropy_inplace": _elementwise(1, 2),

@@ -102,6 +102,8 @@ def number(
 
 def integer(op: str, name: str, value: object) -> int:
     """An integer, or what says that it is one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # also a size that a compiler keeps symbolic
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{op}: {name} must be an integer, got {describe(value)}")
     return operator.index(value)

@@ -1,11 +1,8 @@
 """Gated activations, ``y = act(gate) * up``: silu, gelu, and gelu by tanh.
 
-All three are ``act(x) = x p(x)``: ``p`` is the sigmoid for silu, the normal distribution for gelu,
-and ``sigmoid(2 u)``, which is ``(1 + tanh(u)) / 2``, for its approximation. The activation is
-rounded to the dtype of ``gate`` before the product.
+The activation is rounded to the dtype of ``gate`` before the product. Every activation and every
+slope is one call of PyTorch, which a compiler opens and fuses.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -13,28 +10,14 @@ from torch import Tensor
 from liger_multi.reference.chunking import as_rows, row_blocks, statistics_dtype
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """The activation in the dtype of ``gate``; PyTorch computes it in fp32 inside."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
-    by = "tanh" if activation == "gelu_tanh" else "none"
-    return torch.nn.functional.gelu(gate, approximate=by)
-
-
-def share(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """``p(x)`` and its derivative."""
-    if activation == "gelu":
-        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))), density
-    if activation == "silu":
-        p = torch.sigmoid(x)
-        return p, p * (1 - p)
-    # p is 0 or 1 where the clamp holds; without it, 0 * inf is NaN from |x| = 1e13 on
-    square = (x * x).clamp(max=100.0)
-    p = torch.sigmoid(math.sqrt(8 / math.pi) * x * (1 + 0.044715 * square))
-    return p, p * (1 - p) * (math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * square))
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATION[activation])
 
 
 def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -59,12 +42,16 @@ def backward(
 
 
 def gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """``dgate = dy up (p + gate p')``, ``dup = dy (gate p)``."""
-    kind = statistics_dtype(gate.dtype)
+    """``dgate = dy up act'(gate)`` and ``dup = dy act(gate)``."""
+    kind, aten = statistics_dtype(gate.dtype), torch.ops.aten
     g, d = gate.to(kind), dy.to(kind)
-    p, slope = share(g, activation)
-    dgate = (d * up.to(kind) * (p + g * slope)).to(gate.dtype)
-    return dgate, (d * (g * p).to(gate.dtype)).to(up.dtype)
+    if activation == "silu":
+        dgate = aten.silu_backward(d * up.to(kind), g)
+    else:
+        # from 100 on the slope is 0 or 1; where a square overflows, PyTorch's would be NaN
+        by = APPROXIMATION[activation]
+        dgate = aten.gelu_backward(d * up.to(kind), g.clamp(-100, 100), approximate=by)
+    return dgate.to(gate.dtype), (d * activate(gate, activation)).to(up.dtype)
 
 
 def gradients_into(

@@ -41,16 +41,20 @@ def _each_channel(angle: Tensor, style: str, rotary_dim: int) -> Tensor:
     return torch.cat((angle, angle), -1) if style == "half" else angle.repeat_interleave(2, -1)
 
 
-def _rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, style: str, rotary_dim: int, casting: str, inverse: bool
-) -> Tensor:
-    """The first ``rotary_dim`` channels, by the rotation or its transposed."""
-    x = x[..., :rotary_dim]
+def _terms(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, casting: str, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """What is multiplied by cos, and what is added: of the rotation, or of its transposed."""
     if casting == "cohere":
         x = x.to(statistics_dtype(x.dtype))
-    if inverse:
-        return x * cos - turn(x * sin, style)
-    return x * cos + turn(x, style) * sin
+    return x, -turn(x * sin, style) if inverse else turn(x, style) * sin
+
+
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, added: Tensor) -> None:
+    if out.dtype == torch.promote_types(x.dtype, cos.dtype):
+        torch.mul(x, cos, out=out).add_(added)
+    else:
+        out.copy_(x * cos + added)
 
 
 def rotate(
@@ -61,9 +65,12 @@ def rotate(
     cos, sin = (
         _each_channel(t, style, rotary_dim).unsqueeze(head_axis - x.ndim) for t in (cos, sin)
     )
-    how = (style, rotary_dim, casting, inverse)
+    how = (style, casting, inverse)
     if torch.compiler.is_compiling():
-        turned = _rotated(x, cos, sin, *how).to(dtype)
+        wide, added = _terms(x[..., :rotary_dim], cos, sin, *how)
+        turned = wide * cos + added
+        # a cast that does nothing lost the gradient in a traced function of torch 2.11
+        turned = turned if turned.dtype == dtype else turned.to(dtype)
         if rotary_dim == x.shape[-1]:
             return turned
         return torch.cat((turned, x[..., rotary_dim:].to(dtype)), -1)
@@ -75,7 +82,8 @@ def rotate(
         of, count = block.start, block.stop - block.start
         here, there = x.narrow(axis, of, count), out.narrow(axis, of, count)
         c, s = (t.narrow(axis - x.ndim, of, count) for t in (cos, sin))
-        there[..., :rotary_dim] = _rotated(here, c, s, *how)
+        wide, added = _terms(here[..., :rotary_dim], c, s, *how)
+        _rotate_into(there[..., :rotary_dim], wide, c, added)
         there[..., rotary_dim:] = here[..., rotary_dim:]
     return out
 

@@ -49,22 +49,21 @@ def geglu_packed(gate_up, approximate="tanh"):
 
 
 def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
-    """A matrix of 2 x 2 blocks for every token: slow, and nothing to get wrong."""
     width = rotary_dim or cos.shape[-1]
-    i = torch.arange(width // 2, device=q.device)
-    a, b = (i, i + width // 2) if style == "half" else (2 * i, 2 * i + 1)
-    if width != cos.shape[-1]:
-        full = cos.new_empty(*cos.shape[:-1], width)
-        cos, sin = (full.index_copy(-1, a, t).index_copy(-1, b, t) for t in (cos, sin))
-    matrix = torch.eye(q.shape[-1], dtype=cos.dtype, device=q.device)
-    matrix = matrix.repeat(*cos.shape[:-1], 1, 1)  # out[channel] = sum of matrix[channel, other] x
-    matrix[..., a, a], matrix[..., b, b] = cos[..., a], cos[..., b]
-    matrix[..., a, b], matrix[..., b, a] = -sin[..., a], sin[..., b]
-    if q.ndim == 3:
-        return tuple(torch.einsum("scd,shd->shc", matrix, x) for x in (q, k))
-    matrix = matrix.expand(q.shape[0], *matrix.shape[-3:])
-    term = "bscd,bhsd->bhsc" if unsqueeze_dim == 1 else "bscd,bshd->bshc"
-    return tuple(torch.einsum(term, matrix, x) for x in (q, k))
+    first, second = slice(0, width // 2), slice(width // 2, width)
+    if style == "interleaved":
+        first, second = slice(0, width, 2), slice(1, width, 2)
+    cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
+    each = cos.shape[-1] == width  # a value for each channel, or for each pair of them
+    cosines = (cos[..., first], cos[..., second]) if each else (cos, cos)
+    sines = (sin[..., first], sin[..., second]) if each else (sin, sin)
+    outs = []
+    for x in (q, k):
+        a, b, out = x[..., first], x[..., second], x.clone()
+        out[..., first] = a * cosines[0] - b * sines[0]
+        out[..., second] = b * cosines[1] + a * sines[1]
+        outs.append(out)
+    return tuple(outs)
 
 
 def cross_entropy(

@@ -153,6 +153,38 @@ def test_reference_swiglu_is_bit_exact_to_transformers():
         assert torch.equal(ops.swiglu_packed(torch.cat((gate, up), -1)), F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reference_geglu_is_bit_exact_to_transformers(dtype, approximate):
+    from transformers.activations import ACT2FN
+
+    act = ACT2FN[{"tanh": "gelu_pytorch_tanh", "none": "gelu"}[approximate]]
+    packed = torch.randn(2, 9, 128, dtype=dtype) * 3
+    gate, up = packed.chunk(2, -1)
+    for right in (act(gate) * up, F.gelu(gate, approximate=approximate) * up):
+        assert torch.equal(ops.geglu(gate, up, approximate), right)
+        assert torch.equal(ops.geglu_packed(packed, approximate), right)
+
+
+def test_geglu_is_what_gemma_computes():
+    module = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    config = module.GemmaConfig(
+        hidden_size=16, intermediate_size=40, hidden_act="gelu_pytorch_tanh"
+    )
+    mlp, x = module.GemmaMLP(config), torch.randn(3, 5, 16)
+    ours = mlp.down_proj(ops.geglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    right = mlp(x)
+    assert torch.equal(ours, right)
+    weights = list(mlp.parameters())
+    upstream = torch.randn_like(right)
+    for got, want in zip(
+        torch.autograd.grad(ours, weights, upstream),
+        torch.autograd.grad(right, weights, upstream),
+        strict=True,
+    ):
+        assert excess(got, want.double(), torch.float32) <= 1
+
+
 # --- memory ---
 
 
@@ -328,6 +360,11 @@ BAD = [
     ),
     (lambda: ops.swiglu(x, x[:2]), ValueError, r"same shape, got \(4, 8\) and \(2, 8\)"),
     (lambda: ops.swiglu_packed(torch.randn(2, 5)), ValueError, "must be even"),
+    (lambda: ops.geglu(x, x[:2]), ValueError, r"geglu: .* got \(4, 8\) and \(2, 8\)"),
+    (lambda: ops.geglu(x, x, "erf"), ValueError, "unknown approximate 'erf'"),
+    (lambda: ops.geglu(x, None), TypeError, "up must be a floating-point tensor, got NoneType"),
+    (lambda: ops.geglu_packed(x[:, :5]), ValueError, "geglu_packed: .* must be even"),
+    (lambda: ops.geglu_packed(x, approximate="fast"), ValueError, "unknown approximate 'fast'"),
     (lambda: ops.cross_entropy(x, t[:2]), ValueError, r"target must have shape \(4,\)"),
     (lambda: ops.cross_entropy(x, t.float()), TypeError, "integer class ids"),
     (

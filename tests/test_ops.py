@@ -13,7 +13,7 @@ from liger_multi.registry import module, operators, unavailable
 from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TILES_OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu")
+TILES_OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu")
 
 
 def pytest_generate_tests(metafunc):

@@ -51,7 +51,7 @@ def rope_knobs(
     common = math.gcd(q_heads, k_heads) or 1
     block = min(common & -common, 16)  # no head is masked
     width = power_of_2(cols)
-    per_tile = max(1, min(4096 // (block * width), 32, power_of_2(rows)))
+    per_tile = max(1, min(4096 // (block * width), 32))
     threads = block * per_tile * width // (32 if plain and block > 1 else 16)
     blocks = max(1, (q_heads + k_heads) // block)
     groups = min(blocks, cdiv(8 * info.cores, cdiv(rows, per_tile)))
@@ -65,11 +65,13 @@ def _load_pairs(
     """Both channels of every pair in fp32; ptr and mask are [heads, tokens, 1]."""
     if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
-        x = tl.load(ptr + channel * stride, mask=mask & (channel < ROTARY), other=0.0)
+        ptr += channel.to(tl.int64) * stride
+        x = tl.load(ptr, mask=mask & (channel < ROTARY), other=0.0)
         return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
     else:
         pair = tl.arange(0, HALF)[None, None, :]
         mask = mask & (pair < ROTARY // 2)
+        pair = pair.to(tl.int64)
         a = tl.load(ptr + pair * stride, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(ptr + (pair + ROTARY // 2) * stride, mask=mask, other=0.0).to(tl.float32)
         return a, b
@@ -129,11 +131,12 @@ def _rotate_heads(
         if PASS:
             channel = ROTARY + tl.arange(0, PASS)[None, None, :]
             here = here & (channel < WIDTH)
-            value = tl.load(x + channel * stride, mask=here, other=0.0).to(tl.float32)
+            x += channel.to(tl.int64) * stride
+            value = tl.load(x, mask=here, other=0.0).to(tl.float32)
             tl.store(out + channel, round_to(value, out_ptr.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["seq", "tokens"])
+@triton.jit(do_not_specialize=["seq", "tokens", "groups", "share"])
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_head_stride, q_token_stride, q_stride,

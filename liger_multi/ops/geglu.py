@@ -63,6 +63,10 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 EXACT = {"approximate": "none"}
+OVERFLOW = {
+    "gate": T((4, 64), scale=1e22, dtype=torch.float32),
+    "up": T((4, 64), dtype=torch.float32),
+}
 SAMPLES = (
     Sample("rows", pair((3, 5, 48))),
     Sample("exact", pair((3, 5, 48)), EXACT),
@@ -78,6 +82,8 @@ SAMPLES = (
     Sample("expanded", pair((5, 24), "expanded")),
     Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
     Sample("exact-large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}, EXACT),
+    Sample("squares-overflow", OVERFLOW),
+    Sample("exact-squares-overflow", OVERFLOW, EXACT),
     Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
     Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
     Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}, EXACT),

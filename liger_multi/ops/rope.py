@@ -114,6 +114,8 @@ def rope(
         Su et al. 2021 (arXiv:2104.09864); transformers ``apply_rotary_pos_emb`` of llama, phi3,
         glm, cohere and gpt_oss, ``apply_rotary_pos_emb_vision`` of qwen2_vl.
     """
+    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):  # none of them is optional
+        checks.floating("rope", **{name: x})
     checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
     checks.one_of("rope", "style", style, STYLES)
     checks.one_of("rope", "casting", casting, CASTINGS)
@@ -144,7 +146,7 @@ def _head_axis(q: Tensor, unsqueeze_dim: int) -> int:
         )
     given = checks.integer("rope", "unsqueeze_dim", unsqueeze_dim)
     axis = given + q.ndim if given < 0 else given
-    if axis not in range(1, q.ndim - 1):
+    if not 1 <= axis <= q.ndim - 2:
         known = "1 or 2" if q.ndim == 4 else "1"
         raise ValueError(
             f"rope: unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} "
@@ -165,7 +167,7 @@ def _check_angles(q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     checks.same_shape("rope", cos=cos, sin=sin)
     tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
     fits = cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
-    if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, q.shape[0])):
+    if not fits or (cos.ndim == 3 and cos.shape[0] != 1 and cos.shape[0] != q.shape[0]):
         wanted = f"({tokens}, R)"
         if q.ndim == 4:
             wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
@@ -178,7 +180,7 @@ def _check_angles(q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
 def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
     width = cos.shape[-1]
     given = width if rotary_dim is None else checks.integer("rope", "rotary_dim", rotary_dim)
-    if given not in (width, 2 * width):
+    if given != width and given != 2 * width:
         raise ValueError(
             f"rope: rotary_dim must be the width of cos (one value a channel) or twice that (one "
             f"value a pair), got {given} for {checks.describe(cos)}"
