@@ -1,7 +1,8 @@
 """Pages generated from the operators' contracts: ``python -m ci.docs [--check]``.
 
-Writes the operator table into ``README.md`` (between its markers) and ``docs/ops.md`` (every
-docstring). Backends are read as files, so the pages are the same on every machine.
+Writes the operator table into ``README.md`` (between its markers), ``docs/ops.md`` (every
+docstring) and ``docs/regressions.md``. Backends are read as files, so the pages are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ci import regressions
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
@@ -168,6 +171,7 @@ def stale() -> dict[Path, tuple[str, str]]:
     pages: dict[Path, Callable[[str], str]] = {
         ROOT / "README.md": readme,
         ROOT / "docs" / "ops.md": lambda old: page(),
+        ROOT / "docs" / "regressions.md": lambda old: regressions.page(),
     }
     found = {}
     for path, make in pages.items():
