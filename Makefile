@@ -16,7 +16,7 @@ ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check static bench docs format clean env
+.PHONY: help demo test test-full doctor container check static bench docs site format clean env
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -83,6 +83,12 @@ test-full: $(ENV)  ## the suite with the slow tests
 	echo "== slow"; \
 	$(PYTEST) -m slow $(if $(DEVICE),--backend $(DEVICE)) $(call keep,$(addsuffix -,$(DEVICE))slow) $(ARGS) || failed=1; \
 	exit $$failed
+
+doctor: $(ENV)  ## what this machine can use, and why not the rest
+	$(RUN) -m liger_multi doctor
+
+container:  ## the suite of BACKEND in its image, by docker, with that backend's devices
+	RESULTS=$(RESULTS) ci/docker/run.sh $(or $(BACKEND),cpu)
 
 static: $(ENV)  ## format, lint, types, layering, generated pages
 	@failed=; \

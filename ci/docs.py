@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ci import regressions
+from ci import docs_status, regressions
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
@@ -172,6 +172,7 @@ def stale() -> dict[Path, tuple[str, str]]:
         ROOT / "README.md": readme,
         ROOT / "docs" / "ops.md": lambda old: page(),
         ROOT / "docs" / "regressions.md": lambda old: regressions.page(),
+        ROOT / "docs" / "verification.md": lambda old: docs_status.page(),
     }
     found = {}
     for path, make in pages.items():

@@ -2,7 +2,7 @@
 
 ``make test BACKEND=cuda RESULTS=benchmarks/suites/nvidia-h200-2026-11-21`` writes ``cuda.json``
 there (and ``cuda.xml`` in the form of JUnit). Without a backend there are three files: ``native``,
-``interpreted`` and ``cross-compiled``.
+``interpreted`` and ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,3 +120,27 @@ def read(folder: Path = FOLDER) -> list[Result]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the result of a suite: {error}") from error
     return sorted(found, key=lambda result: result.date, reverse=True)
+
+
+def table(found: Sequence[Result]) -> str:
+    """Results as a table in Markdown."""
+    rows = ["| suite | device | PyTorch | outcome | date | commit |", "|---|---|---|---|---|---|"]
+    for one in found:
+        counts = ", ".join(f"{n} {name}" for name, n in one.counts.items()) or "nothing ran"
+        outcome = counts if one.green else f"**{counts}**"
+        device = " ".join(filter(None, (one.device.get("name"), one.device.get("arch"))))
+        cells = (one.part, device, one.versions["torch"], outcome, one.date[:10], one.commit[:7])
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Print the results below a folder; 1 where there is none."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    found = read(folder)
+    print(table(found) if found else f"no results below {folder}")
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

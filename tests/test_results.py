@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ci import results
+from ci import docs_status, results
 from liger_multi.registry import backends  # before inner sessions, which forget what they import
 
 pytest_plugins = ["pytester"]
@@ -82,6 +82,56 @@ def test_kept_results_name_backends_that_exist():
         assert set(found.backends) <= set(backends()), found
         assert set(found.counts) <= set(results.OUTCOMES), found
         assert {"torch", "python"} <= set(found.versions), found
+
+
+def run_on(device, part, failed=0, date="2026-05-01"):
+    counts = {"passed": 7, **({"failed": failed} if failed else {})}
+    facts = {"device": device, "name": f"a {part} machine"}
+    backends = [part, "reference"] if part != "native" else ["reference"]
+    versions = {"torch": "2.13.0", "python": "3.12.1"}
+    return results.Result(part, backends, facts, versions, "abcdef0", date, counts, 1.0)
+
+
+def row(name, kept, monkeypatch):
+    monkeypatch.setattr(results, "read", lambda: sorted(kept, key=lambda r: r.date, reverse=True))
+    lines = [line for line in docs_status.page().splitlines() if line.startswith(f"| {name} ")]
+    return lines[0]
+
+
+def test_a_backend_that_nobody_ran_says_so(monkeypatch):
+    kept = [run_on("cpu", "native"), run_on("npu:0", "npu")]
+    for name in ("cuda", "rocm", "triton"):
+        assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
+    assert "a npu machine, PyTorch 2.13.0: 7 passed (2026-05-01)" in row("npu", kept, monkeypatch)
+    assert docs_status.NOT_RUN not in row("reference", kept, monkeypatch)
+
+
+def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
+    said = row("triton", [run_on("cuda:0", "rocm")], monkeypatch)
+    assert "by rocm: a rocm machine" in said
+    # interpreted kernels are no run on a device
+    kept = [run_on("cpu", "triton")]
+    assert docs_status.NOT_RUN in row("triton", kept, monkeypatch)
+
+
+def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
+    kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
+    said = row("cuda", kept, monkeypatch)
+    assert "7 passed, 2 failed (2026-06-01) **failing**" in said
+
+
+def test_a_red_compilation_claims_nothing(monkeypatch):
+    assert "compiled for gfx90a" in row("rocm", [run_on("cpu", "cross-compiled")], monkeypatch)
+    kept = [run_on("cpu", "cross-compiled", failed=1)]
+    assert "compiled" not in row("rocm", kept, monkeypatch)
+
+
+def test_architectures_are_those_that_are_compiled_for():
+    pytest.importorskip("triton")
+    from ci.static import TARGETS
+
+    said = [a for vendor in docs_status.CODE_GENERATORS for a in docs_status.architectures(vendor)]
+    assert said == list(TARGETS)
 
 
 def test_the_commit_may_come_from_outside(monkeypatch):
