@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from liger_multi.op import Op
     from liger_multi.primitive import Primitive
 
+
+TENSORS = ("input", "output")  # sources that are saved for backward
 
 # What the functions below need of each operator. Dynamo of torch 2.7 follows globals, not closures,
 # to objects that it does not know.
@@ -53,30 +55,35 @@ def _sources(op: Op) -> list[tuple[str, int]]:
 def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     """The ``autograd.Function`` that joins the halves of ``op``."""
     fwd, bwd, sources = op.fwd, op.bwd, _sources(op)
-    visible = len(fwd.returns) - len(op.residuals)
-    keep = [s for s in sources if s[0] in ("input", "output")]
-    kept = {s: i for i, s in enumerate(keep)}
+    visible, inputs = len(fwd.returns) - len(op.residuals), len(fwd.params)
+    single = len(fwd.returns) == 1
+    # numbers of arguments and, after them, of outputs that are saved; of other arguments; of dtypes
+    kept = {s: (s[1] if s[0] == "input" else inputs + s[1]) for s in sources if s[0] in TENSORS}
+    saved, plain = list(kept.values()), [s[1] for s in sources if s[0] == "constant"]
     owners = [op.shared.get(n, n) for n in fwd.params]
     back = [bwd.returns.index(f"d{n}") if f"d{n}" in bwd.returns else None for n in owners]
+    cast = [i for i, n in enumerate(fwd.params) if owners[i] != n or n in op.shared.values()]
+    typed = sorted({*cast, *(s[1] for s in sources if s[0] == "dtype")})
+    order = _order(sources, len(fwd.params), visible, saved, plain, typed, kept)
     fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
-
-    name, inputs, returned = op.name, fwd.params, fwd.returns
+    name, everything = op.name, (*fwd.params, *fwd.returns)
     WIRED[name] = (fwd, bwd, omit)
 
     def forward(ctx: Any, *args: Any) -> Any:
         half, _, unread = WIRED[name]
-        outs = half(*args)
-        outs = (outs,) if isinstance(outs, Tensor) else outs
+        outs = (half(*args),) if single else half(*args)
         if dirty >= 0:
             increment_version(args[dirty])
-        left = unread(*[args[i] for i in asked]) if unread is not None else ()
-        pool = {"input": args, "output": outs}
-        names = {"input": inputs, "output": returned}
-        ctx.save_for_backward(*[None if names[k][i] in left else pool[k][i] for k, i in keep])
-        ctx.args = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.dtypes = [a.dtype if isinstance(a, Tensor) else None for a in args]
+        pool = (*args, *outs)
+        if unread is None:
+            ctx.save_for_backward(*[pool[i] for i in saved])
+        else:
+            left = unread(*[args[i] for i in asked])
+            ctx.save_for_backward(*[None if everything[i] in left else pool[i] for i in saved])
+        ctx.plain = [args[i] for i in plain]
+        ctx.dtypes = [None if args[i] is None else args[i].dtype for i in typed]
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outs[i] for i in fixed])
@@ -85,34 +92,26 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
         return outs[0] if visible == 1 else tuple(outs[:visible])
 
     def run(ctx: Any, grads: tuple[Any, ...]) -> Any:
-        saved = ctx.saved_tensors
-        pools = {
-            "grad": grads,
-            "flag": ctx.needs_input_grad,
-            "dtype": ctx.dtypes,
-            "constant": ctx.args,
-        }
-        args = [saved[kept[s]] if s in kept else pools[s[0]][s[1]] for s in sources]
-        outs = WIRED[name][1](*args)
         needs = ctx.needs_input_grad
-        if (
-            dirty >= 0
-        ):  # its buffer holds the gradient now; a second backward meets a changed version
-            increment_version(saved[kept["input", dirty]])
-            return tuple(
-                saved[kept["input", dirty]].detach() if j == dirty else None
-                for j in range(len(back))
-            )
+        tensors = ctx.saved_tensors
+        pool = (*grads, *needs, *tensors, *ctx.plain, *ctx.dtypes)
+        outs = WIRED[name][1](*[pool[i] for i in order])
+        if dirty >= 0:  # its buffer is the gradient now; a second backward meets a changed version
+            logits = tensors[saved.index(dirty)]
+            increment_version(logits)
+            return tuple(logits.detach() if j == dirty else None for j in range(inputs))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
-        return tuple(
-            g if g is None or g.dtype == ctx.dtypes[j] else g.to(ctx.dtypes[j])
-            for j, g in enumerate(found)
-        )
+        if any(g is None for g in grads):  # no upstream gradient reaches some input: empty, None
+            found = [None if g is None or g.numel() == 0 else g for g in found]
+        for i in cast:
+            g = found[i]
+            found[i] = None if g is None else g.to(ctx.dtypes[typed.index(i)])
+        return tuple(found)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         if all(g is None for g in grads):
-            return (None,) * len(back)
+            return (None,) * inputs
         if torch.compiler.is_compiling():
             return run(ctx, grads)
         if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
@@ -120,11 +119,43 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
                 f"the backward of liger_multi.{name} does not support functorch transforms "
                 "(is_grads_batched, vectorize=True)"
             )
+        if ctx.configuration is current():
+            return run(ctx, grads)
         with within(ctx.configuration):
             return run(ctx, grads)
 
-    members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(once_differentiable(backward)),
-    }
+    once = once_differentiable(backward)
+
+    def differentiable_once(ctx: Any, *grads: Any) -> Any:
+        guarded = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        return once(ctx, *grads) if guarded else backward(ctx, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once)}
     return type(op.name, (torch.autograd.Function,), members)
+
+
+def _order(
+    sources: Sequence[tuple[str, int]],
+    inputs: int,
+    visible: int,
+    saved: Sequence[int],
+    plain: Sequence[int],
+    typed: Sequence[int],
+    kept: Mapping[tuple[str, int], int],
+) -> list[int]:
+    """Where every argument of backward stands among gradients, flags, tensors, values, dtypes."""
+    flags = visible
+    tensors = flags + inputs
+    values = tensors + len(saved)
+    dtypes = values + len(plain)
+    found = []
+    for kind, i in sources:
+        if kind in TENSORS:
+            found.append(tensors + saved.index(kept[kind, i]))
+        elif kind == "constant":
+            found.append(values + plain.index(i))
+        elif kind == "dtype":
+            found.append(dtypes + typed.index(i))
+        else:
+            found.append((flags if kind == "flag" else 0) + i)
+    return found

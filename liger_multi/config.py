@@ -8,10 +8,15 @@ is asked of the next one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 from liger_multi.config_file import AUTO, Choice, Layer, load, parse
 from liger_multi.errors import ConfigurationError
@@ -55,16 +60,50 @@ class Configuration:
         return found
 
 
-_scope: ContextVar[tuple[Configuration | None, bool]] = ContextVar(
-    "liger_multi_scope", default=(None, False)
-)
+Scope = tuple["Configuration | None", bool]
+_scope: ContextVar[Scope] = ContextVar("liger_multi_scope", default=(None, False))
 _base: Configuration | None = None
+HANDED = "liger_multi.scope"
+_local = threading.local()
+
+
+class _Caller:
+    """The scope of a thread, for the threads in which autograd works for it.
+
+    Those see none of its context variables, but PyTorch hands them this thread-local object when a
+    backward pass starts.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.scope: Scope = (None, False)
+        before = sys.getrefcount(self)
+        torch._C._stash_obj_in_tls(HANDED, self)
+        if sys.getrefcount(self) == before:  # torch 2.11 and older take a reference uncounted
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
+def _hand_over() -> None:
+    """Show the scope of this thread to the threads in which autograd works for it."""
+    if not hasattr(_local, "caller"):
+        _local.caller = _Caller()
+    _local.caller.scope = _scope.get()
+
+
+def _handed_over() -> Scope:
+    if torch._C._is_key_in_tls(HANDED):
+        caller: _Caller = torch._C._get_obj_in_tls(HANDED)
+        if caller.thread != threading.get_ident():
+            return caller.scope
+    return None, False
 
 
 def current() -> Configuration:
     """The configuration in force here and now."""
     base = _base or configure(None)
     scope, pinned = _scope.get()
+    if scope is None:
+        scope, pinned = _handed_over()
     if scope is None:
         return base
     if pinned or scope.base is base.layers:
@@ -106,16 +145,18 @@ def use(**choices: str | list[str]) -> Iterator[None]:
     Keys are operator names (or ``default``), values a backend's name (binding) or a list of names.
     The scope follows threads and tasks as context variables do; a backward pass uses the
     configuration of its forward pass, wherever it runs (after a compiled forward: the one in force
-    when it runs).
+    where ``backward`` is called, which may lie outside of the block).
 
     Raises:
         ConfigurationError: Unknown operator or backend.
     """
     token = _scope.set((current().scoped(choices), False))
+    _hand_over()
     try:
         yield
     finally:
         _scope.reset(token)
+        _hand_over()
 
 
 @contextlib.contextmanager

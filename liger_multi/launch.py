@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib.resources
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -54,30 +54,40 @@ def _device_info(device: torch.device) -> DeviceInfo:
     raise ConfigurationError(f"no available backend knows the limits of the device {device}")
 
 
-def knobs(name: str, default: Knobs, device: torch.device, **shape: int) -> Knobs:
-    """The launch knobs of kernel ``name`` for a shape: the default, with the table's entry over it.
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shape: int) -> Knobs:
+    """The launch knobs of kernel ``name`` for a shape: the formula's, with the table's over them.
 
     Args:
         name: Key in the table, such as ``rms_norm.forward``.
-        default: Frozen dataclass from the kernel's formula.
+        formula: Makes the default, a frozen dataclass, from the device's limits and the shape.
         device: Where the kernel will run.
-        shape: Sizes that entries bound, such as ``rows=8192, cols=4096``.
+        shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
     """
-    found: Knobs = _knobs(name, default, device_info(device), tuple(sorted(shape.items())))
+    if _simulated:
+        made: Knobs = _knobs(name, formula, _simulated[-1], shape)
+        return made
+    key = (name, device, *shape.values())
+    found: Knobs | None = _found.get(key)
+    if found is None:
+        if len(_found) > 16384:  # of as many different shapes, most do not come again
+            _found.clear()
+        found = _found[key] = _knobs(name, formula, device_info(device), shape)
     return found
 
 
-@functools.lru_cache(maxsize=16384)
-def _knobs(name: str, default: Any, info: DeviceInfo, shape: tuple[tuple[str, int], ...]) -> Any:
-    sizes = dict(shape)
+def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
+    made = formula(info, **shape)
     for entry in table(info.backend, info.arch).get(name, ()):
-        if all(low <= sizes[axis] <= high for axis, (low, high) in entry["when"].items()):
-            default = dataclasses.replace(default, **entry["knobs"])
+        if all(low <= shape[axis] <= high for axis, (low, high) in entry["when"].items()):
+            made = dataclasses.replace(made, **entry["knobs"])
             break
-    warps = getattr(default, "num_warps", None)
+    warps = getattr(made, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
-        default = dataclasses.replace(default, num_warps=info.max_threads // info.warp_size)
-    return default
+        made = dataclasses.replace(made, num_warps=info.max_threads // info.warp_size)
+    return made
 
 
 @functools.cache

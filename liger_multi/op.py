@@ -5,7 +5,7 @@ schema and the body the shape rule. In ``backward(dy, x, weight, rstd, ...)``, `
 gradient of output ``y``, ``x`` and ``weight`` are inputs of forward, ``rstd`` an output of forward
 kept as a residual, and the returned ``dx`` belongs to ``x``. ``needs_x`` tells a half whether
 anybody wants the gradient of ``x``, and ``x_dtype`` is the dtype of ``x``. A gradient that nobody
-wants is an empty tensor and becomes None.
+wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
 
 Each half is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes see
 one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 from liger_multi.autograd import make_function
 from liger_multi.errors import TransformError
@@ -99,6 +101,11 @@ class Op:
             )
             self.shared = dict(shared)
             self.function = make_function(self, omit)
+            # the part in C++; what Python does around it serves functorch and setup_context
+            self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+            names = [self.fwd.params[i] for i in self.fwd.places]
+            needs = [p[len("needs_") :] for p in self.fwd.params if p.startswith("needs_")]
+            self.flags = [names.index(name) for name in needs]
             return fake
 
         return declare
@@ -110,26 +117,37 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""
-        eager = not torch.compiler.is_compiling()
-        if eager and torch._C._are_functorch_transforms_active():
-            raise TransformError(
-                f"liger_multi.{self.name} does not support functorch transforms "
-                f"(torch.func.grad, vmap, jvp); "
-                "call it outside of them, or use plain PyTorch operations there"
-            )
-        if eager and any(type(a).__name__ == "DTensor" for a in args):
-            from liger_multi.sharding import prepare
-
-            prepare(self, args)
+        apply = self.function.apply
+        if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                raise TransformError(
+                    f"liger_multi.{self.name} does not support functorch transforms "
+                    f"(torch.func.grad, vmap, jvp); "
+                    "call it outside of them, or use plain PyTorch operations there"
+                )
+            if not self._special(args):
+                apply = self.apply
         grad = torch.is_grad_enabled()
-        wanted = [grad and isinstance(a, Tensor) and a.requires_grad for a in args]
-        flags = [
-            wanted[self.fwd.params.index(p[len("needs_") :])] for p in self.fwd.params[len(args) :]
-        ]
+        wanted = [grad and a is not None and a.requires_grad for a in self.fwd.pick(args)]
+        flags = [wanted[i] for i in self.flags]
         if any(wanted):
-            return self.function.apply(*args, *flags)
+            return apply(*args, *flags)
         outs = self.fwd(*args, *flags)
         visible = len(self.fwd.returns) - len(self.residuals)
         return (
             outs if isinstance(outs, Tensor) else outs[0] if visible == 1 else tuple(outs[:visible])
         )
+
+    def _special(self, args: tuple[Any, ...]) -> bool:
+        """Whether a tensor needs more care than plain ones; DTensors are prepared."""
+        found = False
+        for i in self.fwd.places:
+            kind = type(args[i])
+            if kind is Tensor or kind is Parameter:
+                found |= is_functorch_wrapped_tensor(args[i])  # dead wrappers, which leak out
+            elif kind.__name__ == "DTensor":
+                from liger_multi.sharding import prepare
+
+                prepare(self, args)
+                return True
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,7 @@ class Primitive:
         self.schema = infer_schema(fake, mutates_args=self.mutates)
         kinds = [str(p.annotation) for p in signature.parameters.values()]
         self.tensors = tuple("Tensor" in kind for kind in kinds)
+        self.places = tuple(i for i, tensor in enumerate(self.tensors) if tensor)
         self.anchor = next(
             i
             for i, k in enumerate(kinds)
@@ -62,6 +64,10 @@ class Primitive:
         if op.compile == "trace":
             self.traced = getattr(importlib.import_module(f"liger_multi.reference.{op.name}"), half)
 
+    def pick(self, args: tuple[Any, ...]) -> list[Tensor | None]:
+        """The tensors among the arguments."""
+        return [args[i] for i in self.places]
+
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
         if torch._C._is_any_autocast_enabled():
@@ -71,11 +77,10 @@ class Primitive:
 
     def _on_device(self, *args: Any) -> Any:
         device = args[self.anchor].device
-        if device.index is not None and device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device.type)
-            if module.current_device() != device.index:
-                with module.device(device.index):
-                    return resolve(self, args)(*args)
+        module = _module_of_several(device.type)
+        if module is not None and module.current_device() != device.index:
+            with module.device(device.index):
+                return resolve(self, args)(*args)
         return resolve(self, args)(*args)
 
     def __call__(self, *args: Any) -> Any:
@@ -86,19 +91,28 @@ class Primitive:
                 if self.traced is not None and _automatic(self.op.name)
                 else self.overload(*args)
             )
-        return self.call(*args) if _plain(args) else self.overload(*args)
+        return self.call(*args) if self._plain(args) else self.overload(*args)
 
-
-def _plain(args: tuple[Any, ...]) -> bool:
-    for a in args:
-        kind = type(a)
-        if isinstance(a, Tensor) and (
-            (kind is not Tensor and kind is not torch.nn.Parameter) or a.is_meta
-        ):
+    def _plain(self, args: tuple[Any, ...]) -> bool:
+        for i in self.places:
+            a = args[i]
+            if a is not None and (type(a) not in _PLAIN or a.is_meta):
+                return False
+        if torch._C._autograd._profiler_enabled():
             return False
-    if torch._C._autograd._profiler_enabled():
-        return False
-    return torch._C._len_torch_dispatch_stack() == 0 or _inline.get()
+        return torch._C._len_torch_dispatch_stack() == 0 or _inline.get()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def _module_of_several(device_type: str) -> Any:
+    """The module of a device type of which this machine has several, else None."""
+    if device_type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device_type)
+    return module if module.device_count() > 1 else None
 
 
 def constant_in_graphs(function: Function) -> Function:

@@ -1,5 +1,7 @@
 """What every operator should return: one plain differentiable formula each, run in fp64."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,22 @@ def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
     return n if weight is None else n * (weight + offset)
 
 
+class AddNorm(NamedTuple):
+    y: torch.Tensor
+    new_residual: torch.Tensor
+
+
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
+    s = x + residual
+    return AddNorm(rms_norm(s, weight, eps, **options), s)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    n = x - x.mean(-1, keepdim=True)
+    n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)
+    return n * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
 def swiglu(gate, up):
     return gate * torch.sigmoid(gate) * up
 
@@ -16,6 +34,37 @@ def swiglu(gate, up):
 def swiglu_packed(gate_up):
     half = gate_up.shape[-1] // 2
     return swiglu(gate_up[..., :half], gate_up[..., half:])
+
+
+def geglu(gate, up, approximate="tanh"):
+    if approximate == "none":
+        return gate * (1 + torch.erf(gate * 0.5**0.5)) / 2 * up
+    u = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * (1 + torch.tanh(u)) / 2 * up
+
+
+def geglu_packed(gate_up, approximate="tanh"):
+    half = gate_up.shape[-1] // 2
+    return geglu(gate_up[..., :half], gate_up[..., half:], approximate)
+
+
+def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
+    """A matrix of 2 x 2 blocks for every token: slow, and nothing to get wrong."""
+    width = rotary_dim or cos.shape[-1]
+    i = torch.arange(width // 2, device=q.device)
+    a, b = (i, i + width // 2) if style == "half" else (2 * i, 2 * i + 1)
+    if width != cos.shape[-1]:
+        full = cos.new_empty(*cos.shape[:-1], width)
+        cos, sin = (full.index_copy(-1, a, t).index_copy(-1, b, t) for t in (cos, sin))
+    matrix = torch.eye(q.shape[-1], dtype=cos.dtype, device=q.device)
+    matrix = matrix.repeat(*cos.shape[:-1], 1, 1)  # out[channel] = sum of matrix[channel, other] x
+    matrix[..., a, a], matrix[..., b, b] = cos[..., a], cos[..., b]
+    matrix[..., a, b], matrix[..., b, a] = -sin[..., a], sin[..., b]
+    if q.ndim == 3:
+        return tuple(torch.einsum("scd,shd->shc", matrix, x) for x in (q, k))
+    matrix = matrix.expand(q.shape[0], *matrix.shape[-3:])
+    term = "bscd,bhsd->bhsc" if unsqueeze_dim == 1 else "bscd,bshd->bshc"
+    return tuple(torch.einsum(term, matrix, x) for x in (q, k))
 
 
 def cross_entropy(
@@ -77,3 +126,38 @@ def fused_linear_cross_entropy(
 ):
     logits = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
     return cross_entropy(logits, target, class_weight, **options)
+
+
+class LogProb(NamedTuple):
+    log_prob: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+def fused_linear_log_prob(
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    ignore_index=-100,
+    outputs=LogProb._fields,
+    **_,
+):
+    z = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    valid = target != ignore_index
+    log_p = torch.log_softmax(z, -1)
+    own = log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
+    made = {
+        "log_prob": own,
+        "entropy": torch.special.entr(log_p.exp()).sum(-1),
+        "lse": torch.logsumexp(z, -1),
+    }
+    made = {n: torch.where(valid, x, 0) for n, x in made.items()}
+    made["argmax"] = torch.where(valid, z.argmax(-1), -1)
+    return LogProb(**{n: made[n] for n in outputs})

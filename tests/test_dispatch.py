@@ -5,6 +5,7 @@ import logging
 import pickle
 import sys
 import textwrap
+import threading
 import types
 
 import pytest
@@ -286,6 +287,37 @@ def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
     assert seen == [("forward", "use()"), ("backward", "use()")]
 
 
+class Nested(torch.autograd.Function):
+    """A backward in a backward, ``depth`` times: autograd then takes a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, seen):
+        ctx.depth, ctx.seen = depth, seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                inner = Nested.apply(grad.detach().requires_grad_(), ctx.depth - 1, ctx.seen)
+                inner.sum().backward()
+        else:
+            source = current().choice("rms_norm", "cpu").source
+            ctx.seen.append((threading.get_ident(), source))
+        return grad, None, None
+
+
+def test_autograds_own_threads_see_the_scope_around_backward():
+    """As the backward of a compiled forward does on a device."""
+    seen, x = [], torch.ones(1, requires_grad=True)
+    y = Nested.apply(x, 100, seen)
+    with liger_multi.use(rms_norm="reference"):
+        y.sum().backward()
+    Nested.apply(x, 100, seen).sum().backward()
+    assert threading.get_ident() not in [thread for thread, _ in seen]
+    assert [source for _, source in seen] == ["use()", "default"]
+
+
 def test_a_yaml_change_reaches_a_compiled_model():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", fullgraph=True)
@@ -298,13 +330,14 @@ def test_a_yaml_change_reaches_a_compiled_model():
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_double_backward_raises(op):
-    from test_ops import call
+    from test_ops import call, outputs
 
     sample = next(s for s in of(op) if s.size == "small")
     tensors = sample.make("cpu", torch.float32)
     leaves = [t for t in tensors.values() if t.requires_grad]
-    result = call(op, tensors, sample.options)
-    (grad, *_) = torch.autograd.grad((result * result).sum(), leaves, create_graph=True)
+    result, _ = outputs(call(op, tensors, sample.options))
+    total = sum(t.square().sum() for t in result.values())
+    (grad, *_) = torch.autograd.grad(total, leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.pow(2).sum().backward()
 
@@ -356,8 +389,13 @@ def test_functorch_transforms_raise_a_message_of_ours():
 
 
 def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
-    monkeypatch.setattr(OPS["rms_norm"], "function", None)
+    def never(*args):
+        raise AssertionError("a graph node for nobody")
+
+    monkeypatch.setattr(OPS["rms_norm"], "apply", never)
     x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(AssertionError, match="for nobody"):
+        ops.rms_norm(x)
     with torch.no_grad():
         assert ops.rms_norm(x).grad_fn is None
     assert ops.rms_norm(x.detach()).grad_fn is None

@@ -233,7 +233,8 @@ def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
         def __exit__(self, *_):
             pass
 
-    module = types.SimpleNamespace(current_device=lambda: 0, device=Guard)
+    module = types.SimpleNamespace(current_device=lambda: 0, device=Guard, device_count=lambda: 2)
+    monkeypatch.setattr(primitive, "_module_of_several", primitive._module_of_several.__wrapped__)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     monkeypatch.setattr(primitive, "resolve", lambda prim, args: lambda *a: None)
     prim = OPS["rms_norm"].fwd
@@ -255,7 +256,9 @@ def test_no_launch_exceeds_the_threads_of_a_device(arch):
 
     wave = 32 if arch in ("gfx1100", "gfx1201", "sm90") else 64
     with launch.simulate(DeviceInfo("rocm", arch, wave, 1024, 65536, 100)):
-        k = launch.knobs("nothing.forward", Knobs(32), torch.device("cpu"), rows=1)
+        k = launch.knobs(
+            "nothing.forward", lambda info, rows: Knobs(32), torch.device("cpu"), rows=1
+        )
     assert k.num_warps * wave <= 1024
 
 

@@ -33,7 +33,8 @@ from liger_multi.backends.triton.cross_entropy_walks import (
     walk,
     write_gradient,
 )
-from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.reduction import check_targets
 from liger_multi.reference.rows import Objective, Rows
 
@@ -47,7 +48,7 @@ class RowKnobs:
     unroll: int
 
 
-def row_knobs(info: DeviceInfo, cols: int, sums: int) -> RowKnobs:
+def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
     """16 columns a thread, fewer where more than one sum a column must stay in registers."""
     block = min(power_of_2(cols), 16384 if cols > 65536 else 8192)
     if sums > 1:
@@ -56,6 +57,12 @@ def row_knobs(info: DeviceInfo, cols: int, sums: int) -> RowKnobs:
     # twice would spill the gradient's registers on sm80 with 1024 threads (triton 3.9)
     unroll = 2 if sums == 1 and block <= 8192 else 1
     return RowKnobs(block, warps(threads, info.warp_size), unroll)
+
+
+def reduce_knobs(info: DeviceInfo, rows: int) -> RowKnobs:
+    """One program for all rows, 8 of them a thread."""
+    block = min(4096, power_of_2(rows))
+    return RowKnobs(block, warps(block // 8, info.warp_size), 1)
 
 
 @triton.jit
@@ -80,8 +87,8 @@ def _store_rows(
 def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
     log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -96,19 +103,19 @@ def _cross_entropy_forward_kernel(
         return
     inside = (target >= 0) & (target < cols)
     target = tl.where(inside, target, 0).to(tl.int32)
-    own = logit(tl.load(row_ptr + target), SCALE, SOFTCAP)
+    own = logit(tl.load(row_ptr + target), scale, softcap)
     anchor = own
     ENTROPY: tl.constexpr = entropy_ptr is not None
     ARGMAX: tl.constexpr = argmax_ptr is not None
     total, spread, smooth, argmax = walk(
-        row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+        row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
         BLOCK, UNROLL,
     )  # fmt: skip
     # entropy is a difference, which loses digits where the anchor lies far below the maximum
     if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
-        anchor = row_maximum(row_ptr, cols, SCALE, SOFTCAP, BLOCK)
+        anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = walk(
-            row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+            row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
             BLOCK, 1,
         )  # fmt: skip
     log2_total = tl.log2(total)
@@ -129,7 +136,7 @@ def _cross_entropy_forward_kernel(
             zl_scale = tl.load(scales_ptr + 1)
             write_gradient(
                 row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
-                ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+                ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
             )  # fmt: skip
         else:
             fill_zero(row_ptr, cols, BLOCK)
@@ -145,8 +152,7 @@ def _cross_entropy_forward_kernel(
 def _cross_entropy_backward_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, denominators_ptr,
     out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols, ignore_index, z_weight,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
@@ -163,7 +169,7 @@ def _cross_entropy_backward_kernel(
     row_ptr = logits_ptr + row * row_stride
     write_gradient(
         row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, 0.0, lse,
-        ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+        ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
     )  # fmt: skip
 
 
@@ -226,6 +232,11 @@ def _sums(options: Objective) -> int:
     return 1 + bool(options.label_smoothing) + (options.softcap is not None)
 
 
+def curve(options: Objective) -> tuple[Optional[float], Optional[float]]:
+    """Scale and softcap as the kernels take them: None where they change nothing."""
+    return None if options.logit_scale == 1.0 else options.logit_scale, options.softcap
+
+
 def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]:
     """Sum of the class weights, one fp32 element, where label smoothing will read it."""
     if weight is None or not options.label_smoothing:
@@ -242,14 +253,12 @@ def _launch_rows(
         return
     # each of these keeps one or two more fp32 values a column through the walk
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
-    default = row_knobs(device_info(logits.device), cols, sums)
-    k = knobs("cross_entropy.forward", default, logits.device, rows=count, cols=cols, sums=sums)
-    _cross_entropy_forward_kernel[(count,)](
-        logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
-        target.stride(0), cols, options.ignore_index, options.z_loss_weight,
-        SCALE=options.logit_scale, SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing,
-        ADD_ZL=add_zl, GRADIENT=scales is not None, BLOCK=k.block, UNROLL=k.unroll,
-        num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("cross_entropy.forward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    launch(
+        _cross_entropy_forward_kernel, count,
+        (logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
+         target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
+        (options.label_smoothing, add_zl, scales is not None, k.block, k.unroll), k.num_warps,
     )  # fmt: skip
 
 
@@ -287,14 +296,13 @@ def gradient_into(
     if not logits.numel():
         return
     sums = _sums(options)
-    default = row_knobs(device_info(logits.device), cols, sums)
-    k = knobs("cross_entropy.backward", default, logits.device, rows=count, cols=cols, sums=sums)
-    _cross_entropy_backward_kernel[(count,)](
-        dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
-        dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
-        cols, options.ignore_index, options.z_loss_weight, SCALE=options.logit_scale,
-        SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing, BLOCK=k.block,
-        UNROLL=k.unroll, num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("cross_entropy.backward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    launch(
+        _cross_entropy_backward_kernel, count,
+        (dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
+         dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
+         cols, options.ignore_index, options.z_loss_weight, *curve(options)),
+        (options.label_smoothing, k.block, k.unroll), k.num_warps,
     )  # fmt: skip
 
 
@@ -315,12 +323,12 @@ def reduce_rows(
     z_loss, accuracy = room("z_loss" in wanted), room("token_accuracy" in wanted)
     ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
     count = target.shape[0]
-    block = min(4096, power_of_2(count))
-    _cross_entropy_reduce_kernel[(1,)](
-        target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss), _filled(z_loss),
-        _filled(accuracy), by, target.stride(0), count, cols, ignore_index, reduction == "mean",
-        block, num_warps=warps(block // 8, device_info(target.device).warp_size),
-        enable_fp_fusion=True,
+    k = knobs("cross_entropy.reduce", reduce_knobs, target.device, rows=count)
+    launch(
+        _cross_entropy_reduce_kernel, 1,
+        (target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss),
+         _filled(z_loss), _filled(accuracy), by, target.stride(0), count, cols, ignore_index),
+        (reduction == "mean", k.block), k.num_warps,
     )  # fmt: skip
     return loss, z_loss, accuracy, by
 
@@ -375,7 +383,7 @@ def backward(
 ) -> Tensor:
     """Gradient of logits from ``lse``, scaled by the upstream gradient of the row."""
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = logits.new_empty(logits.shape)
     weight = None if weight is None else weight.contiguous()
     gradient_into(
         dlogits, dloss, _columns(logits), target, weight, lse.contiguous(), denominators, options

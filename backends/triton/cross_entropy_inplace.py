@@ -16,7 +16,8 @@ from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy as rows_of
 from liger_multi.backends.triton.common import power_of_2, round_to, warps
-from liger_multi.launch import device_info, knobs
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.reduction import check_targets, divide, reduced
 from liger_multi.reference.rows import Objective, Rows
 
@@ -27,6 +28,11 @@ class ScaleKnobs:
 
     block: int
     num_warps: int
+
+
+def scale_knobs(info: DeviceInfo, rows: int, cols: int) -> ScaleKnobs:
+    """8 columns a thread."""
+    return ScaleKnobs(min(8192, power_of_2(cols)), warps(min(8192, cols) // 8, info.warp_size))
 
 
 @triton.jit
@@ -75,10 +81,9 @@ def backward(dloss: Tensor, logits: Tensor) -> None:
     rows, cols = logits.shape
     if not logits.numel():
         return
-    info = device_info(logits.device)
-    default = ScaleKnobs(min(8192, power_of_2(cols)), warps(min(8192, cols) // 8, info.warp_size))
-    k = knobs("cross_entropy_inplace.backward", default, logits.device, rows=rows, cols=cols)
-    _cross_entropy_inplace_backward_kernel[(rows,)](
-        dloss, logits, dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1),
-        cols, BLOCK=k.block, num_warps=k.num_warps, enable_fp_fusion=True,
+    k = knobs("cross_entropy_inplace.backward", scale_knobs, logits.device, rows=rows, cols=cols)
+    strides = (dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1))
+    launch(
+        _cross_entropy_inplace_backward_kernel, rows, (dloss, logits, *strides, cols),
+        (k.block,), k.num_warps,
     )  # fmt: skip
