@@ -1,8 +1,8 @@
 """Pages generated from the operators' contracts: ``python -m ci.docs [--check]``.
 
 Writes the operator table into ``README.md`` (between its markers), ``docs/ops.md`` (every
-docstring) and ``docs/regressions.md``. Backends are read as files, so the pages are the same on
-every machine.
+docstring), ``docs/nn.md`` (the modules) and other pages. Backends are read as files, so the pages
+are the same on every machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def table() -> str:
         dtypes = re.search(r"(?:In: )?(.*?)\.(\s|$)", " ".join(text.get("Dtypes", "").split()))
         cells = [cell(backend, name, folders) for backend in folders]
         rows.append(
-            [f"[`{name}`](docs/ops.md#{name})", text[""], *cells, dtypes[1] if dtypes else ""]
+            [f"[`{name}`](docs/ops.md#{name})", summary(text), *cells, dtypes[1] if dtypes else ""]
         )
     return "\n".join("| " + " | ".join(markdown(c) for c in row) + " |" for row in rows)
 
@@ -104,6 +104,11 @@ def sections(function: Callable[..., Any]) -> dict[str, str]:
         else:
             found[current].append(line)
     return {k: textwrap.dedent("\n".join(v)).strip() for k, v in found.items()}
+
+
+def summary(text: dict[str, str]) -> str:
+    """The first paragraph of a docstring's sections in one line, as a cell of a table wants it."""
+    return " ".join(text[""].partition("\n\n")[0].split())
 
 
 def signature(function: Callable[..., Any]) -> str:
@@ -152,6 +157,31 @@ def page() -> str:
     return "\n".join(out)
 
 
+def modules_page() -> str:
+    """The page with every module."""
+    nn = importlib.import_module("liger_multi.nn")
+    modules = {name: getattr(nn, name) for name in nn.__all__}
+    texts = {name: sections(module) for name, module in modules.items()}
+    rows = [["Module", "What", "Like", "Operator"], ["---"] * 4]
+    for name, text in texts.items():
+        like, op = " ".join(text["Like"].split()), text["Operator"]
+        rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, f"[`{op}`](ops.md#{op})"])
+    out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", ""]
+    out += ["| " + " | ".join(markdown(c) for c in row) + " |" for row in rows] + [""]
+    for name, text in texts.items():
+        arguments = re.sub(r"^(\w+): ", r"- \1: ", text["Args"], flags=re.MULTILINE)
+        make, call = signature(modules[name].__init__), signature(modules[name].forward)
+        code = [
+            text.replace(f"{title}(\n    self,\n", f"{shown}(\n", 1)
+            for title, shown, text in (
+                ("__init__", name, make.removesuffix(" -> None")),
+                ("forward", "forward", call),
+            )
+        ]
+        out += [f"## {name}", "", "```python", *code, "```", "", markdown(arguments), ""]
+    return "\n".join(out)
+
+
 def _schemas(op: Any) -> list[str]:
     return [f"liger_multi::{op.name}_{p.half}{p.schema}" for p in op.primitives]
 
@@ -173,6 +203,7 @@ def stale() -> dict[Path, tuple[str, str]]:
         ROOT / "docs" / "ops.md": lambda old: page(),
         ROOT / "docs" / "regressions.md": lambda old: regressions.page(),
         ROOT / "docs" / "verification.md": lambda old: docs_status.page(),
+        ROOT / "docs" / "nn.md": lambda old: modules_page(),
     }
     found = {}
     for path, make in pages.items():

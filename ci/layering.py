@@ -385,7 +385,7 @@ def exports(tree: Tree) -> Iterator[Finding]:
                 "exports",
                 f"does not import the operator {name}",
             )
-    for name in ("liger_multi", "liger_multi.ops"):
+    for name in ("liger_multi", "liger_multi.ops", "liger_multi.nn"):
         package = tree.target(name)
         if package is not None:
             line, names = _all(package.tree)

@@ -4,6 +4,7 @@ Importing touches no driver, no Triton and no transformers; names that need more
 first use.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from liger_multi import ops
@@ -12,13 +13,26 @@ from liger_multi.config import configure, use
 from liger_multi.explain import explain
 
 if TYPE_CHECKING:
+    from liger_multi import nn
     from liger_multi.patching import patch, patched, unpatch
 
-__all__ = ["__version__", "configure", "explain", "ops", "patch", "patched", "unpatch", "use"]
+__all__ = [
+    "__version__",
+    "configure",
+    "explain",
+    "nn",
+    "ops",
+    "patch",
+    "patched",
+    "unpatch",
+    "use",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the patching layer on first use; the function then stands in this module's globals."""
+    """Load modules and the patching layer on first use; what is found then stands in globals."""
+    if name == "nn":
+        return importlib.import_module("liger_multi.nn")
     if name in ("patch", "patched", "unpatch"):
         from liger_multi import patching
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.utils._device import _device_constructors
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -116,6 +117,8 @@ def _poisoned(original):
 
 def poison_empty() -> None:
     """Fill whatever the ``empty`` family returns, for the rest of the process; idempotent."""
+    # cached there: contexts such as torch.device("meta") know the functions that are replaced here
+    _device_constructors()
     for owner, names in _EMPTY.items():
         for name in names:
             original = getattr(owner, name)

@@ -56,6 +56,12 @@ def test_poison_keeps_the_arguments_of_empty():
         assert torch.empty(2).isnan().all()
 
 
+def test_a_device_context_reaches_poisoned_functions():
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta
+        assert torch.zeros(3).is_meta
+
+
 def test_poison_is_seen_by_a_compiled_function():
     @torch.compile(fullgraph=True, backend="aot_eager")
     def leaves_one_column(x):

@@ -107,6 +107,19 @@ def test_importing_loads_nothing_optional_and_touches_no_driver():
     assert python(code) == "False MainThread"
 
 
+def test_modules_are_loaded_when_they_are_asked_for_and_load_nothing_optional():
+    use = """
+import liger_multi
+print("liger_multi.nn" in sys.modules)
+y = liger_multi.nn.RMSNorm(4)(torch.ones(2, 4))
+loss = liger_multi.nn.CrossEntropyLoss()(y, torch.tensor([0, 1]))
+from liger_multi import nn
+print(nn is liger_multi.nn is sys.modules["liger_multi.nn"], round(loss.item(), 3))
+"""
+    said = python(BEFORE + use + ADDED, **NO_DEVICES)
+    assert said.splitlines() == ["False", "True 1.386"]
+
+
 def test_the_first_calls_without_a_device_load_nothing_optional():
     assert python(BEFORE + TRAIN + ADDED + "print('ran')", **NO_DEVICES) == "ran"
 

@@ -22,7 +22,7 @@ CLEAN = {
     "liger_multi/ops/__init__.py": "from liger_multi.ops.rms_norm import rms_norm\n"
     "__all__ = ['rms_norm']\n",
     "liger_multi/ops/rms_norm.py": '"""On npu, gfx942, sm90."""\nfrom liger_multi.op import Op\n',
-    "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n",
+    "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n__all__ = ['rms_norm']\n",
     "liger_multi/patching/__init__.py": "import transformers\nfrom liger_multi import nn\n",
     "liger_multi/cli/main.py": "import rich\nprint('a table')\n",
     "reference/__init__.py": "from liger_multi.backend import Backend\n",
@@ -160,6 +160,11 @@ PLANTED = {
         "def forward(x):\n" + "    x = 1\n" * 41,
     ),
     "no __all__": ("exports", "liger_multi/__init__.py", "from liger_multi import ops\n"),
+    "modules without __all__": (
+        "exports",
+        "liger_multi/nn/__init__.py",
+        "from liger_multi.ops import rms_norm\n",
+    ),
     "a name twice in __all__": ("exports", "liger_multi/__init__.py", "__all__ = ['ops', 'ops']\n"),
     "operator without a reference": ("exports", "liger_multi/ops/swiglu.py", ""),
     "operator not exported": ("exports", "liger_multi/ops/__init__.py", "__all__ = ['rms_norm']\n"),
@@ -198,7 +203,7 @@ def test_a_vendor_word_is_found(findings, path, text):
     ["# on gfx942 and npu\n", '"""For sm90 and npu."""\n', "input, inputs, nputs = 1, 2, 3\n"],
 )
 def test_comments_and_docstrings_may_name_vendors(findings, text):
-    assert findings(files={"liger_multi/nn/__init__.py": text}) == []
+    assert findings(files={"liger_multi/errors.py": text}) == []
 
 
 def test_a_cycle_is_found(findings):

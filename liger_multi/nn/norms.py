@@ -1,0 +1,194 @@
+"""Norms over the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import checks, ops
+from liger_multi.nn._shared import changed, fits, size
+from liger_multi.ops.rms_norm import CASTINGS
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight.
+
+    Like:
+        transformers ``LlamaRMSNorm``; ``casting="olmo"`` is ``Olmo2RMSNorm``.
+
+    Operator:
+        rms_norm
+
+    Args:
+        hidden_size: Width of the last axis.
+        eps: Added to the mean of squares; the attribute is ``variance_epsilon``.
+        offset: Added to the weight, which then starts at ``1 - offset``.
+        casting: Where the rounding to the dtype of the input happens: llama, olmo or gemma.
+        elementwise_affine: Whether there is a weight.
+        device: Of the weight.
+        dtype: Of the weight.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting: str = "llama",
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        checks.one_of(name, "casting", casting, CASTINGS)
+        self.hidden_size = size(name, "hidden_size", hidden_size)
+        self.variance_epsilon = checks.number(name, "eps", eps, 0.0)
+        self.offset = checks.number(name, "offset", offset, float("-inf"))
+        self.casting, self.elementwise_affine = casting, bool(elementwise_affine)
+        weight = torch.empty(self.hidden_size, device=device, dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the norm one without effect of the weight."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        fits(self, hidden_states, self.hidden_size)
+        return ops.rms_norm(
+            hidden_states,
+            self.weight,
+            self.variance_epsilon,
+            offset=self.offset,
+            casting=self.casting,
+        )
+
+    def extra_repr(self) -> str:
+        """Shape and eps as Hugging Face writes them, and what else was chosen."""
+        others = [part for part in (changed(self),) if part]
+        return ", ".join([f"({self.hidden_size},), eps={self.variance_epsilon}", *others])
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Root-mean-square norm in fp32 whose weight is what is added to one.
+
+    Like:
+        transformers ``GemmaRMSNorm``, ``Gemma2RMSNorm``, ``Gemma3RMSNorm``.
+
+    Operator:
+        rms_norm
+
+    Args:
+        dim: Width of the last axis.
+        eps: Added to the mean of squares.
+        device: Of the weight.
+        dtype: Of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, eps, offset=1.0, casting="gemma", device=device, dtype=dtype)
+
+    @property
+    def eps(self) -> float:
+        """The name that Hugging Face gives to ``variance_epsilon`` here."""
+        return self.variance_epsilon
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.variance_epsilon = value
+
+    def extra_repr(self) -> str:
+        """Shape and eps as Hugging Face writes them."""
+        return f"({self.hidden_size},), eps={self.eps}"
+
+
+class FusedAddRMSNorm(RMSNorm):
+    """Sum with the residual stream and its root-mean-square norm in one pass.
+
+    Like:
+        ``residual = residual + x`` and ``LlamaRMSNorm`` of it, between the blocks of a decoder.
+
+    Operator:
+        fused_add_rms_norm
+
+    Args:
+        As :class:`RMSNorm`.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, residual: Tensor
+    ) -> ops.FusedAddRMSNormOutput:
+        """The norm of the sum, and the sum: ``(y, new_residual)``."""
+        fits(self, hidden_states, self.hidden_size)
+        return ops.fused_add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            self.variance_epsilon,
+            offset=self.offset,
+            casting=self.casting,
+        )
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last axis.
+
+    Like:
+        ``torch.nn.LayerNorm``, of which it is a subclass.
+
+    Operator:
+        layer_norm
+
+    Args:
+        normalized_shape: Width of the last axis, or a sequence with this one number.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight and a bias.
+        bias: Whether there is a bias beside the weight.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        shape = [normalized_shape] if hasattr(normalized_shape, "__index__") else normalized_shape
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(
+                f"{name}: normalized_shape must be an integer or a sequence of one, got "
+                f"{checks.describe(normalized_shape)}"
+            )
+        if len(shape) != 1:
+            raise ValueError(
+                f"{name}: normalizes the last axis only, got normalized_shape {tuple(shape)}; "
+                "flatten those axes, or use torch.nn.LayerNorm"
+            )
+        width = size(name, "normalized_shape", shape[0])
+        eps = checks.number(name, "eps", eps, 0.0)
+        super().__init__(width, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        fits(self, input, self.normalized_shape[0])
+        return ops.layer_norm(input, self.weight, self.bias, self.eps)
