@@ -103,12 +103,12 @@ check: static  ## static and the fast tests, under two minutes
 bench: $(ENV)  ## time and memory of every operator on this machine
 	$(RUN) -m ci.bench $(ARGS)
 
-docs: $(ENV)  ## regenerate the operator table and pages
+docs: $(ENV)  ## regenerate the pages that are made of contracts and results
 	$(RUN) -m ci.docs
 
 site: docs  ## the pages as a website, in build/site
 	$(RUN) -m pip install --quiet "mkdocs>=1.6"
-	$(RUN) -m mkdocs build --quiet -f ci/mkdocs.yml
+	$(RUN) -m mkdocs build --quiet --strict -f ci/mkdocs.yml
 
 format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff check --fix-only .
