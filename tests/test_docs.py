@@ -59,6 +59,16 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(target), f"{link}: no such heading"
 
 
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_files_that_are_named_exist(path):
+    if path.name == "extending.md":
+        pytest.skip("speaks of files that its reader will write")
+    text = path.read_text(encoding="utf-8")
+    folders = "docs|ci|tests|benchmarks|backends|liger_multi|reference"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|yaml|yml|txt|sh))`", text):
+        assert (ROOT / name).exists(), name
+
+
 def test_a_page_of_the_site_links_to_pages_of_the_site():
     for path in PAGES:
         for link in links(path):
