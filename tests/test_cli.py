@@ -264,7 +264,7 @@ def test_wrong_commands_are_refused(capsys, argv):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["doctor"], ["explain"], ["config"], ["config", "check"], ["demo"]]
+    "command", [[], ["doctor"], ["explain"], ["bench"], ["config"], ["config", "check"], ["demo"]]
 )
 def test_help_says_what_a_command_does(capsys, command):
     with pytest.raises(SystemExit) as error:

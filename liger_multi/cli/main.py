@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from liger_multi.bench import command as bench
 from liger_multi.cli import doctor
 from liger_multi.cli.page import Page
 from liger_multi.demo import command as demo
@@ -21,7 +22,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``liger-multi`` with ``argv`` and return its exit code.
 
-    0 is fine, 1 is a finding (a failed demo, a problem named by the doctor), 2 is wrong input.
+    0 is fine, 1 is a finding (a failed demo, a wrong result, a problem named by the doctor), 2 is
+    wrong input.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -62,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print the same facts as JSON")
     command.set_defaults(run=_explain)
+
+    text = "time, memory and error of the operators on this machine, beside plain PyTorch"
+    command = commands.add_parser("bench", help=text, description=text)
+    bench.add_command(command)
+    command.set_defaults(run=bench.run)
 
     text = "work with configuration files"
     command = commands.add_parser("config", help=text, description=text)
