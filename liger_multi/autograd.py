@@ -66,6 +66,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     typed = sorted({*cast, *(s[1] for s in sources if s[0] == "dtype")})
     order = _order(sources, len(fwd.params), visible, saved, plain, typed, kept)
     fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
+    smooth = [i for i in range(visible) if i not in fixed]
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
     name, everything = op.name, (*fwd.params, *fwd.returns)
@@ -102,7 +103,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             return tuple(logits.detach() if j == dirty else None for j in range(inputs))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
-        if any(g is None for g in grads):  # no upstream gradient reaches some input: empty, None
+        if any(grads[i] is None for i in smooth):  # an input that none reaches has an empty one
             found = [None if g is None or g.numel() == 0 else g for g in found]
         for i in cast:
             g = found[i]

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common import LN2, power_of_2, warps
+from liger_multi.backends.triton.cross_entropy_reduce import filled, finish
 from liger_multi.backends.triton.cross_entropy_walks import (
     fill_zero,
     logit,
@@ -59,12 +60,6 @@ def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
     return RowKnobs(block, warps(threads, info.warp_size), unroll)
 
 
-def reduce_knobs(info: DeviceInfo, rows: int) -> RowKnobs:
-    """One program for all rows, 8 of them a thread."""
-    block = min(4096, power_of_2(rows))
-    return RowKnobs(block, warps(block // 8, info.warp_size), 1)
-
-
 @triton.jit
 def _store_rows(
     ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
@@ -88,7 +83,7 @@ def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
     log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
     scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -134,6 +129,9 @@ def _cross_entropy_forward_kernel(
         if inside:
             ce_scale = tl.load(scales_ptr)
             zl_scale = tl.load(scales_ptr + 1)
+            if INVERSE:
+                ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
+                zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
                 row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
                 ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
@@ -173,57 +171,6 @@ def _cross_entropy_backward_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _cross_entropy_reduce_kernel(
-    target_ptr, weight_ptr, ce_ptr, zl_ptr, argmax_ptr, loss_ptr, z_loss_ptr, accuracy_ptr,
-    denominators_ptr, target_stride, rows, cols, ignore_index, MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Denominators of the mean and, where asked for, the sums over rows divided by them."""
-    ce = tl.zeros([BLOCK], tl.float32)
-    zl = tl.zeros([BLOCK], tl.float32)
-    weights = tl.zeros([BLOCK], tl.float32)
-    count = tl.zeros([BLOCK], tl.int32)
-    hits = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        mask = row < rows
-        target = tl.load(target_ptr + row.to(tl.int64) * target_stride, mask=mask, other=0)
-        valid = mask & (target != ignore_index)
-        count += valid.to(tl.int32)
-        if weight_ptr is not None:
-            label = tl.where((target >= 0) & (target < cols), target, 0)
-            weights += tl.load(weight_ptr + label, mask=valid, other=0.0).to(tl.float32)
-        if ce_ptr is not None:
-            ce += tl.load(ce_ptr + row, mask=mask, other=0.0)
-        if zl_ptr is not None:
-            zl += tl.load(zl_ptr + row, mask=mask, other=0.0)
-        if argmax_ptr is not None:
-            argmax = tl.load(argmax_ptr + row, mask=mask, other=-1)
-            hits += (valid & (argmax == target)).to(tl.int32)
-    counted = tl.sum(count, axis=0).to(tl.float32)
-    by_weight = tl.full([], 1.0, tl.float32)
-    by_count = by_weight
-    if MEAN:
-        by_count = counted
-        by_weight = tl.sum(weights, axis=0) if weight_ptr is not None else counted
-    tl.store(denominators_ptr, by_weight)
-    tl.store(denominators_ptr + 1, by_count)
-    z_loss = tl.sum(zl, axis=0)
-    z_loss = tl.where(by_count == 0.0, 0.0, z_loss / by_count)
-    if loss_ptr is not None:
-        loss = tl.sum(ce, axis=0)
-        tl.store(loss_ptr, tl.where(by_weight == 0.0, 0.0, loss / by_weight) + z_loss)
-    if z_loss_ptr is not None:
-        tl.store(z_loss_ptr, z_loss)
-    if accuracy_ptr is not None:
-        tl.store(accuracy_ptr, tl.sum(hits, axis=0).to(tl.float32) / tl.maximum(counted, 1.0))
-
-
-def _filled(x: Optional[Tensor]) -> Optional[Tensor]:
-    return x if x is not None and x.numel() else None
-
-
 def _columns(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
@@ -246,7 +193,7 @@ def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]
 
 def _launch_rows(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], total: Optional[Tensor],
-    options: Objective, rows: Rows, scales: Optional[Tensor], add_zl: bool,
+    options: Objective, rows: Rows, scales: Optional[Tensor], add_zl: bool, inverse: bool = False,
 ) -> None:  # fmt: skip
     count, cols = logits.shape
     if not count:
@@ -256,9 +203,10 @@ def _launch_rows(
     k = knobs("cross_entropy.forward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
     launch(
         _cross_entropy_forward_kernel, count,
-        (logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
+        (logits, target, weight, total, scales, *(filled(r) for r in rows), logits.stride(0),
          target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, add_zl, scales is not None, k.block, k.unroll), k.num_warps,
+        (options.label_smoothing, add_zl, scales is not None, inverse, k.block, k.unroll),
+        k.num_warps,
     )  # fmt: skip
 
 
@@ -272,7 +220,7 @@ def statistics(
 
 def loss_and_gradient_(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: Rows,
-    scales: Tensor,
+    scales: Tensor, *, add_zl: bool = False, inverse: bool = False,
 ) -> None:  # fmt: skip
     """Fill ``rows``, then overwrite raw logits by the gradient, in one launch.
 
@@ -283,8 +231,11 @@ def loss_and_gradient_(
         options: The objective.
         rows: Room for the statistics; empty tensors are skipped.
         scales: Two fp32 elements, the gradient is that of ``scales[0] * ce + scales[1] * zl``.
+        add_zl: Add ``zl`` to ``ce`` in ``rows``.
+        inverse: ``scales`` are divisors, of which 0 stands for no gradient.
     """
-    _launch_rows(logits, target, weight, weight_sum(weight, options), options, rows, scales, False)
+    total = weight_sum(weight, options)
+    _launch_rows(logits, target, weight, total, options, rows, scales, add_zl, inverse)
 
 
 def gradient_into(
@@ -306,33 +257,6 @@ def gradient_into(
     )  # fmt: skip
 
 
-def reduce_rows(
-    target: Tensor, weight: Optional[Tensor], rows: Optional[Rows], cols: int, ignore_index: int,
-    reduction: str, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, z_loss, token_accuracy (scalars, empty where unwanted) and the two denominators.
-
-    Without ``rows`` only the denominators are computed.
-    """
-    wanted = outputs.split(",") if rows is not None else []
-
-    def room(keep: bool) -> Tensor:
-        return target.new_empty(() if keep else (0,), dtype=torch.float32)
-
-    loss, by = room(rows is not None), target.new_empty(2, dtype=torch.float32)
-    z_loss, accuracy = room("z_loss" in wanted), room("token_accuracy" in wanted)
-    ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
-    count = target.shape[0]
-    k = knobs("cross_entropy.reduce", reduce_knobs, target.device, rows=count)
-    launch(
-        _cross_entropy_reduce_kernel, 1,
-        (target, weight, _filled(ce), _filled(zl), _filled(argmax), _filled(loss),
-         _filled(z_loss), _filled(accuracy), by, target.stride(0), count, cols, ignore_index),
-        (reduction == "mean", k.block), k.num_warps,
-    )  # fmt: skip
-    return loss, z_loss, accuracy, by
-
-
 def forward(
     logits: Tensor,
     target: Tensor,
@@ -351,21 +275,10 @@ def forward(
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()
     rows = Rows.room(count, options, outputs, logits)
-    none, wanted = reduction == "none", outputs.split(",")
     total = weight_sum(weight, options)
-    add_zl = none and z_loss_weight != 0.0
+    add_zl = reduction == "none" and z_loss_weight != 0.0
     _launch_rows(_columns(logits), target, weight, total, options, rows, None, add_zl)
-    predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
-    if none:
-        z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
-        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
-        if "token_accuracy" in wanted:
-            accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
-    else:
-        loss, z_loss, accuracy, by = reduce_rows(
-            target, weight, rows, cols, ignore_index, reduction, outputs
-        )
-    return loss, z_loss, accuracy, predicted, rows.log_prob, rows.entropy, rows.lse, by
+    return finish(rows, target, weight, cols, ignore_index, reduction, outputs)
 
 
 def backward(

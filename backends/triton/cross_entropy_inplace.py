@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy as rows_of
 from liger_multi.backends.triton.common import power_of_2, round_to, warps
+from liger_multi.backends.triton.cross_entropy_reduce import finish, reduce_rows
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
-from liger_multi.reference.reduction import check_targets, divide, reduced
+from liger_multi.reference.reduction import check_targets
 from liger_multi.reference.rows import Objective, Rows
 
 
@@ -67,13 +67,15 @@ def forward(
     check_targets(target, logits.shape[1], ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()
-    *_, by = rows_of.reduce_rows(target, weight, None, logits.shape[1], ignore_index, reduction, "")
+    *_, by = reduce_rows(target, weight, None, logits.shape[1], ignore_index, reduction, "")
     rows = Rows.room(logits.shape[0], options, outputs, logits)
     wide = logits if logits.stride(1) == 1 else logits.contiguous()
-    rows_of.loss_and_gradient_(wide, target, weight, options, rows, divide(torch.ones_like(by), by))
+    add_zl = reduction == "none" and z_loss_weight != 0.0
+    rows_of.loss_and_gradient_(wide, target, weight, options, rows, by, add_zl=add_zl, inverse=True)
     if wide is not logits:
         logits.copy_(wide)
-    return reduced(rows, target, options, reduction, by, outputs)  # type: ignore[return-value]
+    cols = logits.shape[1]
+    return finish(rows, target, weight, cols, ignore_index, reduction, outputs)[:7]
 
 
 def backward(dloss: Tensor, logits: Tensor) -> None:

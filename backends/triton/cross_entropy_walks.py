@@ -32,37 +32,56 @@ def logit(raw, scale, softcap):
 
 
 @triton.jit
+def _walk_step(
+    row_ptr, weight_ptr, start, cols, anchor, scale, softcap, total, spread, smooth, best, place,
+    SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    col = start + tl.arange(0, BLOCK)
+    mask = (col < cols) if MASKED else None
+    other = float("-inf") if MASKED else None
+    raw = tl.load(row_ptr + col, mask=mask, other=other, eviction_policy="evict_last")
+    z = logit(raw, scale, softcap)
+    if MASKED and (scale is not None or softcap is not None):
+        z = tl.where(mask, z, float("-inf"))
+    d = z - anchor
+    e = tl.exp2(d * LOG2E)
+    total += e
+    if ENTROPY:
+        spread += e * tl.maximum(d, -200.0)  # below, e is 0
+    if SMOOTH:
+        if weight_ptr is not None:
+            d = d * tl.load(weight_ptr + col, mask=mask).to(tl.float32)
+        smooth += tl.where(mask, d, 0.0) if MASKED else d
+    if ARGMAX:
+        place = tl.where(z > best, col, place)
+        best = tl.maximum(best, z)
+    return total, spread, smooth, best, place
+
+
+@triton.jit
 def walk(
     row_ptr, weight_ptr, cols, anchor, scale, softcap,
     SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sums over a row of exp(d), exp(d) d and w d, d = z - anchor; the place of its maximum."""
-    lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)
     smooth = tl.zeros([BLOCK], tl.float32)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = lane
-    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
-        col = start + lane
-        mask = col < cols
-        raw = tl.load(row_ptr + col, mask=mask, other=float("-inf"), eviction_policy="evict_last")
-        z = logit(raw, scale, softcap)
-        if scale is not None or softcap is not None:
-            z = tl.where(mask, z, float("-inf"))
-        d = z - anchor
-        e = tl.exp2(d * LOG2E)
-        total += e
-        if ENTROPY:
-            spread += e * tl.maximum(d, -200.0)  # below, e is 0
-        if SMOOTH:
-            if weight_ptr is not None:
-                d = d * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
-            smooth += tl.where(mask, d, 0.0)
-        if ARGMAX:
-            place = tl.where(z > best, col, place)
-            best = tl.maximum(best, z)
+    place = tl.arange(0, BLOCK)
+    whole = cols - cols % BLOCK
+    for start in tl.range(0, whole, BLOCK, loop_unroll_factor=UNROLL):
+        total, spread, smooth, best, place = _walk_step(
+            row_ptr, weight_ptr, start, cols, anchor, scale, softcap, total, spread, smooth, best,
+            place, SMOOTH, ENTROPY, ARGMAX, BLOCK, False,
+        )  # fmt: skip
+    if whole < cols:
+        total, spread, smooth, best, place = _walk_step(
+            row_ptr, weight_ptr, whole, cols, anchor, scale, softcap, total, spread, smooth, best,
+            place, SMOOTH, ENTROPY, ARGMAX, BLOCK, True,
+        )  # fmt: skip
     first = tl.min(tl.where(best == tl.max(best, axis=0), place, cols - 1), axis=0)
     return tl.sum(total, axis=0), tl.sum(spread, axis=0), tl.sum(smooth, axis=0), first
 
@@ -88,6 +107,30 @@ def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gradient_step(
+    row_ptr, out_ptr, weight_ptr, start, cols, target, anchor, log2_total, p_scale, own, part,
+    scale, softcap, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    col = start + tl.arange(0, BLOCK)
+    mask = (col < cols) if MASKED else None
+    raw = tl.load(row_ptr + col, mask=mask, eviction_policy="evict_first")
+    z = logit(raw, scale, softcap)
+    dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
+    if SMOOTH:
+        if weight_ptr is not None:
+            dz -= part * tl.load(weight_ptr + col, mask=mask).to(tl.float32)
+        else:
+            dz -= part
+    dz = tl.where(col == target, dz - own, dz)
+    if softcap is not None:
+        share = z * (1.0 / softcap)
+        dz *= 1.0 - share * share
+    if scale is not None:
+        dz *= scale
+    tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def write_gradient(
     row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
     ce_scale, zl_scale, z_weight, scale, softcap,
@@ -101,21 +144,14 @@ def write_gradient(
     part = ce_scale * SMOOTHING / cols
     if SMOOTHING != 0.0:
         p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
-    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
-        col = start + tl.arange(0, BLOCK)
-        mask = col < cols
-        raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        z = logit(raw, scale, softcap)
-        dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
-        if SMOOTHING != 0.0:
-            if weight_ptr is not None:
-                dz -= part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
-            else:
-                dz -= part
-        dz = tl.where(col == target, dz - own, dz)
-        if softcap is not None:
-            share = z * (1.0 / softcap)
-            dz *= 1.0 - share * share
-        if scale is not None:
-            dz *= scale
-        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+    whole = cols - cols % BLOCK
+    for start in tl.range(0, whole, BLOCK, loop_unroll_factor=UNROLL):
+        _gradient_step(
+            row_ptr, out_ptr, weight_ptr, start, cols, target, anchor, log2_total, p_scale, own,
+            part, scale, softcap, SMOOTHING != 0.0, BLOCK, False,
+        )  # fmt: skip
+    if whole < cols:
+        _gradient_step(
+            row_ptr, out_ptr, weight_ptr, whole, cols, target, anchor, log2_total, p_scale, own,
+            part, scale, softcap, SMOOTHING != 0.0, BLOCK, True,
+        )  # fmt: skip

@@ -221,7 +221,7 @@ SAMPLES = (
     Sample(
         "4096x2048x151936",
         case(4096, 2048, 151936),
-        {"outputs": ("log_prob",), "temperature": 0.9},
+        {"outputs": ("log_prob", "entropy"), "temperature": 0.9},
         size="bench",
     ),
 )
