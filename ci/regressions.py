@@ -200,7 +200,7 @@ CASES = (
             ),
             Break(
                 "the operator does not look either",
-                "liger_multi/ops/fused_linear_cross_entropy.py",
+                "liger_multi/ops/_head.py",
                 "if weight.numel() == 0:",
                 "if False:",
                 ("tests/test_numerics.py::test_bad_input_is_named",),
@@ -240,8 +240,8 @@ CASES = (
             Break(
                 "every tensor counts as wanting a gradient",
                 "liger_multi/op.py",
-                "[grad and isinstance(a, Tensor) and a.requires_grad for a in args]",
-                "[grad and isinstance(a, Tensor) for a in args]",
+                "grad and a is not None and a.requires_grad for a in",
+                "grad and a is not None for a in",
                 (
                     "tests/test_dispatch.py::test_frozen_weights_allocate_no_gradient",
                     "tests/test_patching.py::test_frozen_head_allocates_no_weight_gradient",
@@ -325,7 +325,7 @@ CASES = (
             Break(
                 "nobody enters the device of the tensors",
                 "liger_multi/primitive.py",
-                "if module.current_device() != device.index:",
+                "if module is not None and module.current_device() != device.index:",
                 "if False:",
                 ("tests/test_numerics.py::test_operators_run_on_the_device_of_their_tensors",),
             ),
@@ -496,8 +496,8 @@ def broken(text: str, fix: Break) -> str:
     """The file's text without the fix."""
     if text.count(fix.old) != 1:
         raise StaleError(
-            f"{fix.file}: the text to replace stands there {text.count(fix.old)} times, not "
-            f"once:\n{fix.old}"
+            f"{fix.file}: the text to replace stands there {text.count(fix.old)} times, not once; "
+            f"say in ci/regressions.py how this fix is taken out now:\n{fix.old}"
         )
     return text.replace(fix.old, fix.new)
 

@@ -22,6 +22,11 @@ def test_the_tests_of_the_table_exist(case, fix):
         assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, name
 
 
+@pytest.mark.parametrize(("case", "fix"), FIXES, ids=IDS)
+def test_the_fix_stands_where_the_table_says(case, fix):
+    assert regressions.broken((ROOT / fix.file).read_text(encoding="utf-8"), fix)
+
+
 def test_a_moved_fix_is_stale_and_not_skipped():
     fix = regressions.CASES[0].breaks[0]
     for text in ("nothing of it", fix.old * 2):
