@@ -1,7 +1,8 @@
 # Every target builds what it needs in .venv. Variables:
 #   PYTHON=python3.12        interpreter that .venv is made of (a CUDA, ROCm or Ascend PyTorch in it is kept and used)
 #   NO_VENV=1                run with $(PYTHON) as it is and install nothing
-#   BACKEND=cuda             run the suite natively on that backend's device
+#   BACKEND=cuda             run the suite natively on that backend's device (cpu, the default: all that a CPU can run)
+#   RESULTS=folder           leave what ran where, with its counts, as JSON and JUnit files
 #   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
 #   WORKERS=2                test processes
 PYTHON ?= python3
@@ -10,11 +11,12 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BACKEND ?=
 WORKERS ?= 2
+RESULTS ?=
 ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check static bench docs format clean env
+.PHONY: help demo test test-full doctor container check static bench docs site format clean env
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -28,6 +30,10 @@ endif
 # One thread a process: the processes already fill the cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q
+# $(call keep,part): where a part of the suite leaves its results
+keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)
+PROCESSES := $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS))
+DEVICE := $(filter-out cpu,$(BACKEND))
 # Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
 INTERPRETED = $(wildcard tests/test_ops.py tests/test_triton*.py)
 COMPILED = $(wildcard tests/test_static.py)
@@ -49,23 +55,23 @@ $(LINKS):
 demo: $(ENV)  ## train two small models, stock and patched, and compare them
 	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo $(ARGS)
 
-ifeq ($(BACKEND),)
-test: $(ENV)  ## the suite: references natively, kernels interpreted, kernels cross-compiled (BACKEND=cuda: on a device)
+ifeq ($(DEVICE),)
+test: $(ENV)  ## the suite: references natively, kernels interpreted and cross-compiled (BACKEND=cuda: on a device)
 	@failed=0; \
 	echo "== native"; \
-	$(PYTEST) -m "not slow" -n $(WORKERS) $(COMPILED:%=--ignore=%) $(ARGS) || failed=1; \
+	$(PYTEST) -m "not slow" $(PROCESSES) $(COMPILED:%=--ignore=%) $(call keep,native) $(ARGS) || failed=1; \
 	$(SUITE_TRITON) exit $$failed
 else
 test: $(ENV)
-	$(PYTEST) -m "not slow" --backend $(BACKEND) $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS)) $(ARGS)
+	$(PYTEST) -m "not slow" --backend $(DEVICE) $(PROCESSES) $(call keep,$(DEVICE)) $(ARGS)
 endif
 
 define SUITE_TRITON
 if ! $(RUN) -c 'import triton' 2>/dev/null; then \
   echo "== kernels: no Triton on this machine, not run"; \
 else \
-  $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) -m "not slow" -n $(WORKERS) --backend triton $(INTERPRETED) $(ARGS) || failed=1;) \
-  $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) -m "not slow" -n $(WORKERS) $(COMPILED) $(ARGS) || failed=1;) \
+  $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PROCESSES) --backend triton $(INTERPRETED) $(call keep,interpreted) $(ARGS) || failed=1;) \
+  $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) -m "not slow" $(PROCESSES) $(COMPILED) $(call keep,cross-compiled) $(ARGS) || failed=1;) \
   true; \
 fi;
 endef
@@ -75,8 +81,14 @@ test-full: $(ENV)  ## the suite with the slow tests
 	@failed=0; \
 	$(MAKE) --no-print-directory test || failed=1; \
 	echo "== slow"; \
-	$(PYTEST) -m slow $(if $(BACKEND),--backend $(BACKEND)) $(ARGS) || failed=1; \
+	$(PYTEST) -m slow $(if $(DEVICE),--backend $(DEVICE)) $(call keep,$(addsuffix -,$(DEVICE))slow) $(ARGS) || failed=1; \
 	exit $$failed
+
+doctor: $(ENV)  ## what this machine can use, and why not the rest
+	$(RUN) -m liger_multi doctor
+
+container:  ## the suite of BACKEND in its image, by docker, with that backend's devices
+	RESULTS=$(RESULTS) ci/docker/run.sh $(or $(BACKEND),cpu)
 
 static: $(ENV)  ## format, lint, types, layering, generated pages
 	@failed=; \
@@ -86,17 +98,17 @@ static: $(ENV)  ## format, lint, types, layering, generated pages
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 check: static  ## static and the fast tests, under two minutes
-	$(PYTEST) -m "not slow" -n $(WORKERS) $(FAST) $(ARGS)
+	$(PYTEST) -m "not slow" $(PROCESSES) $(FAST) $(ARGS)
 
 bench: $(ENV)  ## time and memory of every operator on this machine
 	$(RUN) -m ci.bench $(ARGS)
 
-docs: $(ENV)  ## regenerate the operator table and pages
+docs: $(ENV)  ## regenerate the pages that are made of contracts and results
 	$(RUN) -m ci.docs
 
 site: docs  ## the pages as a website, in build/site
 	$(RUN) -m pip install --quiet "mkdocs>=1.6"
-	$(RUN) -m mkdocs build --quiet -f ci/mkdocs.yml
+	$(RUN) -m mkdocs build --quiet --strict -f ci/mkdocs.yml
 
 format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff check --fix-only .

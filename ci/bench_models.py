@@ -227,7 +227,7 @@ def report(runs: list[Run], variants: list[str], given: argparse.Namespace) -> i
     from rich.console import Console
     from rich.progress import track
 
-    from ci import bench_report
+    from liger_multi.bench import report as bench_report
 
     console, rows = Console(), []
     jobs = [(run, variant) for run in runs for variant in variants]

@@ -29,7 +29,7 @@ LAYERS = (
     ("ops",),
     ("nn", "losses", "memory"),
     ("patching",),
-    ("cli", "demo", "__main__", "__init__"),
+    ("bench", "cli", "demo", "__main__", "__init__"),
 )
 # Order within the machinery; modules that are not listed may stand anywhere that makes no cycle.
 MACHINERY = ("errors", "backend", "config_file", "config", "registry", "primitive", "op")
@@ -44,7 +44,7 @@ LAZY = (
     "peft",
     "datasets",
 )
-LAZY_EXEMPT = ("patching", "cli", "demo")
+LAZY_EXEMPT = ("patching", "bench", "cli", "demo")
 PRINTERS = ("cli", "demo")
 VENDOR_WORDS = re.compile(
     r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",

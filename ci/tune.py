@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci.bench_cases import draw
 from liger_multi import launch, ops, samples
+from liger_multi.bench.cases import draw
 from liger_multi.errors import unknown
 from liger_multi.op import OPS
 from liger_multi.tolerance import excess

@@ -56,11 +56,12 @@ class Explanation:
 
 
 def _devices() -> list[torch.device]:
+    """The CPU and every accelerator that torch sees: one machine may hold different ones."""
     found = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        found.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        count = torch.accelerator.device_count()
+        found += [torch.device(accelerator.type, index) for index in range(count)]
     return found
 
 
@@ -109,7 +110,7 @@ def explain(
 
     Args:
         op: Operator's name; None for all.
-        device: Device or its type; None for the CPU and the current accelerator.
+        device: Device or its type; None for the CPU and every accelerator.
         dtype: Dtype of the tensors; None stands for float32 on a CPU and bfloat16 elsewhere.
 
     Raises:

@@ -6,6 +6,7 @@ that can run on this machine is under test.
 
 import os
 import random
+import time
 from pathlib import Path
 
 # Before anything imports a hub client: a test that wants the network is a bug.
@@ -26,9 +27,19 @@ def pytest_addoption(parser):
         metavar="NAME",
         help="backend to test on its own device (repeatable); default: all that can run",
     )
+    parser.addoption(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="write what ran where, on which versions, and its counts to this JSON file",
+    )
+
+
+STARTED = pytest.StashKey[float]()
 
 
 def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
     harness.poison_empty()
     if config.getoption("--backend"):
         harness.selected_backends(config)  # refuses before anything is collected
@@ -45,6 +56,19 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     named = [n for part in config.getoption("--backend") for n in part.split(",")]
     harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    path = config.getoption("--results")
+    if path is None:
+        return
+    from ci import results
+
+    counts = {n: len(terminalreporter.stats.get(n, ())) for n in results.OUTCOMES}
+    backends, device = harness.selected_backends(config), harness.selected_device(config)
+    seconds = time.monotonic() - config.stash[STARTED]
+    results.write(path, backends, device, counts, seconds)
+    terminalreporter.write_line(f"wrote {path}")
 
 
 @pytest.fixture

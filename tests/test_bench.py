@@ -6,8 +6,15 @@ import math
 import pytest
 import torch
 
-from ci import bench, bench_cases, bench_measure, bench_providers, bench_report, bench_roof
+from ci import bench, results
 from liger_multi import samples
+from liger_multi.bench import cases as bench_cases
+from liger_multi.bench import formulas as bench_formulas
+from liger_multi.bench import measure as bench_measure
+from liger_multi.bench import providers as bench_providers
+from liger_multi.bench import report as bench_report
+from liger_multi.bench import roof as bench_roof
+from liger_multi.cli.main import main as command_line
 
 H200 = bench_roof.Ceilings(4.24e12, 690e12)
 QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
@@ -15,7 +22,7 @@ QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
 
 def run(folder, *arguments):
     """The exit code, the result file and everything else in the folder."""
-    code = bench.main([*QUICK, "--out", str(folder), *arguments])
+    code = bench.main([*QUICK, "--unchecked", "--out", str(folder), *arguments])
     (file,) = folder.glob("*.json")
     return code, json.loads(file.read_text()), sorted(p.name for p in folder.iterdir())
 
@@ -29,7 +36,7 @@ def planted(monkeypatch):
     """Put a formula for swiglu into the table of providers."""
 
     def plant(formula):
-        monkeypatch.setitem(bench_providers.TABLE["swiglu"], "planted", formula)
+        monkeypatch.setitem(bench_formulas.TABLE["swiglu"], "planted", formula)
 
     return plant
 
@@ -92,10 +99,10 @@ def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
 
 def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypatch):
     def second_alone(x, residual, weight):
-        y, total = bench_providers._fused_add_rms_norm(x, residual, weight)
+        y, total = bench_formulas._fused_add_rms_norm(x, residual, weight)
         return y + 0 * total, total.detach() + 0 * x
 
-    monkeypatch.setitem(bench_providers.TABLE["fused_add_rms_norm"], "planted", second_alone)
+    monkeypatch.setitem(bench_formulas.TABLE["fused_add_rms_norm"], "planted", second_alone)
     code, result, _ = run(
         tmp_path, "--ops", "fused_add_rms_norm", "--providers", "planted,ours,torch,aten"
     )
@@ -193,6 +200,139 @@ def test_unknown_names_end_with_the_nearest(arguments, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+# --- the project's runner refuses on a red suite ---
+
+
+def suite_of(passed, failed):
+    def tests(plan):
+        counts = {"passed": passed, "failed": failed}
+        return results.Result("bench", ["reference"], {}, {}, "abc", "2026-01-01", counts, 1.0)
+
+    return tests
+
+
+SWIGLU = ["--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"]
+
+
+@pytest.mark.parametrize(("passed", "failed"), [(5, 1), (0, 0)])
+def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
+    arguments = [*QUICK, *SWIGLU, "--out", str(tmp_path)]
+    assert bench.main(arguments, suite_of(passed, failed)) == bench.RED
+    assert "refused: the suite is red here" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_says_what_the_suite_said(tmp_path):
+    assert bench.main([*QUICK, *SWIGLU, "--out", str(tmp_path)], suite_of(5, 0)) == 0
+    (file,) = tmp_path.glob("*.json")
+    result = json.loads(file.read_text())
+    assert result["suite"]["counts"]["passed"] == 5
+    _, unchecked, _ = run(tmp_path / "other", *SWIGLU)
+    assert unchecked["suite"] is None
+
+
+def test_the_suite_is_that_of_the_operators():
+    plan, _ = bench.parse([*QUICK, "--ops", "swiglu", "--samples", "8192x8192"])
+    found = bench.suite(plan)
+    assert found.green
+    assert found.device["device"] == "cpu"
+    with_every = len([s for s in samples.of("swiglu") if s.size != "bench"])
+    assert found.counts["passed"] >= with_every
+
+
+# --- the command of the package ---
+
+
+def test_the_command_prints_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*QUICK, "--ops", "rms_norm", "--samples", "8192x4096"]
+    assert command_line(["bench", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "ours (reference)" in shown
+    assert "float32" in shown, "the dtype of models on a CPU"
+    assert " torch " in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_saves_where_it_is_told(tmp_path, capsys):
+    arguments = [*QUICK, *SWIGLU, "--dtype", "bf16", "--output", str(tmp_path / "out")]
+    assert command_line(["bench", *arguments]) == 0
+    files = sorted(p.suffix for p in (tmp_path / "out").iterdir())
+    assert files == [".json", ".png"]
+    (file,) = (tmp_path / "out").glob("*.json")
+    result = json.loads(file.read_text())
+    assert result["dtype"] == "bfloat16"
+    assert result["rows"][0]["error"]["tolerances"] <= 1
+
+
+def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
+    from liger_multi import ops
+
+    right = ops.swiglu
+
+    def wrong(gate, up):
+        return right(gate, up) if gate.dtype == torch.float64 else right(gate, up) * 1.5
+
+    monkeypatch.setattr(ops, "swiglu", wrong)
+    assert command_line(["bench", *QUICK, *SWIGLU]) == 1
+    assert "wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
+        (["--providers", "torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
+        (["--seconds", "0"], "--seconds must be positive, got 0"),
+        (["--device", "gpu"], "--device gpu: "),
+    ],
+)
+def test_wrong_values_of_the_command(capsys, arguments, said):
+    assert command_line(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("liger-multi: error: ")
+    assert said in captured.err
+    assert not captured.out
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a)
+    )
+    assert command_line(["bench", *QUICK]) == 2
+    assert 'needs rich, which cannot be imported here; install with: pip install "liger-multi' in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("op", sorted(bench_roof.WORK))
+def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
+    """An installed package has no tests: it compares with its own reference instead."""
+    small = [s for s in samples.of(op) if s.size == "small"]
+    for name in [s.name for s in small if all(0 not in t.shape for t in s.tensors.values())][:6]:
+        found = case(op, name)
+        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
+        if not any(t.requires_grad for t in tensors.values()):
+            continue
+        douts = bench_cases.upstream(found, torch.device("cpu"), torch.float32, bench.oracle)
+        again = bench_cases.upstream(
+            found, torch.device("cpu"), torch.float32, bench_cases.reference
+        )
+        assert [d.shape for d in douts] == [d.shape for d in again]
+        right, ours = (
+            bench_cases.truth(found, tensors, douts, torch.float64, oracle)
+            for oracle in (bench.oracle, bench_cases.reference)
+        )
+        for a, b in zip(ours.results, right.results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        for leaf in right.grads:
+            torch.testing.assert_close(ours.grads[leaf], right.grads[leaf], rtol=1e-9, atol=1e-11)
+
+
 # --- arithmetic ---
 
 
@@ -228,8 +368,8 @@ def test_the_slower_limit_is_the_roof():
 def test_every_operator_has_work_and_a_plain_formula():
     from liger_multi.registry import operators
 
-    assert set(operators()) == set(bench_roof.WORK) == set(bench_providers.TABLE)
-    assert all("torch" in formulas for formulas in bench_providers.TABLE.values())
+    assert set(operators()) == set(bench_roof.WORK) == set(bench_formulas.TABLE)
+    assert all("torch" in formulas for formulas in bench_formulas.TABLE.values())
 
 
 @pytest.mark.parametrize("op", sorted(bench_roof.WORK))
@@ -254,10 +394,10 @@ def test_truth_in_chunks_is_truth(monkeypatch):
     ):
         found = case(op, name)
         tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
-        douts = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16)
-        whole = bench_cases.truth(found, tensors, douts, torch.float64)
+        douts = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16, bench.oracle)
+        whole = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
         monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
-        parts = bench_cases.truth(found, tensors, douts, torch.float64)
+        parts = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
         monkeypatch.undo()
         torch.testing.assert_close(parts.results, whole.results)
         assert set(parts.grads) == set(whole.grads)

@@ -1,5 +1,6 @@
 """The command line: doctor, explain, config; in process, and once as a program."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -170,6 +171,49 @@ def test_explain(capsys):
     assert "swiglu" not in text
 
 
+@pytest.fixture
+def two_devices(monkeypatch):
+    """A machine with two accelerators that no backend here can use."""
+    place = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: place)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+def test_explain_shows_every_candidate_on_every_device(capsys, two_devices):
+    assert main(["explain", "rms_norm"]) == 0
+    cpu, both = capsys.readouterr().out.split("\n\n")
+    assert cpu.startswith("Operators on cpu\n")
+    assert both.startswith("Operators on cuda:0, cuda:1\n")
+    for text in (cpu, both):
+        for name in registry.backends():
+            (line,) = [line for line in text.splitlines() if f"  {name} " in line]
+            assert ("chosen" in line) == (name == "reference")
+            because = line.split("chosen" if name == "reference" else "  -  ")[1]
+            assert because.strip(), "chosen or refused, because"
+
+
+def test_devices_that_differ_have_tables_of_their_own(capsys, two_devices, monkeypatch):
+    def supports(device, dtype):
+        return "it is the older one" if device.index == 0 else None
+
+    record = registry.backends()["reference"]
+    only_one = dataclasses.replace(record, supports=supports)
+    monkeypatch.setitem(registry.backends(), "reference", only_one)
+    assert main(["explain", "rms_norm"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("Operators on cuda:0\n") < text.index("it is the older one")
+    assert text.index("it is the older one") < text.index("Operators on cuda:1\n")
+
+
+def test_explain_a_dtype_as_json(capsys):
+    assert main(["explain", "swiglu", "--device", "cpu", "--dtype", "float64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["op"] for row in rows} == {"swiglu"}
+    assert {row["half"] for row in rows} == {"forward", "backward"}
+    found = liger_multi.explain("swiglu", "cpu", torch.float64)
+    assert [row["reason"] for row in rows] == [row.reason for row in found.rows]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -199,13 +243,48 @@ def test_config_check(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["doktor"], ["config"], ["demo", "--steps", "0"], ["demo", "--models", "gpt1"]]
+    "argv",
+    [
+        [],
+        ["doktor"],
+        ["config"],
+        ["config", "check"],
+        ["config", "chek", "a.yaml"],
+        ["explain", "rms_norm", "swiglu"],
+        ["explain", "rms_norm", "--dtype", "bf61"],
+        ["demo", "--steps", "0"],
+        ["demo", "--models", "gpt1"],
+    ],
 )
 def test_wrong_commands_are_refused(capsys, argv):
     with pytest.raises(SystemExit) as error:
         main(argv)
     assert error.value.code == 2
     assert "usage: liger-multi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["explain"], ["bench"], ["config"], ["config", "check"], ["demo"]]
+)
+def test_help_says_what_a_command_does(capsys, command):
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--help"])
+    assert error.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: {' '.join(['liger-multi', *command])}")
+    assert len(text.split("\n\n")[1].split()) >= 4, "a sentence follows the usage"
+    for line in text.splitlines():
+        if line.startswith("  --") and " " not in line.strip():
+            pytest.fail(f"{line.strip()} says nothing")
+
+
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(liger_multi, "explain", interrupt)
+    assert main(["explain"]) == 130
+    assert capsys.readouterr().err == "liger-multi: interrupted\n"
 
 
 def test_version(capsys):

@@ -36,6 +36,23 @@ loss.backward()
 assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, w, head))
 """
 
+# A stock model, built from its configuration as nothing can be fetched, and trained patched.
+PATCHED = """
+import torch
+import liger_multi
+from transformers import LlamaConfig, LlamaForCausalLM
+
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+))
+liger_multi.patch(model, strict=True)
+ids = torch.arange(12).view(2, 6)
+out = model(input_ids=ids, labels=ids)
+out.loss.backward()
+assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+assert out.logits.argmax(-1).shape == ids.shape
+"""
+
 # Finds a module where it was told to hide one, and says so as a machine without it would.
 HIDE = """
 import sys
@@ -120,7 +137,10 @@ except liger_multi.errors.BackendUnavailableError as error:
     assert "rms_norm" in said
 
 
-def test_offline_with_a_read_only_home(tmp_path):
+@pytest.mark.parametrize("what", ["operators", "patched model"])
+def test_offline_with_a_read_only_home(tmp_path, what):
+    if what == "patched model":
+        pytest.importorskip("transformers")
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
@@ -156,7 +176,8 @@ socket.socket.connect = socket.getaddrinfo = socket.create_connection = offline
         "PYTHONDONTWRITEBYTECODE": "1",
         **NO_DEVICES,  # a driver keeps a cache of its own at home
     }
-    assert python(refuse + TRAIN + "print('ran')", cwd=work, **environment) == "ran"
+    train = TRAIN if what == "operators" else PATCHED
+    assert python(refuse + train + "print('ran')", cwd=work, **environment) == "ran"
     assert not list(home.iterdir())
     assert not list(work.iterdir())
 

@@ -287,20 +287,33 @@ def page(facts: dict[str, Any]) -> Page:
 
 
 def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:
-    """Add a table a device; the halves share a line where they agree."""
+    """Add a table for every device, or for several that agree."""
+    tables: list[tuple[list[str], list[list[str]]]] = []
     for device in dict.fromkeys(row["device"] for row in rows):
-        merged: dict[tuple[Any, ...], list[str]] = {}
-        for row in rows:
-            if row["device"] == device:
-                because = row["reason"] or f"by {row['source']}"
-                merged.setdefault((row["op"], row["backend"], row["chosen"], because), []).append(
-                    row["half"]
-                )
-        table, before = [], None
-        for (op, backend, chosen, because), halves in merged.items():
-            half = "both" if len(halves) > 1 else halves[0]
-            table.append(
-                [op if op != before else "", half, backend, "chosen" if chosen else "-", because]
-            )
-            before = op
-        result.add(f"Operators on {device}", table, ("operator", "half", "backend", "", "because"))
+        table = _operators_on(device, rows)
+        for devices, known in tables:
+            if table == known:
+                devices.append(device)
+                break
+        else:
+            tables.append(([device], table))
+    for devices, table in tables:
+        title = f"Operators on {', '.join(devices)}"
+        result.add(title, table, ("operator", "half", "backend", "", "because"))
+
+
+def _operators_on(device: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Every candidate of every operator; the halves share a line where they agree."""
+    merged: dict[tuple[Any, ...], list[str]] = {}
+    for row in (row for row in rows if row["device"] == device):
+        because = row["reason"] or f"by {row['source']}"
+        key = (row["op"], row["backend"], row["chosen"], because)
+        merged.setdefault(key, []).append(row["half"])
+    table: list[list[str]] = []
+    before = None
+    for (op, backend, chosen, because), halves in merged.items():
+        half = "both" if len(halves) > 1 else halves[0]
+        named = op if op != before else ""
+        table.append([named, half, backend, "chosen" if chosen else "-", because])
+        before = op
+    return table

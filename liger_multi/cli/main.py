@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from liger_multi.bench import command as bench
 from liger_multi.cli import doctor
 from liger_multi.cli.page import Page
 from liger_multi.demo import command as demo
 from liger_multi.errors import LigerMultiError
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``liger-multi`` with ``argv`` and return its exit code.
 
-    0 is fine, 1 is a finding (a failed demo, a problem named by the doctor), 2 is wrong input.
+    0 is fine, 1 is a finding (a failed demo, a wrong result, a problem named by the doctor), 2 is
+    wrong input.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -48,9 +55,20 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explain", help=text, description=text)
     command.add_argument("op", nargs="?", metavar="OP", help="name of an operator (default: all)")
     command.add_argument(
-        "--device", help="a device or device type (default: the CPU and the accelerator)"
+        "--device", help="a device or device type (default: the CPU and every accelerator)"
     )
+    command.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the tensors (default: float32 on a CPU, else bfloat16)",
+    )
+    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
     command.set_defaults(run=_explain)
+
+    text = "time, memory and error of the operators on this machine, beside plain PyTorch"
+    command = commands.add_parser("bench", help=text, description=text)
+    bench.add_command(command)
+    command.set_defaults(run=bench.run)
 
     text = "work with configuration files"
     command = commands.add_parser("config", help=text, description=text)
@@ -71,14 +89,19 @@ def _explain(arguments: argparse.Namespace) -> int:
     import liger_multi
 
     try:
-        found = liger_multi.explain(arguments.op, arguments.device)
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+        found = liger_multi.explain(arguments.op, arguments.device, dtype)
     except RuntimeError as error:
         sys.stderr.write(
             f"liger-multi: error: --device {arguments.device}: {str(error).splitlines()[0]}\n"
         )
         return 2
+    rows = [doctor.as_data(row) for row in found.rows]
+    if arguments.json:
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        return 0
     page = Page()
-    doctor.operators(page, [doctor.as_data(row) for row in found.rows])
+    doctor.operators(page, rows)
     page.show()
     return 0
 

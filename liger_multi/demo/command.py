@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from liger_multi.errors import LigerMultiError
 from liger_multi.memory.measure import format_bytes, resolve_device
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when the patched curves equal the stock ones and memory dropped, else 1."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(
-            f"liger-multi demo needs {', '.join(missing)}, which cannot be imported here; "
+        raise LigerMultiError(
+            f"demo needs {', '.join(missing)}, which cannot be imported here; "
             'install with: pip install "liger-multi[transformers,cli]"'
         )
     # Random weights and local text: nothing may reach for the network, whatever is set outside.
@@ -72,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SystemExit(
-            f"liger-multi demo cannot use --device {arguments.device}: {reason}"
-        ) from error
+        raise LigerMultiError(f"demo cannot use --device {arguments.device}: {reason}") from error
     return _demo(arguments, device, Display())
 
 

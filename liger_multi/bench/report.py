@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from liger_multi import __version__
+from liger_multi._version import __version__
 from liger_multi.memory.measure import format_bytes
+from liger_multi.registry import backends, unavailable
 
-ROOT = Path(__file__).parent.parent
 NOISY_PERCENT = 3
-PACKAGES = ("triton", "liger-kernel", "torch_npu")
+PACKAGES = ("triton", "liger-kernel")
 Row = Mapping[str, Any]
 
 
@@ -54,29 +53,12 @@ def versions() -> dict[str, str]:
         "liger_multi": __version__,
         "torch": torch.__version__,
     }
-    for key, value in (("cuda", torch.version.cuda), ("hip", torch.version.hip)):
-        if value:
-            found[key] = value
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    for name, record in backends().items():
+        found |= record.describe() if unavailable(name) is None else {}
     return found
-
-
-def commit() -> str:
-    """The commit that was measured; ``+`` after it stands for uncommitted changes."""
-    try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", ".", ":!benchmarks") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    )
-    return done.stdout.strip()
 
 
 # --- table ---

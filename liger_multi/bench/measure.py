@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci.bench_cases import Truth, differentiable, error
-from ci.bench_providers import Provider
-from ci.bench_roof import Ceilings
+from liger_multi.bench.cases import Truth, differentiable, error
+from liger_multi.bench.providers import Provider
+from liger_multi.bench.roof import Ceilings
 from liger_multi.memory.measure import measure
 
 FLUSH_BYTES = (

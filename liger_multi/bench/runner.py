@@ -1,4 +1,4 @@
-"""Time, memory and error of every operator beside its peers: ``python -m ci.bench``.
+"""Time, memory and error of every operator beside others: what a run of the benchmark does.
 
 Operator x sample x provider in one process. A provider whose result is outside of the tolerance of
 the tests gets no time. Rounds interleave the providers, medians are reported, and percent of the
@@ -7,27 +7,19 @@ roof refers to the copy and the matrix product measured in the same run.
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
-try:
-    from rich.console import Console
-    from rich.progress import Progress
-except ImportError:
-    sys.exit("ci.bench needs rich and matplotlib: pip install 'liger-multi[cli]'")
-
-from ci import bench_providers as providers
-from ci import bench_report as report
-from ci.bench_cases import CPU_BYTES, CPU_OPERATIONS, Case, Truth, cases, draw, truth, upstream
-from ci.bench_measure import (
+from liger_multi.bench import providers, report
+from liger_multi.bench.cases import Case, Oracle, Truth, draw, reference, truth, upstream
+from liger_multi.bench.measure import (
     Clock,
     Runner,
     ceilings,
@@ -37,17 +29,24 @@ from ci.bench_measure import (
     out_of_memory,
     release,
 )
-from liger_multi.errors import unknown
-from liger_multi.memory.measure import resolve_device
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HOST_CALLS = 20
-QUICK_SHRINK = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asked for."""
+    """What a command line asked for.
+
+    Attributes:
+        cases: What is run.
+        providers: Names of those who are timed.
+        device: Where.
+        dtype: Of the floating-point inputs.
+        seconds: For timing one case, all providers.
+        quick: Few rounds, and small copies and products for the roof.
+        oracle: What every result is compared with.
+        facts: What else the result says of itself.
+    """
 
     cases: list[Case]
     providers: list[str]
@@ -55,55 +54,8 @@ class Plan:
     dtype: torch.dtype
     seconds: float
     quick: bool
-    commit: str
-
-
-def parse(arguments: Sequence[str] | None) -> tuple[Plan, Path]:
-    """Read the command line; unknown names end with the nearest known one."""
-    parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__)
-    parser.add_argument("--ops", default="*", metavar="GLOB", help="operators (comma-joined)")
-    parser.add_argument("--samples", default="*", metavar="GLOB", help="samples (comma-joined)")
-    parser.add_argument(
-        "--providers", metavar="LIST", help=f"of {', '.join(providers.known())}; default: all"
-    )
-    parser.add_argument("--device", default="auto", help="auto: the accelerator, or the CPU")
-    parser.add_argument("--dtype", default="bf16", metavar="|".join(DTYPES))
-    parser.add_argument(
-        "--seconds", type=float, metavar="N", help="timing of one sample, all providers; default: 5"
-    )
-    parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks", metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes on a CPU")
-    parser.add_argument("--commit", help="what is measured, where the sources came without git")
-    given = parser.parse_args(arguments)
-    try:
-        device = resolve_device(None if given.device == "auto" else given.device)
-        if device.type != "cpu" and not torch.get_device_module(device).is_available():
-            raise RuntimeError(f"this machine has no {device.type} device")
-        if given.dtype not in DTYPES:
-            raise ValueError(unknown("dtype", given.dtype, DTYPES))
-        if given.seconds is not None and given.seconds <= 0:
-            raise ValueError(f"--seconds must be positive, got {given.seconds:g}")
-        named = providers.default() if given.providers is None else _names(given.providers)
-        shrink = QUICK_SHRINK if given.quick else 1
-        limits = (CPU_BYTES / shrink, CPU_OPERATIONS / shrink) if device.type == "cpu" else None
-        found = cases(given.ops, given.samples, DTYPES[given.dtype], limits)
-        if not found:
-            raise ValueError(f"no sample of {given.ops!r} is named {given.samples!r}")
-    except (ValueError, RuntimeError, AssertionError) as wrong:
-        parser.error(str(wrong))
-    seconds = given.seconds or (0.2 if given.quick else 5.0)
-    commit = given.commit or report.commit()
-    return Plan(found, named, device, DTYPES[given.dtype], seconds, given.quick, commit), given.out
-
-
-def _names(text: str) -> list[str]:
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    for name in names:
-        if name not in providers.known():
-            raise ValueError(unknown("provider", name, providers.known()))
-    if not names:
-        raise ValueError(f"--providers names nobody; known: {', '.join(providers.known())}")
-    return list(dict.fromkeys(names))
+    oracle: Oracle = reference
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- one case ---
@@ -146,7 +98,7 @@ class Bench:
     ) -> None:
         self.say(case, "inputs")
         tensors = draw(case.sample, self.plan.device, self.plan.dtype)
-        douts = upstream(case, self.plan.device, self.plan.dtype)
+        douts = upstream(case, self.plan.device, self.plan.dtype, self.plan.oracle)
         self._check(case, found, rows, tensors, douts)
         release(self.plan.device)
         usable = [p for p in found if rows[p.name]["status"] == "ok"]
@@ -179,12 +131,12 @@ class Bench:
     def _truth(self, case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...]) -> Truth:
         self.say(case, "fp64")
         try:
-            return truth(case, tensors, douts, torch.float64)
+            return truth(case, tensors, douts, torch.float64, self.plan.oracle)
         except Exception as failure:
             if not out_of_memory(failure):
                 raise
         release(self.plan.device)
-        return truth(case, tensors, douts, torch.float32)
+        return truth(case, tensors, douts, torch.float32, self.plan.oracle)
 
     def _check(
         self,
@@ -291,7 +243,7 @@ def _failed(row: dict[str, Any], failure: BaseException) -> None:
         row.update(status="failed", reason=f"{type(failure).__name__}: {lines[0]}")
 
 
-def run(plan: Plan, console: Console) -> dict[str, Any]:
+def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
     """Run all cases; the result as plain data."""
     with Progress(console=console, transient=True) as progress:
         bench = Bench(plan, progress)
@@ -302,7 +254,7 @@ def run(plan: Plan, console: Console) -> dict[str, Any]:
         "device": report.device_facts(plan.device),
         "versions": report.versions(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": plan.commit,
+        **plan.facts,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "seconds": plan.seconds,
         "quick": plan.quick,
@@ -310,21 +262,3 @@ def run(plan: Plan, console: Console) -> dict[str, Any]:
         "rows": bench.rows,
         "skipped": bench.skipped,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print and save; 1 when a result was wrong or a provider failed."""
-    plan, folder = parse(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
-    result = run(plan, console)
-    report.show(console, result)
-    for path in report.save(result, folder):
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
-    ours = [r for r in result["rows"] if r["provider"] == "ours"]
-    return 1 if any(r["status"] in ("wrong", "failed") for r in ours) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ci.bench_roof import WORK, Work
-from liger_multi import samples, tolerance
+from liger_multi import ops, samples, tolerance
+from liger_multi.bench.roof import WORK, Work
+from liger_multi.config import use
 from liger_multi.errors import unknown
-from liger_multi.registry import operators
+from liger_multi.registry import REFERENCE, operators
 from liger_multi.samples import Sample
 
-ORACLES = Path(__file__).parent.parent / "tests" / "oracles.py"
 CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
 ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
 
@@ -162,7 +158,9 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
     return made
 
 
-def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def upstream(
+    case: Case, device: torch.device, dtype: torch.dtype, oracle: Oracle
+) -> tuple[Tensor, ...]:
     """A gradient for every result: random, or 1 for a scalar loss, as a training step has."""
     meta = {
         n: torch.empty(t.shape, device="meta", dtype=torch.int64 if t.classes else torch.float64)
@@ -173,26 +171,22 @@ def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tens
         torch.randn(result.shape, generator=generator, device=device).to(dtype)
         if result.ndim
         else torch.ones((), device=device)
-        for result in _oracle(case, meta)
+        for result in oracle(case, meta)
     )
 
 
 # --- truth ---
 
-
-@cache
-def _oracles() -> ModuleType:
-    """The formulas that the tests hold every operator against."""
-    spec = importlib.util.spec_from_file_location("liger_multi_oracles", ORACLES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+Oracle = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
+"""What an operator should return, differentiable, for inputs of any floating dtype."""
 
 
-def _oracle(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    return differentiable(getattr(_oracles(), case.op)(**tensors, **case.sample.options))
+def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The operator's own reference, which in fp64 is the equations in order and nothing rounded."""
+    name = case.op.removesuffix("_inplace")
+    options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
+    with use(**{name: REFERENCE}):
+        return differentiable(getattr(ops, name)(**tensors, **options))
 
 
 def differentiable(found: Any) -> tuple[Tensor, ...]:
@@ -215,7 +209,11 @@ class Truth:
 
 
 def truth(
-    case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...], dtype: torch.dtype
+    case: Case,
+    tensors: Mapping[str, Tensor],
+    douts: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    oracle: Oracle,
 ) -> Truth:
     """Run the oracle on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
     rows = _row_tensors(case.sample)
@@ -231,7 +229,7 @@ def truth(
     for start in range(0, count, step):
         part = slice(start, start + step)
         wide = {n: _widen(t[part], dtype) if n in rows else shared[n] for n, t in tensors.items()}
-        results = _oracle(case, wide)
+        results = oracle(case, wide)
         results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
         found = torch.autograd.grad(results, [wide[n] for n in grads], ups)

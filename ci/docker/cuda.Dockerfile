@@ -1,0 +1,30 @@
+# syntax=docker/dockerfile:1
+# The suite on an NVIDIA GPU, in PyTorch's own image: https://hub.docker.com/r/pytorch/pytorch/tags
+# ci/docker/run.sh cuda builds and runs it; the host needs the driver and the NVIDIA Container Toolkit.
+ARG TAG=2.13.0-cuda12.6-cudnn9-runtime
+FROM pytorch/pytorch:${TAG}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+# Triton compiles its launchers with the C compiler of the image
+USER root
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git make python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 tester \
+    && install --directory --owner tester --group tester /home/tester/liger-multi
+USER tester
+WORKDIR /home/tester/liger-multi
+
+# what decides the environment comes first, so that a change of code does not build it again
+COPY --chown=tester:tester pyproject.toml setup.py Makefile README.md LICENSE ./
+COPY --chown=tester:tester ci/__init__.py ci/venv.py ci/
+COPY --chown=tester:tester liger_multi/__init__.py liger_multi/_version.py liger_multi/
+COPY --chown=tester:tester backends/__init__.py backends/
+COPY --chown=tester:tester reference/__init__.py reference/
+RUN make env
+COPY --chown=tester:tester . .
+RUN touch .venv/.stamp && make env
+
+ENTRYPOINT ["make"]
+CMD ["test", "BACKEND=cuda"]

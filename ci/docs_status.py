@@ -1,0 +1,111 @@
+"""``docs/verification.md``: what ran where, from the results that the repository keeps."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ci import results
+from ci.results import Result
+
+ROOT = Path(__file__).parent.parent
+NOT_RUN = "**not run on hardware**"
+CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
+HEAD = """\
+# Verification
+
+What follows is made of the results of the suite that the repository keeps in `benchmarks/suites/`,
+and of what stands in `backends/`. A backend whose suite nobody ran on a device says so;
+[Runners](runners.md) says how to add a run.
+
+"Compiled" means that every kernel went through the code generator of that architecture, keeps to
+its threads and on-chip memory, spills nothing and loads 16 bytes at a time; it says nothing of
+results or speed. "Interpreted" means the kernels' own source, executed on a CPU, against fp64.
+
+"""
+
+
+def page() -> str:
+    """The page."""
+    found = results.read()
+    rows = ["| backend | on its own device | without one | what it has |", "|---|---|---|---|"]
+    for name, record in _records().items():
+        cells = (name, _native(name, record, found), _beside(name, found), _own(name))
+        rows.append(f"| {' | '.join(cells)} |")
+    kept = ["", "## Runs", "", results.table(found), ""]
+    notes = [f"- {one.part}, {one.date[:10]}: {one.note}." for one in found if one.note]
+    return HEAD + "\n".join([*rows, *kept, *notes, *[""] * bool(notes)])
+
+
+def _records() -> dict[str, Any]:
+    names = sorted(p.parent.name for p in (ROOT / "backends").glob("*/__init__.py"))
+    found = {n: importlib.import_module(f"liger_multi.backends.{n}").BACKEND for n in names}
+    first = {"reference": importlib.import_module("liger_multi.reference").BACKEND}
+    return {**first, **dict(sorted(found.items(), key=lambda item: item[1].device_type or ""))}
+
+
+def _said(one: Result) -> str:
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in one.counts.items())
+    device = one.device.get("name", one.device["device"])
+    return f"{device}, PyTorch {one.versions['torch']}: {counts} ({one.date[:10]})"
+
+
+def _native(name: str, record: Any, found: Sequence[Result]) -> str:
+    """The newest run on a device of the backend's; on a CPU for the reference."""
+    on_cpu = record.device_type == "cpu" or name == "reference"
+    shared = record.device_type is None and not on_cpu
+    names = {name} | (set(_heirs(name)) if shared else set())
+    runs = [
+        one
+        for one in found
+        if names & {one.part, *(["reference"] if one.part == "native" and on_cpu else [])}
+        and (one.device["device"] == "cpu") == on_cpu
+    ]
+    if not runs:
+        return NOT_RUN
+    failed = "" if runs[0].green else " **failing**"
+    return (f"by {runs[0].part}: " if shared else "") + _said(runs[0]) + failed
+
+
+def _heirs(name: str) -> list[str]:
+    return [n for n, record in _records().items() if name in record.parents]
+
+
+def _beside(name: str, found: Sequence[Result]) -> str:
+    said = []
+    for one in found:
+        if one.part == "interpreted" and name in one.backends and name != "reference":
+            said.append(f"interpreted: {_said(one)}")
+            break
+    compiled = next((one for one in found if one.part == "cross-compiled" and one.green), None)
+    if compiled is not None and name in CODE_GENERATORS:
+        said.append(f"compiled for {', '.join(architectures(name))} ({compiled.date[:10]})")
+    return "; ".join(said)
+
+
+def architectures(backend: str) -> list[str]:
+    """What kernels are compiled for, of one vendor; read as text, as Triton may be absent."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / "ci" / "static.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == CODE_GENERATORS[backend]:
+            first = ast.literal_eval(node.args[0])
+            found.append(first if isinstance(first, str) else f"sm{first}")
+    return found
+
+
+def _own(name: str) -> str:
+    folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
+    operators = set(importlib.import_module("liger_multi.registry").operators())
+    own = sorted(p.stem for p in folder.glob("*.py") if p.stem in operators)
+    tables = sorted(p.stem for p in (folder / "launch").glob("*.yaml"))
+    said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
+    said += [f"launch numbers for {', '.join(tables)}"] if tables else []
+    xfails = ROOT / "tests" / "xfails" / f"{name}.yaml"
+    said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
+    parents = _records()[name].parents
+    floor = "" if name == "reference" or not _records()[name].device_type else "reference"
+    behind = [*parents, floor] if floor else list(parents)
+    return "; ".join([*said, *([f"behind it {', '.join(behind)}"] if behind else [])])

@@ -1,0 +1,146 @@
+"""What a run of the suite leaves: one JSON file, which the page on verification is made of.
+
+``make test BACKEND=cuda RESULTS=benchmarks/suites/nvidia-h200-2026-11-21`` writes ``cuda.json``
+there (and ``cuda.xml`` in the form of JUnit). Without a backend there are three files: ``native``,
+``interpreted`` and ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks" / "suites"
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of the suite.
+
+    Attributes:
+        part: Name of the file: a backend, or the part of the suite that ran.
+        backends: Backends that were under test.
+        device: Where the tensors stood: name, architecture and what else is known.
+        versions: Of Python, this library, PyTorch and what it works with.
+        commit: What was tested; ``+`` after it stands for uncommitted changes.
+        date: When it ended, in UTC.
+        counts: Tests by outcome.
+        seconds: From the first test to the last.
+        note: Anything a reader must know, in a sentence.
+    """
+
+    part: str
+    backends: Sequence[str]
+    device: Mapping[str, str]
+    versions: Mapping[str, str]
+    commit: str
+    date: str
+    counts: Mapping[str, int]
+    seconds: float
+    note: str = ""
+
+    @property
+    def green(self) -> bool:
+        """Whether something passed and nothing failed."""
+        bad = ("failed", "error", "xpassed")
+        return self.counts.get("passed", 0) > 0 and not any(self.counts.get(n) for n in bad)
+
+
+def commit() -> str:
+    """The commit of this checkout, or of ``COMMIT`` where it came without git."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--", ".", ":!benchmarks") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    return done.stdout.strip()
+
+
+def device_facts(device: Any) -> dict[str, str]:
+    """Name, architecture and memory of a device, as ``liger-multi doctor`` says them."""
+    from liger_multi.cli import doctor
+
+    known = {entry["device"]: entry for entry in doctor.devices(doctor.Probes())}
+    index = 0 if device.index is None else device.index
+    place = str(device) if device.type == "cpu" else f"{device.type}:{index}"
+    return {k: str(v) for k, v in known.get(place, {"device": place}).items()}
+
+
+def write(
+    path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float
+) -> None:
+    """Write the result of the session that ends."""
+    from liger_multi.cli import doctor
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    versions = {k: v for k, v in doctor.versions().items() if v != "not installed"}
+    versions["python"] = platform.python_version()
+    result = Result(
+        path.stem,
+        list(backends),
+        device_facts(device),
+        versions,
+        commit(),
+        now.isoformat(timespec="seconds"),
+        {name: counts[name] for name in OUTCOMES if counts.get(name)},
+        round(seconds, 1),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path = FOLDER) -> list[Result]:
+    """Every result below a folder, the newest first.
+
+    Raises:
+        ValueError: A file is not a result; it is named.
+    """
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            found.append(Result(**json.loads(path.read_text(encoding="utf-8"))))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the result of a suite: {error}") from error
+    return sorted(found, key=lambda result: result.date, reverse=True)
+
+
+def table(found: Sequence[Result]) -> str:
+    """Results as a table in Markdown."""
+    rows = ["| suite | device | PyTorch | outcome | date | commit |", "|---|---|---|---|---|---|"]
+    for one in found:
+        counts = ", ".join(f"{n} {name}" for name, n in one.counts.items()) or "nothing ran"
+        outcome = counts if one.green else f"**{counts}**"
+        device = " ".join(filter(None, (one.device.get("name"), one.device.get("arch"))))
+        cells = (one.part, device, one.versions["torch"], outcome, one.date[:10], one.commit[:7])
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Print the results below a folder; 1 where there is none."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    found = read(folder)
+    print(table(found) if found else f"no results below {folder}")
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""``liger-multi bench``: what the operators cost on this machine, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from liger_multi.errors import LigerMultiError, unknown
+from liger_multi.memory.measure import resolve_device
+
+if TYPE_CHECKING:
+    from liger_multi.bench.runner import Plan
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PROVIDERS = "ours,torch"
+QUICK_SHRINK = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what every runner of the benchmark understands."""
+    parser.add_argument("--ops", default="*", metavar="GLOB", help="operators (comma-joined)")
+    parser.add_argument("--samples", default="*", metavar="GLOB", help="samples (comma-joined)")
+    parser.add_argument(
+        "--providers",
+        metavar="LIST",
+        help="whom to time: ours, any backend, torch, aten, compile, liger, ...",
+    )
+    parser.add_argument("--device", default="auto", help="auto: the accelerator, or the CPU")
+    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="of the inputs")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="timing of one sample, all providers; default: 5"
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes on a CPU")
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``liger-multi bench``."""
+    add_arguments(parser)
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write the result as JSON, and charts"
+    )
+
+
+def plan(given: argparse.Namespace, whom: str | None = None, dtype: str | None = None) -> Plan:
+    """What a command line asks for.
+
+    Args:
+        given: Parsed arguments of :func:`add_arguments`.
+        whom: Providers where none are named; all that are known by default.
+        dtype: The dtype where none is named; by default that of models on the device.
+
+    Raises:
+        ValueError: An unknown name (the message ends with the nearest), or no such device.
+    """
+    from liger_multi.bench import providers
+    from liger_multi.bench.cases import CPU_BYTES, CPU_OPERATIONS, cases
+    from liger_multi.bench.runner import Plan
+
+    try:
+        device = resolve_device(None if given.device == "auto" else given.device)
+        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+            raise RuntimeError(f"this machine has no {device.type} device")
+    except (RuntimeError, AssertionError) as wrong:
+        raise ValueError(f"--device {given.device}: {str(wrong).splitlines()[0]}") from wrong
+    name = given.dtype or dtype or ("fp32" if device.type == "cpu" else "bf16")
+    if name not in DTYPES:
+        raise ValueError(unknown("dtype", name, DTYPES))
+    if given.seconds is not None and given.seconds <= 0:
+        raise ValueError(f"--seconds must be positive, got {given.seconds:g}")
+    text = whom if given.providers is None else given.providers
+    named = providers.default() if text is None else _names(text, providers.known())
+    shrink = QUICK_SHRINK if given.quick else 1
+    limits = (CPU_BYTES / shrink, CPU_OPERATIONS / shrink) if device.type == "cpu" else None
+    found = cases(given.ops, given.samples, DTYPES[name], limits)
+    if not found:
+        raise ValueError(f"no sample of {given.ops!r} is named {given.samples!r}")
+    seconds = given.seconds or (0.2 if given.quick else 5.0)
+    return Plan(found, named, device, DTYPES[name], seconds, given.quick)
+
+
+def _names(text: str, known: list[str]) -> list[str]:
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    for name in names:
+        if name not in known:
+            raise ValueError(unknown("provider", name, known))
+    if not names:
+        raise ValueError(f"--providers names nobody; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print and, if asked, save; 1 when an operator was wrong or failed.
+
+    Raises:
+        LigerMultiError: A name that is not known, or a package that is missing.
+    """
+    needed = ["rich", *(["matplotlib"] if arguments.output else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LigerMultiError(
+            f"bench needs {', '.join(missing)}, which cannot be imported here; install with: "
+            'pip install "liger-multi[cli]"'
+        )
+    from rich.console import Console
+
+    from liger_multi.bench import report
+    from liger_multi.bench.runner import run_plan
+
+    try:
+        wanted = plan(arguments, PROVIDERS)
+    except ValueError as wrong:
+        raise LigerMultiError(str(wrong)) from wrong
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    result = run_plan(wanted, console)
+    report.show(console, result)
+    for path in report.save(result, arguments.output) if arguments.output else ():
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    return failed(result["rows"])
+
+
+def failed(rows: list[dict[str, object]]) -> int:
+    """The exit code: 1 when a call of ours was wrong or failed."""
+    ours = [row["status"] for row in rows if row["provider"] == "ours"]
+    return int(any(status in ("wrong", "failed") for status in ours))

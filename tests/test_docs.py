@@ -1,0 +1,187 @@
+"""The pages: their links lead somewhere, their code runs, and what is generated is current."""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import liger_multi
+from ci import docs, docs_status
+from liger_multi import config_file
+from liger_multi.cli import main as command_line
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+EVERY = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES]
+NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
+RUN = ("concepts.md", "dispatch.md", "configuration.md")
+
+
+def without_code(text):
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(path):
+    """Anchors of a page's headings, as the site's generator and code hosts make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    words = [
+        re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.*)$", text, re.M)
+    ]
+    return {re.sub(r"[\s-]+", "-", word) for word in words}
+
+
+def blocks(path, language):
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def links(path):
+    text = without_code(path.read_text(encoding="utf-8"))
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        if re.match(r"[a-z]+:", link):
+            assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", link), link
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{link}: {target} is absent"
+        assert ROOT in target.parents, f"{link} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_files_that_are_named_exist(path):
+    if path.name == "extending.md":
+        pytest.skip("speaks of files that its reader will write")
+    text = path.read_text(encoding="utf-8")
+    folders = "docs|ci|tests|benchmarks|backends|liger_multi|reference"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|yaml|yml|txt|sh))`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_a_page_of_the_site_links_to_pages_of_the_site():
+    for path in PAGES:
+        for link in links(path):
+            if not re.match(r"[a-z]+:|#", link):
+                target = (path.parent / link.partition("#")[0]).resolve()
+                assert (ROOT / "docs") in target.parents, f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_code_of_a_page_runs(name, capsys):
+    """One block after the other, in one namespace."""
+    page = ROOT / "docs" / name
+    found = blocks(page, "python")
+    assert len(found) >= 2
+    namespace = {}
+    for block in found:
+        exec(compile(block, name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
+def test_configurations_of_a_page_are_well_formed(name):
+    found = blocks(ROOT / name, "yaml")
+    assert found
+    for block in found:
+        layer = config_file.parse(yaml.safe_load(block), name)
+        assert layer.ops[""]
+
+
+def test_every_python_block_is_python():
+    for path in EVERY:
+        signatures = path.parent.name == "ops" or path.name == "nn.md"  # generated, no statements
+        for block in blocks(path, "python") if not signatures else ():
+            compile(block, path.name, "exec")
+
+
+# --- the site ---
+
+
+def nav():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        children = entry if isinstance(entry, list) else list(entry.values())
+        return [page for child in children for page in pages(child)]
+
+    return pages(yaml.safe_load((ROOT / "ci" / "mkdocs.yml").read_text())["nav"])
+
+
+def test_every_page_is_in_the_list_of_pages_once():
+    listed = nav()
+    assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in PAGES)
+
+
+def test_every_operator_has_a_page_with_every_section():
+    for name in docs.public_operators():
+        text = (ROOT / "docs" / "ops" / f"{name}.md").read_text()
+        for heading in ("Math", "Shapes", "Dtypes", "Memory", "Backends", "Tolerance"):
+            assert f"## {heading}\n" in text, f"{name}: {heading}"
+
+
+def test_what_is_generated_is_current():
+    assert [str(path) for path in docs.stale()] == []
+
+
+def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch):
+    known = docs.public_operators()
+    left = {name: function for name, function in known.items() if name != "rms_norm"}
+    monkeypatch.setattr(docs, "public_operators", lambda: left)
+    assert docs.stale()[ROOT / "docs" / "ops" / "rms_norm.md"][1] == ""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed")
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "ci/mkdocs.yml"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ops" / "rms_norm.html").exists()
+
+
+# --- what pages claim ---
+
+
+def test_the_page_of_commands_has_every_command_and_option():
+    text = (ROOT / "docs" / "commands.md").read_text()
+
+    def check(parser, words):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, child in action.choices.items():
+                    check(child, [*words, name])
+            elif action.option_strings and words[1:] and "--help" not in action.option_strings:
+                row = next(line for line in text.splitlines() if f"`{' '.join(words[:2])}" in line)
+                assert any(f"`{o}`" in row for o in action.option_strings), (words, action.dest)
+
+    check(command_line._parser(), ["liger-multi"])
+
+
+def test_the_first_page_claims_no_device_that_nobody_ran():
+    said = (ROOT / "README.md").read_text()
+    status = docs_status.page()
+    for name, words in (("rocm", "not run on AMD hardware"), ("npu", "not run on an NPU")):
+        (row,) = [line for line in status.splitlines() if line.startswith(f"| {name} ")]
+        assert (docs_status.NOT_RUN in row) == (words in said), name
+
+
+def test_the_chains_of_the_page_are_those_of_the_registry():
+    from liger_multi.registry import REFERENCE, backends, chain
+
+    text = (ROOT / "docs" / "dispatch.md").read_text()
+    for name, record in backends().items():
+        if record.device_type:
+            words = ", ".join(f"`{n}`" for n in [*chain(name), REFERENCE])
+            assert f"| {words} |" in text, name
+    assert liger_multi.explain("rms_norm", "cpu").chosen("rms_norm") == REFERENCE
