@@ -22,7 +22,8 @@ def laboratory() -> Iterator[torch.Generator]:
     """Gradients on, autocast off, the reference backends, random state kept; gives a generator."""
     from liger_multi.config import use
 
-    ops = dict.fromkeys(("rms_norm", "swiglu", "swiglu_packed"), "reference")
+    names = ("rms_norm", "swiglu", "swiglu_packed", "geglu", "geglu_packed", "rope")
+    ops = dict.fromkeys(names, "reference")
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
