@@ -77,6 +77,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
         ctx.save_for_backward(*[None if names[k][i] in left else pool[k][i] for k, i in keep])
         ctx.args = [None if isinstance(a, Tensor) else a for a in args]
         ctx.dtypes = [a.dtype if isinstance(a, Tensor) else None for a in args]
+        ctx.axes = [a.ndim if isinstance(a, Tensor) else None for a in args]
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outs[i] for i in fixed])
@@ -104,7 +105,11 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
                 for j in range(len(back))
             )
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
+        # an empty tensor in place of a gradient: nothing upstream of this input had one
+        found = [
+            outs[i] if i is not None and needs[j] and outs[i].ndim == ctx.axes[j] else None
+            for j, i in enumerate(back)
+        ]
         return tuple(
             g if g is None or g.dtype == ctx.dtypes[j] else g.to(ctx.dtypes[j])
             for j, g in enumerate(found)

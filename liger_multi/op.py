@@ -5,7 +5,7 @@ schema and the body the shape rule. In ``backward(dy, x, weight, rstd, ...)``, `
 gradient of output ``y``, ``x`` and ``weight`` are inputs of forward, ``rstd`` an output of forward
 kept as a residual, and the returned ``dx`` belongs to ``x``. ``needs_x`` tells a half whether
 anybody wants the gradient of ``x``, and ``x_dtype`` is the dtype of ``x``. A gradient that nobody
-wants is an empty tensor and becomes None.
+wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
 
 Each half is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes see
 one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's

@@ -31,7 +31,8 @@ class Tensor:
         positive: Draw values in [0.5, 1.5) (class weights).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
         (last two
-            axes), ``rows`` (a gap between rows) or ``expanded`` (stride 0 over rows).
+            axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows) or ``expanded``
+            (stride 0 over rows).
     """
 
     shape: tuple[int, ...]
@@ -74,6 +75,7 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]] = {
     "contiguous": lambda x, shape: x,
     "sliced": _sliced,
     "transposed": lambda x, shape: x.mT.contiguous().mT,
+    "swapped": lambda x, shape: x.transpose(1, 2).contiguous().transpose(1, 2),
     "rows": _rows,
     "expanded": lambda x, shape: x.expand(shape),
 }

@@ -18,6 +18,37 @@ def swiglu_packed(gate_up):
     return swiglu(gate_up[..., :half], gate_up[..., half:])
 
 
+def geglu(gate, up, approximate="tanh"):
+    if approximate == "none":
+        return gate * (1 + torch.erf(gate * 0.5**0.5)) / 2 * up
+    u = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * (1 + torch.tanh(u)) / 2 * up
+
+
+def geglu_packed(gate_up, approximate="tanh"):
+    half = gate_up.shape[-1] // 2
+    return geglu(gate_up[..., :half], gate_up[..., half:], approximate)
+
+
+def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
+    """A matrix of 2 x 2 blocks for every token: slow, and nothing to get wrong."""
+    width = rotary_dim or cos.shape[-1]
+    i = torch.arange(width // 2, device=q.device)
+    a, b = (i, i + width // 2) if style == "half" else (2 * i, 2 * i + 1)
+    if width != cos.shape[-1]:
+        full = cos.new_empty(*cos.shape[:-1], width)
+        cos, sin = (full.index_copy(-1, a, t).index_copy(-1, b, t) for t in (cos, sin))
+    matrix = torch.eye(q.shape[-1], dtype=cos.dtype, device=q.device)
+    matrix = matrix.repeat(*cos.shape[:-1], 1, 1)  # out[channel] = sum of matrix[channel, other] x
+    matrix[..., a, a], matrix[..., b, b] = cos[..., a], cos[..., b]
+    matrix[..., a, b], matrix[..., b, a] = -sin[..., a], sin[..., b]
+    if q.ndim == 3:
+        return tuple(torch.einsum("scd,shd->shc", matrix, x) for x in (q, k))
+    matrix = matrix.expand(q.shape[0], *matrix.shape[-3:])
+    term = "bscd,bhsd->bhsc" if unsqueeze_dim == 1 else "bscd,bshd->bshc"
+    return tuple(torch.einsum(term, matrix, x) for x in (q, k))
+
+
 def cross_entropy(
     logits,
     target,

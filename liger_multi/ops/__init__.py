@@ -3,7 +3,10 @@
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_multi.ops.geglu import geglu
+from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.rms_norm import rms_norm
+from liger_multi.ops.rope import rope
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 
@@ -11,7 +14,10 @@ __all__ = [
     "CrossEntropyOutput",
     "cross_entropy",
     "fused_linear_cross_entropy",
+    "geglu",
+    "geglu_packed",
     "rms_norm",
+    "rope",
     "swiglu",
     "swiglu_packed",
 ]

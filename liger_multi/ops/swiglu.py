@@ -52,33 +52,39 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``.
     """
-    checks.floating("swiglu", gate=gate, up=up)
-    checks.same_shape("swiglu", gate=gate, up=up)
-    if gate.ndim == 0:
-        raise ValueError(f"swiglu: gate must have at least one axis, got {checks.describe(gate)}")
+    gate_and_up("swiglu", gate, up)
     result: Tensor = op(gate, up)
     return result
 
 
-def _pair(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:
+def gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:
+    """Check the two inputs of a gated activation."""
+    checks.floating(name, gate=gate, up=up)
+    checks.same_shape(name, gate=gate, up=up)
+    if gate.ndim == 0:
+        raise ValueError(f"{name}: gate must have at least one axis, got {checks.describe(gate)}")
+
+
+def pair(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:
+    """Tensors of a sample."""
     return {"gate": T(shape, layout=layout), "up": T(shape, layout=layout)}
 
 
 SAMPLES = (
-    Sample("rows", _pair((3, 5, 48))),
-    Sample("odd-width", _pair((4, 37))),
-    Sample("one-row", _pair((1, 200))),
-    Sample("one-axis", _pair((31,))),
-    Sample("no-rows", _pair((0, 16))),
-    Sample("sliced", _pair((4, 24), "sliced")),
-    Sample("transposed", _pair((2, 8, 12), "transposed")),
-    Sample("row-gaps", _pair((2, 3, 64), "rows")),
-    Sample("expanded", _pair((5, 24), "expanded")),
+    Sample("rows", pair((3, 5, 48))),
+    Sample("odd-width", pair((4, 37))),
+    Sample("one-row", pair((1, 200))),
+    Sample("one-axis", pair((31,))),
+    Sample("no-rows", pair((0, 16))),
+    Sample("sliced", pair((4, 24), "sliced")),
+    Sample("transposed", pair((2, 8, 12), "transposed")),
+    Sample("row-gaps", pair((2, 3, 64), "rows")),
+    Sample("expanded", pair((5, 24), "expanded")),
     Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
     Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
     Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
     Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}),
-    Sample("past-65535-rows", _pair((65537, 2)), size="thin"),
-    Sample("past-65536-columns", _pair((2, 65600)), size="thin"),
-    *[Sample(f"8192x{n}", _pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
+    Sample("past-65535-rows", pair((65537, 2)), size="thin"),
+    Sample("past-65536-columns", pair((2, 65600)), size="thin"),
+    *[Sample(f"8192x{n}", pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
 )

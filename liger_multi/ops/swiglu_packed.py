@@ -44,13 +44,18 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``Phi3MLP``.
     """
-    checks.floating("swiglu_packed", gate_up=gate_up)
-    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu_packed: the last axis of gate_up must be even, got {checks.describe(gate_up)}"
-        )
+    even("swiglu_packed", gate_up)
     result: Tensor = op(gate_up)
     return result
+
+
+def even(name: str, gate_up: Tensor) -> None:
+    """Check the input of a packed gated activation."""
+    checks.floating(name, gate_up=gate_up)
+    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"{name}: the last axis of gate_up must be even, got {checks.describe(gate_up)}"
+        )
 
 
 SAMPLES = (

@@ -1,0 +1,87 @@
+"""Contract of ``geglu``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops.swiglu import gate_and_up, pair
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+APPROXIMATIONS = ("tanh", "none")
+# traced as swiglu, whose traced form was measured; this one's was not
+op = Op("geglu", compile="trace", rows=("gate", "up", "dy"))
+
+
+@op.forward(returns="y")
+def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    """Shape rule."""
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+@op.backward(returns="dgate dup")
+def backward(
+    dy: Tensor, gate: Tensor, up: Tensor, approximate: str, needs_gate: bool, needs_up: bool
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    return gate.new_empty(gate.shape if needs_gate else (0,)), up.new_empty(
+        up.shape if needs_up else (0,)
+    )
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+    """Gated activation of an MLP: ``gelu(gate) * up``.
+
+    Math:
+        ``y = (gate * Phi(gate)).to(gate) * up``. ``none`` takes the normal distribution's ``Phi(x)
+        = (1 + erf(x / sqrt(2))) / 2``; ``tanh`` its approximation ``(1 + tanh(sqrt(2 / pi) * (x +
+        0.044715 * x^3))) / 2``.
+
+    Shapes:
+        gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
+        of gate as the Hugging Face MLP does. Out: the promotion of both.
+
+    Memory:
+        Kept for backward: gate and up; the activation is computed again.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes or devices differ, or approximate is neither ``tanh`` nor ``none``.
+
+    Source:
+        Shazeer 2020 (arXiv:2002.05202), Hendrycks and Gimpel 2016 (arXiv:1606.08415); transformers
+        ``GemmaMLP``.
+    """
+    gate_and_up("geglu", gate, up)
+    checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
+    result: Tensor = op(gate, up, approximate)
+    return result
+
+
+EXACT = {"approximate": "none"}
+SAMPLES = (
+    Sample("rows", pair((3, 5, 48))),
+    Sample("exact", pair((3, 5, 48)), EXACT),
+    Sample("odd-width", pair((4, 37))),
+    Sample("exact-odd-width", pair((4, 37)), EXACT),
+    Sample("one-row", pair((1, 200))),
+    Sample("one-axis", pair((31,))),
+    Sample("no-rows", pair((0, 16))),
+    Sample("sliced", pair((4, 24), "sliced")),
+    Sample("exact-sliced", pair((4, 24), "sliced"), EXACT),
+    Sample("transposed", pair((2, 8, 12), "transposed")),
+    Sample("row-gaps", pair((2, 3, 64), "rows")),
+    Sample("expanded", pair((5, 24), "expanded")),
+    Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
+    Sample("exact-large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}, EXACT),
+    Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
+    Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
+    Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}, EXACT),
+    Sample("past-65535-rows", pair((65537, 2)), size="thin"),
+    Sample("past-65536-columns", pair((2, 65600)), EXACT, size="thin"),
+    *[Sample(f"8192x{n}", pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
+)

@@ -1,0 +1,281 @@
+"""Contract of ``rope``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+STYLES = ("half", "interleaved")
+CASTINGS = ("llama", "cohere")
+# traced, so that it fuses with its neighbours; unlike swiglu's, this choice was not measured
+op = Op("rope", compile="trace")
+
+
+@op.forward(returns="q_out k_out")
+def forward(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
+    """Shape rule; an order names the axes from the outermost in memory to the innermost."""
+    from liger_multi.reference.rope import dense, output_dtype
+
+    return (
+        dense(q, q_order, output_dtype(q, cos, sin, casting)),
+        dense(k, k_order, output_dtype(k, cos, sin, casting)),
+    )
+
+
+@op.backward(returns="dq dk")
+def backward(
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
+    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
+    from liger_multi.reference.rope import dense
+
+    return (
+        dense(dq_out, q_order, q_dtype)
+        if needs_q and dq_out is not None
+        else cos.new_empty(0, dtype=q_dtype),
+        dense(dk_out, k_order, k_dtype)
+        if needs_k and dk_out is not None
+        else cos.new_empty(0, dtype=k_dtype),
+    )
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of queries and keys.
+
+    Math:
+        ``out = x * cos + turn(x) * sin`` on the first R channels, the others pass through. ``turn``
+        maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
+        ``half`` and ``(2 i, 2 i + 1)`` for ``interleaved``. The two channels of a pair may have
+        different values of cos and sin. Backward is the transposed matrix: ``dx = dout * cos -
+        turn(dout * sin)``. A negated sin turns the other way.
+
+    Shapes:
+        q ``(B, Hq, S, D)`` and k ``(B, Hk, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2,
+        or ``(S, H, D)``; any strides. cos and sin ``(S, R)``, ``(1, S, R)`` or ``(B, S, R)``, with
+        one value a channel, or one value a pair where ``rotary_dim`` is twice their width. Outputs
+        and gradients are dense and keep the order of axes that their inputs have in memory (last
+        axis innermost).
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64). Out, by ``casting``: ``llama`` the
+        promotion of x, cos and sin, as most Hugging Face functions return; ``cohere`` the dtype
+        of x whatever that of cos, for those that compute in fp32 and cast back. The reference
+        rounds every product where these functions do, kernels round once.
+
+    Memory:
+        Kept for backward: cos and sin. Inputs are not written.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or unsqueeze_dim or rotary_dim no
+            integer.
+        ValueError: Shapes or devices that do not fit, an unknown style or casting, or cos or sin
+            that require a gradient (none is computed for them).
+
+    Source:
+        Su et al. 2021 (arXiv:2104.09864); transformers ``apply_rotary_pos_emb`` of llama, phi3,
+        glm, cohere and gpt_oss, ``apply_rotary_pos_emb_vision`` of qwen2_vl.
+    """
+    checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
+    checks.one_of("rope", "style", style, STYLES)
+    checks.one_of("rope", "casting", casting, CASTINGS)
+    heads = _head_axis(q, unsqueeze_dim)
+    _check_queries_and_keys(q, k, heads)
+    _check_angles(q, cos, sin, heads)
+    rotary = _rotary_dim(q, cos, rotary_dim)
+    checks.constant("rope", "cos", cos)
+    checks.constant("rope", "sin", sin)
+    kinds = {x.dtype for x in (q, k, cos, sin)}
+    rest = (style, heads, rotary, casting, _order(q), _order(k))
+    if torch.float64 in kinds and len(kinds) > 1:
+        # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
+        wide = op(*[x.double() for x in (q, k, cos, sin)], *rest)
+        angle = torch.promote_types(cos.dtype, sin.dtype)
+        dtypes = [torch.promote_types(x.dtype, angle) for x in (q, k)]
+        dtypes = dtypes if casting == "llama" else [q.dtype, k.dtype]
+        return wide[0].to(dtypes[0]), wide[1].to(dtypes[1])
+    result: tuple[Tensor, Tensor] = op(q, k, cos, sin, *rest)
+    return result
+
+
+def _head_axis(q: Tensor, unsqueeze_dim: int) -> int:
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"rope: q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D), got "
+            f"{checks.describe(q)}"
+        )
+    given = checks.integer("rope", "unsqueeze_dim", unsqueeze_dim)
+    axis = given + q.ndim if given < 0 else given
+    if axis not in range(1, q.ndim - 1):
+        known = "1 or 2" if q.ndim == 4 else "1"
+        raise ValueError(
+            f"rope: unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} "
+            f"axes, got {given}"
+        )
+    return axis
+
+
+def _check_queries_and_keys(q: Tensor, k: Tensor, heads: int) -> None:
+    if k.ndim != q.ndim or any(k.shape[i] != q.shape[i] for i in range(q.ndim) if i != heads):
+        raise ValueError(
+            f"rope: q and k must have the same shape except for the heads (axis {heads}), got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+
+
+def _check_angles(q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    checks.same_shape("rope", cos=cos, sin=sin)
+    tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
+    fits = cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
+    if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, q.shape[0])):
+        wanted = f"({tokens}, R)"
+        if q.ndim == 4:
+            wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
+        raise ValueError(
+            f"rope: cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} with "
+            f"heads at axis {heads}, got {checks.describe(cos)}"
+        )
+
+
+def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
+    width = cos.shape[-1]
+    given = width if rotary_dim is None else checks.integer("rope", "rotary_dim", rotary_dim)
+    if given not in (width, 2 * width):
+        raise ValueError(
+            f"rope: rotary_dim must be the width of cos (one value a channel) or twice that (one "
+            f"value a pair), got {given} for {checks.describe(cos)}"
+        )
+    if given % 2 or not 0 < given <= q.shape[-1]:
+        raise ValueError(
+            f"rope: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
+            f"{given}"
+        )
+    return given
+
+
+def _order(x: Tensor) -> str:
+    """Axes from the outermost in memory to the innermost; the last axis is taken as that."""
+    strides, last = x.stride(), x.ndim - 1
+    # an axis of one element, or expanded, has no place of its own: outermost
+    free = [x.shape[i] == 1 or strides[i] == 0 for i in range(last)]
+    axes = [i for i in range(last) if free[i]]
+    for i in range(last):
+        if not free[i]:
+            before = [j for j in axes if free[j] or strides[j] >= strides[i]]
+            axes = [*before, i, *[j for j in axes if j not in before]]
+    return "".join(str(i) for i in (*axes, last))
+
+
+def _case(
+    batch: int,
+    heads: tuple[int, int],
+    tokens: int,
+    width: int,
+    rotary: int | None = None,
+    *,
+    axis: int = 1,
+    layout: str = "contiguous",
+    angles: tuple[int, ...] = (1,),
+) -> dict[str, T]:
+    def shape(count: int) -> tuple[int, ...]:
+        lead = (count, tokens) if axis == 1 else (tokens, count)
+        return (batch, *lead, width) if batch else (tokens, count, width)
+
+    made = {n: T(shape(h), layout=layout) for n, h in zip("qk", heads, strict=True)}
+    angle = (*angles, tokens, rotary or width)
+    return made | {"cos": T(angle, grad=False), "sin": T(angle, grad=False)}
+
+
+PAIRS, INTERLEAVED = {"rotary_dim": 8}, {"style": "interleaved"}
+SAMPLES = (
+    Sample("half", _case(2, (4, 2), 3, 8)),
+    Sample("interleaved", _case(2, (4, 2), 3, 8), INTERLEAVED),
+    Sample("heads-inside", _case(2, (4, 2), 3, 8, axis=2), {"unsqueeze_dim": 2}),
+    Sample("swapped", _case(2, (4, 2), 5, 16, layout="swapped")),
+    Sample("swapped-interleaved", _case(2, (4, 2), 5, 16, layout="swapped"), INTERLEAVED),
+    Sample("angles-of-a-batch", _case(3, (2, 1), 4, 8, angles=(3,))),
+    Sample("angles-of-two-axes", _case(2, (3, 3), 4, 8, angles=())),
+    Sample("three-axes", _case(0, (3, 3), 5, 8, angles=())),
+    Sample("three-axes-interleaved", _case(0, (3, 3), 5, 8, angles=()), INTERLEAVED),
+    Sample("partial", _case(2, (2, 1), 3, 16, 6)),
+    Sample("partial-interleaved", _case(2, (2, 1), 3, 16, 6), INTERLEAVED),
+    Sample("one-value-a-pair", _case(2, (4, 1), 3, 8, 4), PAIRS),
+    Sample("one-value-a-pair-interleaved", _case(2, (4, 1), 3, 8, 4), PAIRS | INTERLEAVED),
+    Sample("one-value-a-pair-partial", _case(1, (2, 2), 3, 20, 4), PAIRS),
+    Sample("odd-heads", _case(1, (7, 5), 6, 40)),
+    Sample("odd-heads-interleaved", _case(1, (7, 5), 6, 40), INTERLEAVED),
+    Sample("one-token", _case(3, (4, 2), 1, 64)),
+    Sample("two-channels", _case(2, (2, 1), 3, 2)),
+    Sample("no-tokens", _case(2, (2, 1), 0, 8)),
+    Sample("many-tokens", _case(2, (2, 1), 67, 16, axis=2), {"unsqueeze_dim": 2}),
+    Sample("sliced", _case(2, (2, 1), 3, 8, layout="sliced")),
+    Sample("transposed", _case(2, (2, 1), 4, 8, layout="transposed")),
+    Sample("row-gaps", _case(2, (2, 1), 3, 16, layout="rows")),
+    Sample("expanded", _case(3, (2, 1), 3, 8, layout="expanded")),
+    Sample(
+        "fp32-angles",
+        {
+            **_case(2, (2, 1), 3, 8),
+            "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
+            "sin": T((1, 3, 8), dtype=torch.float32, grad=False),
+        },
+    ),
+    Sample(
+        "fp32-angles-cohere",
+        {
+            **_case(2, (2, 1), 3, 8),
+            "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
+            "sin": T((1, 3, 8), dtype=torch.float32, grad=False),
+        },
+        {"casting": "cohere"},
+    ),
+    Sample("frozen-q", {**_case(2, (2, 1), 3, 8), "q": T((2, 2, 3, 8), grad=False)}),
+    Sample("frozen-k", {**_case(2, (2, 1), 3, 8), "k": T((2, 1, 3, 8), grad=False)}),
+    Sample("past-65535-rows", _case(1, (2, 1), 65537, 4), size="thin"),
+    Sample("4x2048 32/8x128", _case(4, (32, 8), 2048, 128, layout="swapped"), size="bench"),
+    Sample("4x2048 14/2x64", _case(4, (14, 2), 2048, 64, layout="swapped"), size="bench"),
+    Sample(
+        "4x2048 32/8x128 interleaved",
+        _case(4, (32, 8), 2048, 128, layout="swapped"),
+        INTERLEAVED,
+        size="bench",
+    ),
+)

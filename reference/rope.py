@@ -1,0 +1,107 @@
+"""Rotary position embedding, ``out = x * cos + turn(x) * sin``, in the order of Hugging Face.
+
+``turn`` maps a pair of channels ``(a, b)`` to ``(-b, a)``; its transposed is its negative.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.chunking import row_blocks, statistics_dtype
+
+
+def dense(x: Tensor, order: str, dtype: torch.dtype) -> Tensor:
+    """Room of the shape of ``x``, without gaps; ``order`` names its axes from the outermost in."""
+    strides, step = [0] * x.ndim, 1
+    for axis in reversed([int(digit) for digit in order]):
+        strides[axis] = step
+        step = step * x.shape[axis]
+    return x.new_empty_strided(x.shape, strides, dtype=dtype)
+
+
+def output_dtype(x: Tensor, cos: Tensor, sin: Tensor, casting: str) -> torch.dtype:
+    """What a rotation of ``x`` returns."""
+    if casting == "cohere":
+        return x.dtype
+    return torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
+
+
+def turn(x: Tensor, style: str) -> Tensor:
+    """``(-b, a)`` in place of every pair ``(a, b)``."""
+    if style == "half":
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def _each_channel(angle: Tensor, style: str, rotary_dim: int) -> Tensor:
+    if angle.shape[-1] == rotary_dim:
+        return angle
+    return torch.cat((angle, angle), -1) if style == "half" else angle.repeat_interleave(2, -1)
+
+
+def _rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, rotary_dim: int, casting: str, inverse: bool
+) -> Tensor:
+    """The first ``rotary_dim`` channels, by the rotation or its transposed."""
+    x = x[..., :rotary_dim]
+    if casting == "cohere":
+        x = x.to(statistics_dtype(x.dtype))
+    if inverse:
+        return x * cos - turn(x * sin, style)
+    return x * cos + turn(x, style) * sin
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
+    order: str, dtype: torch.dtype, inverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """All channels of x, tokens in blocks; in one piece where a compiler fuses it."""
+    cos, sin = (
+        _each_channel(t, style, rotary_dim).unsqueeze(head_axis - x.ndim) for t in (cos, sin)
+    )
+    how = (style, rotary_dim, casting, inverse)
+    if torch.compiler.is_compiling():
+        turned = _rotated(x, cos, sin, *how).to(dtype)
+        if rotary_dim == x.shape[-1]:
+            return turned
+        return torch.cat((turned, x[..., rotary_dim:].to(dtype)), -1)
+    out = dense(x, order, dtype)
+    axis = 3 - head_axis if x.ndim == 4 else 0
+    tokens = x.shape[axis]
+    token_bytes = 3 * (x.numel() // max(tokens, 1)) * statistics_dtype(x.dtype).itemsize
+    for block in row_blocks(tokens, token_bytes):
+        of, count = block.start, block.stop - block.start
+        here, there = x.narrow(axis, of, count), out.narrow(axis, of, count)
+        c, s = (t.narrow(axis - x.ndim, of, count) for t in (cos, sin))
+        there[..., :rotary_dim] = _rotated(here, c, s, *how)
+        there[..., rotary_dim:] = here[..., rotary_dim:]
+    return out
+
+
+def forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
+    casting: str, q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate q and k."""
+    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    return (
+        rotate(q, *how, q_order, output_dtype(q, cos, sin, casting)),
+        rotate(k, *how, k_order, output_dtype(k, cos, sin, casting)),
+    )
+
+
+def backward(
+    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, style: str,
+    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
+    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate the gradients by the transposed matrix; ``dx = dout * cos - turn(dout * sin)``."""
+    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
+    if needs_q and dq_out is not None:
+        dq = rotate(dq_out, *how, q_order, q_dtype, inverse=True)
+    if needs_k and dk_out is not None:
+        dk = rotate(dk_out, *how, k_order, k_dtype, inverse=True)
+    return dq, dk
