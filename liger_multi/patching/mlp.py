@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,9 @@ class FusedMlp(Patched):
         settings = cast(MlpSettings, type(self)._liger_multi_swap.settings)
         kind, names = settings.kind, settings.names
         ops = (kind.op, f"{kind.op}_packed")
-        return cast(Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, kind, names))
+        return cast(
+            Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, kind, names)
+        )
 
 
 def _apply(module: Any, x: Tensor, kind: MlpKind, names: MlpNames) -> Tensor:
@@ -100,7 +103,11 @@ def mlp_kind(module: nn.Module, names: MlpNames) -> MlpKind | str:
 
 def _functions(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The functions among the attributes of a module, such as its activation."""
-    return tuple(sorted((n, v) for n, v in vars(module).items() if callable(v)))
+    found = {n: v for n, v in vars(module).items() if callable(v)}
+    return tuple(
+        (n, (v.func, v.args, *sorted(v.keywords.items())) if isinstance(v, partial) else v)
+        for n, v in sorted(found.items(), key=lambda pair: pair[0])
+    )
 
 
 def _measure(module: nn.Module, names: MlpNames) -> MlpKind | str:

@@ -53,7 +53,9 @@ def refusal(function: FunctionType, name: str) -> str | None:
             for step in dis.get_instructions(code):
                 named = step.opcode in dis.hasname and step.argval == name
                 if named and step.opname != "LOAD_GLOBAL":
-                    return f"{function.__qualname__} uses the name {name} for something else as well"
+                    return (
+                        f"{function.__qualname__} uses the name {name} for something else as well"
+                    )
     return None
 
 

@@ -7,6 +7,7 @@ modeling file's own function stays, is told in :mod:`liger_multi.patching.redire
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,9 +70,10 @@ class FusedRotary(Patched):
             renew(cls)
 
 
-def renew(kind: type[Patched]) -> None:
+def renew(kind: type) -> None:
     """Make the methods of a class of ours from those that its stock class has now."""
-    swap: Swap = kind._liger_multi_swap
+    kind = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
+    swap: Swap = vars(kind)["_liger_multi_swap"]
     found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
     for method, function, name, called in rotary_calls(swap.stock):
         if isinstance(_usable(function, name, called), Rotary):
@@ -116,7 +118,9 @@ def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionT
     found = cast(Rotary, recognised(stock))
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
 
-    def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+    def apply_rotary(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         given = {**dict(zip(arguments, rest, strict=False)), **named}
         axis = axes.get(
             (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
@@ -200,7 +204,9 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
         return f"{_name(function)} does not say what its arguments are"
     names = tuple(p.name for p in parameters)
     options = names[len(ROTARY_ARGUMENTS) :]
-    if names[: len(ROTARY_ARGUMENTS)] != ROTARY_ARGUMENTS or not set(options) <= set(ROTARY_OPTIONS):
+    if names[: len(ROTARY_ARGUMENTS)] != ROTARY_ARGUMENTS or not set(options) <= set(
+        ROTARY_OPTIONS
+    ):
         return f"{_name(function)} takes ({', '.join(names)}), not (q, k, cos, sin)"
     default = next((p.default for p in parameters if p.name == "unsqueeze_dim"), None)
     wanted: dict[RotaryForm, list[_Result]] = {}
@@ -208,15 +214,18 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     with laboratory():
         for form in ROTARY_FORMS:
             extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
+            stock = functools.partial(called, **extra)
             try:
-                wanted[form] = [_run(lambda *a: called(*a, **extra), form, d) for d in _DTYPES]
+                wanted[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
             except Exception as raised:  # a form that it does not take
                 error = error or raised
         if not wanted:
             return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
         for kind in ROTARY_KINDS:
             if all(_agrees(kind, form, results) for form, results in wanted.items()):
-                failed = {(_key(f, default), f.unsqueeze_dim) for f in ROTARY_FORMS if f not in wanted}
+                failed = {
+                    (_key(f, default), f.unsqueeze_dim) for f in ROTARY_FORMS if f not in wanted
+                }
                 axes = {(_key(f, default), f.unsqueeze_dim) for f in wanted} - failed
                 return Rotary(kind, options, default, dict(axes))
     return f"{_name(function)} is no rotation of q and k that is known"
@@ -244,17 +253,15 @@ def _run(
 
 def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
     """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
+    ours = functools.partial(_apply, kind, axis=form.unsqueeze_dim)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
-            ours, our_grads = _run(
-                lambda *a: _apply(kind, *a, form.unsqueeze_dim), form, dtypes
-            )
+            our_out, our_grads = _run(ours, form, dtypes)
         except ValueError:  # the kind does not exist in this form
             return False
-        close = {"rtol": 1e-5, "atol": 1e-5}
-        if torch.bfloat16 in dtypes:
-            close = {"rtol": 2**-6, "atol": 2**-5}
-        for a, b in zip((*ours, *our_grads), (*out, *grads), strict=True):
-            if a.dtype != b.dtype or a.shape != b.shape or not torch.allclose(a, b, **close):
+        rtol, atol = (2**-6, 2**-5) if torch.bfloat16 in dtypes else (1e-5, 1e-5)
+        for a, b in zip((*our_out, *our_grads), (*out, *grads), strict=True):
+            same = a.dtype == b.dtype and a.shape == b.shape
+            if not same or not torch.allclose(a, b, rtol=rtol, atol=atol):
                 return False
     return True
