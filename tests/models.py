@@ -305,3 +305,39 @@ class Calls(Counter[str]):
             return stock(*args, **kwargs)
 
         return counted
+
+
+class Graphs:
+    """A compiler that runs graphs as they are and keeps what they compute, forward and backward.
+
+    Attributes:
+        count: Graphs that Dynamo made.
+        targets: Names of the operators.
+        rows: The most rows of a result whose last axis is the vocabulary.
+        traces: Where the operations stand in the source.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.count, self.targets, self.rows, self.traces = 0, set[str](), 0, ""
+        self.compile = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self.count += 1
+        return self.compile(graph, example_inputs)
+
+    def keep(self, graph: Any, example_inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        for node in graph.graph.nodes:
+            self.targets.add(str(node.target))
+            self.traces += node.stack_trace or ""
+            for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+                if (
+                    node.op != "placeholder"
+                    and isinstance(value, torch.Tensor)
+                    and value.shape[-1:] == (VOCABULARY,)
+                ):
+                    self.rows = max(self.rows, value.numel() // VOCABULARY)
+        return make_boxed_func(graph.forward)
