@@ -4,7 +4,6 @@ A situation takes a case, which holds two equal models, one of them patched, and
 operators' calls.
 """
 
-
 import copy
 import functools
 

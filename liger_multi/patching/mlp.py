@@ -91,7 +91,8 @@ def mlp_kind(module: nn.Module, names: MlpNames) -> MlpKind | str:
         for m in layers
         if m is not None
     )
-    key = (stock_class(module), names, sizes, others, scalars(module), _functions(module))
+    kind = stock_class(module)
+    key = (kind, kind.forward, names, sizes, others, scalars(module), _functions(module))
     try:
         found = _known.get(key)
     except TypeError:  # an attribute that cannot be hashed

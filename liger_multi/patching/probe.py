@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching.swap import stock_class
+from liger_multi.patching.swap import has_own_forward, stock_class
 
 
 @contextlib.contextmanager
@@ -52,6 +52,8 @@ def shell(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
     }
+    if has_own_forward(module):
+        del fresh["forward"]  # it is bound to the module
     for name, value in fresh.items():
         if sizes and type(value) is int:
             fresh[name] = sizes.get(value, value)
