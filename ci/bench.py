@@ -146,11 +146,11 @@ class Bench:
     ) -> None:
         self.say(case, "inputs")
         tensors = draw(case.sample, self.plan.device, self.plan.dtype)
-        dout = upstream(case, self.plan.device, self.plan.dtype)
-        self._check(case, found, rows, tensors, dout)
+        douts = upstream(case, self.plan.device, self.plan.dtype)
+        self._check(case, found, rows, tensors, douts)
         release(self.plan.device)
         usable = [p for p in found if rows[p.name]["status"] == "ok"]
-        self._measure(case, usable, rows, tensors, dout)
+        self._measure(case, usable, rows, tensors, douts)
 
     def _providers(self, case: Case) -> list[providers.Provider]:
         found = []
@@ -176,15 +176,15 @@ class Bench:
             "reason": None,
         }
 
-    def _truth(self, case: Case, tensors: Mapping[str, Tensor], dout: Tensor) -> Truth:
+    def _truth(self, case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...]) -> Truth:
         self.say(case, "fp64")
         try:
-            return truth(case, tensors, dout, torch.float64)
+            return truth(case, tensors, douts, torch.float64)
         except Exception as failure:
             if not out_of_memory(failure):
                 raise
         release(self.plan.device)
-        return truth(case, tensors, dout, torch.float32)
+        return truth(case, tensors, douts, torch.float32)
 
     def _check(
         self,
@@ -192,16 +192,16 @@ class Bench:
         found: list[providers.Provider],
         rows: dict[str, dict[str, Any]],
         tensors: dict[str, Tensor],
-        dout: Tensor,
+        douts: tuple[Tensor, ...],
     ) -> None:
-        right = self._truth(case, tensors, dout)
+        right = self._truth(case, tensors, douts)
         for provider in found:
             row = rows[provider.name]
             row["oracle"] = right.precision
             self.say(case, f"checking {provider.name}")
             release(self.plan.device)
             try:
-                row.update(_checked(provider, tensors, dout, right, self.plan.dtype))
+                row.update(_checked(provider, tensors, douts, right, self.plan.dtype))
             except Exception as failure:
                 _failed(row, failure)
             if row["status"] != "ok":  # whoever failed may have written into the inputs
@@ -216,14 +216,14 @@ class Bench:
         usable: list[providers.Provider],
         rows: dict[str, dict[str, Any]],
         tensors: dict[str, Tensor],
-        dout: Tensor,
+        douts: tuple[Tensor, ...],
     ) -> None:
         runners: dict[str, tuple[Runner, int]] = {}
         for provider in usable:
             self.say(case, f"memory and host time of {provider.name}")
             release(self.plan.device)
             try:
-                runners[provider.name] = self._alone(case, provider, rows, tensors, dout)
+                runners[provider.name] = self._alone(case, provider, rows, tensors, douts)
             except Exception as failure:
                 _failed(rows[provider.name], failure)
         release(self.plan.device)
@@ -241,10 +241,10 @@ class Bench:
         provider: providers.Provider,
         rows: dict[str, dict[str, Any]],
         tensors: dict[str, Tensor],
-        dout: Tensor,
+        douts: tuple[Tensor, ...],
     ) -> tuple[Runner, int]:
         """What is measured of one provider alone: memory, and the time of the host."""
-        row, runner = rows[provider.name], Runner.make(provider, tensors, dout)
+        row, runner = rows[provider.name], Runner.make(provider, tensors, douts)
         row["extra_bytes"], row["peak_bytes"] = self._memory(case, runner)
         forward, both = host_us(runner, self.clock, 3 if self.clock.cpu else HOST_CALLS)
         row["host_us"] = None if self.clock.cpu else {"forward": forward, "both": both}
@@ -264,12 +264,12 @@ class Bench:
 def _checked(
     provider: providers.Provider,
     tensors: Mapping[str, Tensor],
-    dout: Tensor,
+    douts: tuple[Tensor, ...],
     right: Truth,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Status and errors of one provider."""
-    runner = Runner.make(provider, tensors, dout)
+    runner = Runner.make(provider, tensors, douts)
     if provider.floor:
         runner.both()
         return {"error": None}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,17 +162,19 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
     return made
 
 
-def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The gradient of the result: random, or 1 for a scalar loss, as a training step has."""
+def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A gradient for every result: random, or 1 for a scalar loss, as a training step has."""
     meta = {
         n: torch.empty(t.shape, device="meta", dtype=torch.int64 if t.classes else torch.float64)
         for n, t in case.sample.tensors.items()
     }
-    result = _oracle(case, meta)
-    if result.ndim == 0:
-        return torch.ones((), device=device)
     generator = torch.Generator(device).manual_seed(1)
-    return torch.randn(result.shape, generator=generator, device=device).to(dtype)
+    return tuple(
+        torch.randn(result.shape, generator=generator, device=device).to(dtype)
+        if result.ndim
+        else torch.ones((), device=device)
+        for result in _oracle(case, meta)
+    )
 
 
 # --- truth ---
@@ -188,22 +191,32 @@ def _oracles() -> ModuleType:
     return module
 
 
-def _oracle(case: Case, tensors: Mapping[str, Tensor]) -> Tensor:
-    result = getattr(_oracles(), case.op)(**tensors, **case.sample.options)
-    found: Tensor = result[0] if isinstance(result, tuple) else result
-    return found
+def _oracle(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return differentiable(getattr(_oracles(), case.op)(**tensors, **case.sample.options))
+
+
+def differentiable(found: Any) -> tuple[Tensor, ...]:
+    """What has gradients of that which a call returned: of a loss, nothing that stands beside."""
+    found = getattr(found, "loss", found)
+    if isinstance(found, Tensor):
+        return (found,)
+    if isinstance(found[1], dict):  # an oracle's loss, and what it reports beside
+        return (found[0],)
+    return tuple(t for t in found if t is not None and t.is_floating_point())
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Result and gradients in high precision."""
+    """Results and gradients in high precision."""
 
-    result: Tensor
+    results: tuple[Tensor, ...]
     grads: Mapping[str, Tensor]
     precision: str
 
 
-def truth(case: Case, tensors: Mapping[str, Tensor], dout: Tensor, dtype: torch.dtype) -> Truth:
+def truth(
+    case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...], dtype: torch.dtype
+) -> Truth:
     """Run the oracle on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
     rows = _row_tensors(case.sample)
     count = tensors[rows[0]].shape[0]
@@ -213,25 +226,27 @@ def truth(case: Case, tensors: Mapping[str, Tensor], dout: Tensor, dtype: torch.
     if any(t.positive for t in case.sample.tensors.values()):
         step = count  # class weights: the denominator is not a count of rows
     shared = {n: _widen(t, dtype) for n, t in tensors.items() if n not in rows}
-    results: list[Tensor] = []
+    parts: list[tuple[Tensor, ...]] = []
     grads: dict[str, list[Tensor]] = {n: [] for n, t in tensors.items() if t.requires_grad}
     for start in range(0, count, step):
         part = slice(start, start + step)
         wide = {n: _widen(t[part], dtype) if n in rows else shared[n] for n, t in tensors.items()}
-        result = _oracle(case, wide)
-        scalar = result.ndim == 0
-        result = result * _share(case, tensors, part) if scalar else result
-        up = (dout if scalar else dout[part]).to(dtype)
-        found = torch.autograd.grad(result, [wide[n] for n in grads], up)
+        results = _oracle(case, wide)
+        results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
+        ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
+        found = torch.autograd.grad(results, [wide[n] for n in grads], ups)
         for name, grad in zip(grads, found, strict=True):
             if name in rows or not grads[name]:
                 grads[name].append(grad)
             else:
                 grads[name][0] += grad
-        results.append(result.detach())
-    joined = {n: torch.cat(parts) if len(parts) > 1 else parts[0] for n, parts in grads.items()}
-    total = torch.stack(results).sum() if results[0].ndim == 0 else torch.cat(results)
-    return Truth(total, joined, "fp64" if dtype == torch.float64 else "fp32")
+        parts.append(tuple(r.detach() for r in results))
+    joined = {n: torch.cat(each) if len(each) > 1 else each[0] for n, each in grads.items()}
+    totals = tuple(
+        torch.cat(each) if each[0].ndim else torch.stack(each).sum()
+        for each in zip(*parts, strict=True)
+    )
+    return Truth(totals, joined, "fp64" if dtype == torch.float64 else "fp32")
 
 
 def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:

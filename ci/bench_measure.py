@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci.bench_cases import Truth, error
+from ci.bench_cases import Truth, differentiable, error
 from ci.bench_providers import Provider
 from ci.bench_roof import Ceilings
 from liger_multi.memory.measure import measure
@@ -55,22 +55,24 @@ class Runner:
     Attributes:
         provider: Who.
         tensors: Inputs of the call.
-        dout: Gradient of the result.
-        pristine: What inputs and ``dout`` are refilled from where the provider overwrites them.
+        douts: A gradient for every result.
+        pristine: What inputs and ``douts`` are refilled from where the provider overwrites them.
     """
 
     provider: Provider
     tensors: Mapping[str, Tensor]
-    dout: Tensor
-    pristine: tuple[Mapping[str, Tensor], Tensor] | None = None
+    douts: tuple[Tensor, ...]
+    pristine: tuple[Mapping[str, Tensor], tuple[Tensor, ...]] | None = None
 
     @classmethod
-    def make(cls, provider: Provider, tensors: Mapping[str, Tensor], dout: Tensor) -> Runner:
+    def make(
+        cls, provider: Provider, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...]
+    ) -> Runner:
         """A runner on shared inputs, or on its own copies of them."""
         if not provider.overwrites:
-            return cls(provider, tensors, dout)
+            return cls(provider, tensors, douts)
         own = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
-        return cls(provider, own, dout.clone(), (tensors, dout))
+        return cls(provider, own, tuple(d.clone() for d in douts), (tensors, douts))
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -84,37 +86,38 @@ class Runner:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 tensor.copy_(self.pristine[0][name])
-            self.dout.copy_(self.pristine[1])
+            for dout, pristine in zip(self.douts, self.pristine[1], strict=True):
+                dout.copy_(pristine)
         alias: Any = Identity.apply
         return {n: alias(t) if t.requires_grad else t for n, t in self.tensors.items()}
 
-    def forward(self, arguments: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, arguments: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """One call."""
-        result: Tensor = self.provider.call(**arguments)
-        return result
+        return differentiable(self.provider.call(**arguments))
 
-    def backward(self, result: Tensor) -> dict[str, Tensor]:
+    def backward(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Gradients of all leaves."""
         leaves = self.leaves
-        if self.dout.dtype != result.dtype:  # once, in a call that is not timed
-            self.dout = self.dout.to(result.dtype)
-        found = torch.autograd.grad(result, list(leaves.values()), self.dout)
+        if any(d.dtype != r.dtype for d, r in zip(self.douts, results, strict=True)):
+            # once, in a call that is not timed
+            self.douts = tuple(d.to(r.dtype) for d, r in zip(self.douts, results, strict=True))
+        found = torch.autograd.grad(results, list(leaves.values()), self.douts)
         return dict(zip(leaves, found, strict=True))
 
-    def both(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def both(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """One call forward and backward."""
         with self.provider.scope():
-            result = self.forward(self.prepare())
-            return result.detach(), self.backward(result)
+            results = self.forward(self.prepare())
+            return tuple(r.detach() for r in results), self.backward(results)
 
     def check(self, right: Truth, dtype: torch.dtype) -> tuple[float, float]:
-        """Largest error over result and gradients, in tolerances and in the 2-norm."""
+        """Largest error over results and gradients, in tolerances and in the 2-norm."""
         before = [_sum(t) for t in self.tensors.values()]
-        result, grads = self.both()
+        results, grads = self.both()
         # the gradient of an overwritten input may stand in the input itself
         if not self.provider.overwrites and before != [_sum(t) for t in self.tensors.values()]:
             raise AssertionError("overwrote its inputs")
-        found = [error(result, right.result, dtype)]
+        found = [error(*pair, dtype) for pair in zip(results, right.results, strict=True)]
         found += [error(grad, right.grads[name], dtype) for name, grad in grads.items()]
         return max(e[0] for e in found), max(e[1] for e in found)
 
@@ -217,7 +220,7 @@ def memory_bytes(runner: Runner, accumulator: int, device: torch.device) -> tupl
     """
     with runner.provider.scope():
         arguments = runner.prepare()
-        known = [*runner.tensors.values(), runner.dout]
+        known = [*runner.tensors.values(), *runner.douts]
         with measure(device, known=known) as peak:
             kept = runner.forward(arguments)
             grads = runner.backward(kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,40 @@ def _rms_norm(
 
 def _rms_norm_aten(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight, eps, offset=offset), total
+
+
+def _fused_add_rms_norm_aten(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, x.shape[-1:], weight, eps), total
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    centered = x.float() - x.float().mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _layer_norm_aten(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -126,6 +161,49 @@ def _linear_cross_entropy_aten(
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
 
 
+def _linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_prob",),
+) -> Any:
+    log_p = torch.log_softmax((hidden @ weight.mT).float() / temperature, -1)
+    found = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (found, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else found
+
+
+def _linear_log_prob_aten(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_prob",),
+) -> Any:
+    z = hidden @ weight.mT / temperature
+    found = -F.cross_entropy(z, target, reduction="none")
+    return (found, torch.special.entr(z.softmax(-1)).sum(-1)) if "entropy" in outputs else found
+
+
+def _liger_log_prob(nll: Formula) -> Formula:
+    """Their loss of a token is our log-probability with another sign."""
+
+    def call(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        temperature: float = 1.0,
+        outputs: tuple[str, ...] = ("log_prob",),
+    ) -> Any:
+        found = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
+        return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+
+    return call
+
+
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     found: Tensor = F.linear_cross_entropy(hidden, weight, target)
     return found
@@ -154,8 +232,22 @@ def _products(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return found
 
 
+def _log_prob_products(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_prob",),
+) -> Any:
+    found = _products(hidden, weight, target).expand(target.shape)
+    return (found,) * len(outputs) if len(outputs) > 1 else found
+
+
 TABLE: dict[str, dict[str, Formula]] = {
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
+    "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
+    "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
     "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
@@ -166,10 +258,16 @@ TABLE: dict[str, dict[str, Formula]] = {
         "torch-fused": _torch_fused,
         "products": _products,
     },
+    "fused_linear_log_prob": {
+        "torch": _linear_log_prob,
+        "aten": _linear_log_prob_aten,
+        "products": _log_prob_products,
+    },
 }
 FLOORS = ("products",)
 
-# Names in LIGER_MODULE, and how to call them with our arguments.
+# Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
+# arguments.
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     "rms_norm": (
         "liger_rms_norm",
@@ -178,6 +276,18 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
                 x, weight, eps, offset, casting
             )
         ),
+    ),
+    "fused_add_rms_norm": (
+        "liger_fused_add_rms_norm",
+        lambda f: (
+            lambda x, residual, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
+                x, residual, weight, eps, offset, casting
+            )
+        ),
+    ),
+    "layer_norm": (
+        "liger_layer_norm",
+        lambda f: lambda x, weight, bias, eps=1e-5: f(x, weight, bias, eps),
     ),
     "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
     "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
@@ -188,6 +298,10 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     "fused_linear_cross_entropy": (
         "liger_fused_linear_cross_entropy",
         lambda f: lambda hidden, weight, target, bias=None: f(hidden, weight, target, bias),
+    ),
+    "fused_linear_log_prob": (
+        "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
+        _liger_log_prob,
     ),
 }
 
@@ -236,8 +350,7 @@ def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)
 
     def call(**arguments: Any) -> Any:
-        result = public(**arguments, **case.sample.options)
-        return getattr(result, "loss", result)
+        return public(**arguments, **case.sample.options)
 
     return Provider(
         name,
@@ -259,20 +372,16 @@ def _liger(case: Case, device: torch.device) -> Provider | str:
         return "runs on accelerators only"
     name, adapt = LIGER[case.op]
     try:
-        function = getattr(importlib.import_module(LIGER_MODULE), name)
+        module, _, name = name.rpartition(":")
+        owner = importlib.import_module(module or LIGER_MODULE)
+        function = operator.attrgetter(name)(owner)
     except Exception as failure:  # an import may fail in any way: a missing package, a driver
         return f"{type(failure).__name__}: {failure}"
     formula = adapt(function)
     options = _options("liger", case, formula)
     if isinstance(options, str):
         return options
-    call = _with(formula, options)
-
-    def first(**arguments: Any) -> Any:
-        result = call(**arguments)
-        return result[0] if isinstance(result, tuple) else result
-
-    return Provider("liger", first, overwrites=True)
+    return Provider("liger", _with(formula, options), overwrites=True)
 
 
 def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:

@@ -43,6 +43,9 @@ def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
 WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
+    # both terms read, sum and norm written; two gradients and the sum read, one written
+    "fused_add_rms_norm": _elementwise(4, 8),
+    "layer_norm": _elementwise(2, 5),
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _swiglu_packed,
@@ -50,6 +53,8 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "cross_entropy": _elementwise(1, 2),
     "cross_entropy_inplace": _elementwise(1, 2),
     "fused_linear_cross_entropy": _linear,
+    # three products: whoever computes the logits twice, to save memory, does four
+    "fused_linear_log_prob": _linear,
 }
 
 

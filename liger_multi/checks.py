@@ -45,6 +45,8 @@ def same_shape(op: str, **tensors: Tensor) -> None:
     """All tensors have the same shape."""
     (first, a), *others = tensors.items()
     for name, b in others:
+        if not isinstance(b, Tensor):  # None passes for an optional tensor elsewhere
+            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {describe(b)}")
         if a.shape != b.shape:
             raise ValueError(
                 f"{op}: {first} and {name} must have the same shape, got {tuple(a.shape)} and "

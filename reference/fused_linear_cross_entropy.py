@@ -1,8 +1,10 @@
 """Cross entropy of ``hidden @ weight.T + bias`` without rows x vocabulary in memory.
 
-A scalar loss computes its gradients in the forward pass, unnormalised, and scales them in
-backward; ``none`` keeps only ``lse`` and computes the logits once more when the upstream gradient
-of every row is known. :func:`halves` makes both halves from a backend's row kernels.
+A scalar loss computes its gradients in the forward pass, unnormalised (as of the sum over rows,
+class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
+arrives, and divides them in backward; ``none`` keeps only ``lse`` and computes the logits once more
+when the upstream gradient of every row is known. :func:`halves` makes both halves from a backend's
+row kernels.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from liger_multi.reference import objective as rows_of
 from liger_multi.reference import reduction as reduction_of
-from liger_multi.reference.fused_linear import Accumulator, Chunks, Gradients, Plan
+from liger_multi.reference.fused_linear import Chunks, Plan
+from liger_multi.reference.gradients import Accumulator, Gradients, scale_to
 from liger_multi.reference.rows import Objective, RowKernels, Rows
 
 
@@ -103,17 +106,6 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         return tuple(scale_to(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
 
     return forward, backward
-
-
-def scale_to(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` computed in fp32 and rounded once to ``dtype``, in one pass.
-
-    The factor has one axis, because a tensor without axes would be rounded to the gradient's dtype
-    first.
-    """
-    if factor is None:
-        return gradient.to(dtype)
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
 forward, backward = halves(ReferenceRows)

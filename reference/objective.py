@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.chunking import row_blocks, statistics_dtype
-from liger_multi.reference.rows import Objective, Rows
+from liger_multi.reference.rows import Objective, Rows, asks_for_winners
 
 
 def scaled(raw: Tensor, objective: Objective) -> Tensor:
@@ -48,7 +48,7 @@ def _block_statistics(
         entropy = torch.where(
             valid, -torch.where(log_p.isneginf(), 0, log_p.exp() * log_p).sum(-1), 0
         )
-    if "predicted_tokens" in wanted or "token_accuracy" in wanted:
+    if asks_for_winners(outputs):
         argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
     return Rows._make((*rows, entropy, argmax))
 

@@ -46,7 +46,23 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """``dx = rstd * (g - n * mean(g * n))``, ``g = dy * w``; ``dw`` sums ``dy * n`` over rows."""
+    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+
+
+def gradients(
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Those of :func:`backward`; ``ds``, from other uses of x, is added before dx is rounded."""
     kind, rows, dys, rstds = rstd.dtype, as_rows(x), as_rows(dy), rstd.reshape(-1, 1)
+    others = None if ds is None else as_rows(ds)
     dx = (
         torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else x.new_empty(0)
     )
@@ -57,6 +73,7 @@ def backward(
             dw += (g * (n.to(x.dtype).to(kind) if casting == "llama" else n)).sum(0)
         if needs_x:
             g = g if weight is None else g * (weight.to(kind) + offset)
-            dx[block] = ((g - n * (g * n).mean(-1, keepdim=True)) * rstds[block]).to(x.dtype)
+            total = (g - n * (g * n).mean(-1, keepdim=True)) * rstds[block]
+            dx[block] = total if others is None else total + others[block]
     dweight = x.new_empty(0) if dw is None or weight is None else dw.to(weight.dtype)
     return dx.view(x.shape) if needs_x else dx, dweight

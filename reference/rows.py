@@ -22,6 +22,11 @@ class Objective:
     logit_scale: float = 1.0
 
 
+def asks_for_winners(outputs: str) -> bool:
+    """Whether one of the comma-joined outputs is made from the place of a row's maximum."""
+    return not {"argmax", "predicted_tokens", "token_accuracy"}.isdisjoint(outputs.split(","))
+
+
 class Rows(NamedTuple):
     """Statistics of every row; ignored rows are 0 (-1 in ``argmax``). Unwanted ones are empty."""
 
@@ -34,15 +39,15 @@ class Rows(NamedTuple):
 
     @staticmethod
     def room(
-        rows: int, objective: Objective, outputs: str, like: Tensor, *, ignored: bool = False
-    ) -> Rows:
-        """Room beside ``like`` for what the loss and ``outputs`` ask of ``rows`` rows."""
+        rows: int, objective: Objective, outputs: str, like: Tensor, *, ignored: bool = False,
+        loss: bool = True,
+    ) -> Rows:  # fmt: skip
+        """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
         wanted, kind = outputs.split(","), statistics_dtype(like.dtype)
-        winners = "predicted_tokens" in wanted or "token_accuracy" in wanted
         zl = "z_loss" in wanted or objective.z_loss_weight != 0
-        keep = (True, zl, True, "log_prob" in wanted, "entropy" in wanted)
+        keep = (loss, zl, True, "log_prob" in wanted, "entropy" in wanted)
         parts = [like.new_empty(rows if kept else 0, dtype=kind) for kept in keep]
-        parts.append(like.new_empty(rows if winners else 0, dtype=torch.int64))
+        parts.append(like.new_empty(rows if asks_for_winners(outputs) else 0, dtype=torch.int64))
         made = Rows._make(parts)
         if ignored:
             for part in made:

@@ -1,5 +1,7 @@
 """What every operator should return: one plain differentiable formula each, run in fp64."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -7,6 +9,22 @@ import torch.nn.functional as F
 def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
     n = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     return n if weight is None else n * (weight + offset)
+
+
+class AddNorm(NamedTuple):
+    y: torch.Tensor
+    new_residual: torch.Tensor
+
+
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
+    s = x + residual
+    return AddNorm(rms_norm(s, weight, eps, **options), s)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    n = x - x.mean(-1, keepdim=True)
+    n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)
+    return n * (1 if weight is None else weight) + (0 if bias is None else bias)
 
 
 def swiglu(gate, up):
@@ -108,3 +126,38 @@ def fused_linear_cross_entropy(
 ):
     logits = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
     return cross_entropy(logits, target, class_weight, **options)
+
+
+class LogProb(NamedTuple):
+    log_prob: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+def fused_linear_log_prob(
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    ignore_index=-100,
+    outputs=LogProb._fields,
+    **_,
+):
+    z = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    valid = target != ignore_index
+    log_p = torch.log_softmax(z, -1)
+    own = log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
+    made = {
+        "log_prob": own,
+        "entropy": torch.special.entr(log_p.exp()).sum(-1),
+        "lse": torch.logsumexp(z, -1),
+    }
+    made = {n: torch.where(valid, x, 0) for n, x in made.items()}
+    made["argmax"] = torch.where(valid, z.argmax(-1), -1)
+    return LogProb(**{n: made[n] for n in outputs})

@@ -90,6 +90,20 @@ def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
     assert result["rows"][0]["status"] == "wrong"
 
 
+def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypatch):
+    def second_alone(x, residual, weight):
+        y, total = bench_providers._fused_add_rms_norm(x, residual, weight)
+        return y + 0 * total, total.detach() + 0 * x
+
+    monkeypatch.setitem(bench_providers.TABLE["fused_add_rms_norm"], "planted", second_alone)
+    code, result, _ = run(
+        tmp_path, "--ops", "fused_add_rms_norm", "--providers", "planted,ours,torch,aten"
+    )
+    assert code == 0
+    status = {row["provider"]: row["status"] for row in result["rows"]}
+    assert status == {"planted": "wrong", "ours": "ok", "torch": "ok", "aten": "ok"}
+
+
 def test_whoever_writes_its_inputs_is_wrong_and_spoils_nobody(tmp_path, planted):
     def greedy(gate, up):
         result = torch.nn.functional.silu(gate) * up
@@ -191,6 +205,7 @@ def case(op, name):
     [
         # 5 passes over 8192 x 4096 bf16 at 4.24 TB/s are 0.0791 ms
         ("rms_norm", "8192x4096", 0.1583, 50.0),
+        ("fused_add_rms_norm", "8192x4096", 0.1266, 100.0),
         ("swiglu", "8192x14336", 0.4432, 100.0),
         ("swiglu_packed", "8192x14336", 0.4432, 100.0),
         ("cross_entropy", "8192x128256", 0.9913, 100.0),
@@ -232,16 +247,19 @@ def test_scaled_samples_fit_and_keep_their_form(op):
 
 def test_truth_in_chunks_is_truth(monkeypatch):
     """The fp64 oracle gives the same however many rows it takes at a time."""
-    for op, ignored in (("cross_entropy", 0.25), ("fused_linear_cross_entropy", 0.0)):
-        name = "quarter-ignored" if ignored else "mean"
+    for op, name in (
+        ("cross_entropy", "quarter-ignored"),
+        ("fused_linear_cross_entropy", "mean"),
+        ("fused_add_rms_norm", "row-gaps"),
+    ):
         found = case(op, name)
         tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
-        dout = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16)
-        whole = bench_cases.truth(found, tensors, dout, torch.float64)
+        douts = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16)
+        whole = bench_cases.truth(found, tensors, douts, torch.float64)
         monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
-        parts = bench_cases.truth(found, tensors, dout, torch.float64)
+        parts = bench_cases.truth(found, tensors, douts, torch.float64)
         monkeypatch.undo()
-        torch.testing.assert_close(parts.result, whole.result)
+        torch.testing.assert_close(parts.results, whole.results)
         assert set(parts.grads) == set(whole.grads)
         for leaf in whole.grads:
             torch.testing.assert_close(parts.grads[leaf], whole.grads[leaf])
@@ -264,7 +282,7 @@ def test_memory_of_a_known_call():
     shape = (64, 256)
     tensors = {n: torch.randn(shape, requires_grad=True) for n in ("gate", "up")}
     provider = bench_providers.Provider("known", lambda gate, up: gate * up)
-    runner = bench_measure.Runner.make(provider, tensors, torch.randn(shape))
+    runner = bench_measure.Runner.make(provider, tensors, (torch.randn(shape),))
     extra, peak = bench_measure.memory_bytes(runner, 0, torch.device("cpu"))
     size = 64 * 256 * 4
     assert (extra, peak) == (size, 5 * size)  # the result; two inputs, it, and two gradients
@@ -281,7 +299,7 @@ def test_whoever_overwrites_works_on_copies():
         return result
 
     provider = bench_providers.Provider("overwrites", overwrite, overwrites=True)
-    runner = bench_measure.Runner.make(provider, tensors, torch.ones(()))
-    first, second = runner.both()[0], runner.both()[0]
+    runner = bench_measure.Runner.make(provider, tensors, (torch.ones(()),))
+    (first,), (second,) = runner.both()[0], runner.both()[0]
     assert torch.equal(first, second)
     assert torch.equal(tensors["x"].detach(), before)

@@ -337,6 +337,10 @@ for row in (Shard(0), Shard(1), Replicate()):
     if row != Replicate():  # rows stay where they are: nobody gathers
         assert y.to_local().numel() < x.numel()
     compare(ops.rms_norm, (x,), (row,), row, x)
+    compare(ops.layer_norm, (x, w, w + 1), (row, Replicate(), Replicate()), row, x)
+    for pick in (lambda out: out.y, lambda out: out.new_residual, sum):
+        both = lambda *tensors: pick(ops.fused_add_rms_norm(*tensors))
+        compare(both, (x, up, w), (row, row, Replicate()), row, x)
     compare(ops.swiglu, (x, up), (row, row), row, x)
     compare(ops.swiglu_packed, (x,), (row,), row, x)
 
@@ -349,6 +353,8 @@ REFUSED = (
     (ops.rms_norm, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
     (ops.rms_norm, (leaf(x, Shard(-1)),), "x is sharded on axis"),
     (ops.rms_norm, (leaf(x, Shard(0)), leaf(w, Shard(0))), "weight is sharded on axis 0 of 1"),
+    (ops.layer_norm, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
+    (ops.fused_add_rms_norm, (leaf(x, Shard(0)), leaf(up, Shard(2))), "residual is sharded on"),
     (ops.swiglu, (leaf(x, Shard(2)), leaf(up, Shard(2))), "gate is sharded on axis 2 of 3"),
     (ops.swiglu_packed, (leaf(x, Shard(2)),), "gate_up is sharded on axis 2 of 3"),
     (ops.cross_entropy, (leaf(x, Shard(0)), torch.zeros(4, 5).long()), "does not take DTensors"),

@@ -14,6 +14,7 @@ from liger_multi.launch import knobs
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -44,39 +45,53 @@ def sigmoid(x):
 
 @triton.jit
 def _sum_partials_kernel(
-    partial_ptr, out_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr, out_ptr, other_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, BLOCK_ROWS)
+    which = tl.program_id(1)
+    partial_ptr += which.to(tl.int64) * partials * cols
     total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     for start in tl.range(0, partials, BLOCK_ROWS):
         mask = (start + row < partials)[:, None] & (col < cols)[None, :]
         total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
         partial_ptr += BLOCK_ROWS * cols
-    out = round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + col, out, mask=col < cols)
+    total = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(out_ptr + col, round_to(total, out_ptr.dtype.element_ty), mask=col < cols)
+    elif other_ptr is not None:
+        tl.store(other_ptr + col, round_to(total, other_ptr.dtype.element_ty), mask=col < cols)
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum fp32 partials (programs, cols) over the programs, in a fixed order, and cast."""
-    count, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    return sum_all_partials(partial[None], dtype)[0]
+
+
+def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
+    """The same of one or two sets of partials (sets, programs, cols), with a dtype for each."""
+    _, count, cols = partial.shape
+    outs = tuple(torch.empty(cols, dtype=d, device=partial.device) for d in dtypes)
     # few columns: narrower tiles, so that more programs share the work
     default = ReduceKnobs() if cols > 2048 else ReduceKnobs(128, 16)
     k = knobs("sum_partials", default, partial.device, rows=count, cols=cols)
-    _sum_partials_kernel[(triton.cdiv(cols, k.block),)](
-        partial, out, count, cols, k.block_rows, k.block,
+    _sum_partials_kernel[(triton.cdiv(cols, k.block), len(outs))](
+        partial, outs[0], outs[1] if len(outs) > 1 else None, count, cols, k.block_rows, k.block,
         num_warps=k.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return out
+    return outs
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists."""
+    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
+
+    Also where rows stand so far apart that the offsets within a tile of them leave 32 bits.
+    """
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
-    return rows if rows.stride(1) == 1 or cols == 1 else rows.contiguous()
+    near = rows.stride(0) * min(rows.shape[0], LARGEST_TILE // max(cols, 1)) < 2**31
+    return rows if near and (rows.stride(1) == 1 or cols == 1) else rows.contiguous()
 
 
 def power_of_2(value: int) -> int:

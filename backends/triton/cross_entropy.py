@@ -80,8 +80,8 @@ def _store_rows(
 def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
     log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -96,19 +96,19 @@ def _cross_entropy_forward_kernel(
         return
     inside = (target >= 0) & (target < cols)
     target = tl.where(inside, target, 0).to(tl.int32)
-    own = logit(tl.load(row_ptr + target), SCALE, SOFTCAP)
+    own = logit(tl.load(row_ptr + target), scale, softcap)
     anchor = own
     ENTROPY: tl.constexpr = entropy_ptr is not None
     ARGMAX: tl.constexpr = argmax_ptr is not None
     total, spread, smooth, argmax = walk(
-        row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+        row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
         BLOCK, UNROLL,
     )  # fmt: skip
     # entropy is a difference, which loses digits where the anchor lies far below the maximum
     if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
-        anchor = row_maximum(row_ptr, cols, SCALE, SOFTCAP, BLOCK)
+        anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = walk(
-            row_ptr, weight_ptr, cols, anchor, SCALE, SOFTCAP, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+            row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
             BLOCK, 1,
         )  # fmt: skip
     log2_total = tl.log2(total)
@@ -129,7 +129,7 @@ def _cross_entropy_forward_kernel(
             zl_scale = tl.load(scales_ptr + 1)
             write_gradient(
                 row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
-                ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+                ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
             )  # fmt: skip
         else:
             fill_zero(row_ptr, cols, BLOCK)
@@ -145,8 +145,7 @@ def _cross_entropy_forward_kernel(
 def _cross_entropy_backward_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, denominators_ptr,
     out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols, ignore_index, z_weight,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
@@ -163,7 +162,7 @@ def _cross_entropy_backward_kernel(
     row_ptr = logits_ptr + row * row_stride
     write_gradient(
         row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, 0.0, lse,
-        ce_scale, zl_scale, z_weight, SCALE, SOFTCAP, SMOOTHING, BLOCK, UNROLL,
+        ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
     )  # fmt: skip
 
 
@@ -226,6 +225,11 @@ def _sums(options: Objective) -> int:
     return 1 + bool(options.label_smoothing) + (options.softcap is not None)
 
 
+def curve(options: Objective) -> tuple[Optional[float], Optional[float]]:
+    """Scale and softcap as the kernels take them: None where they change nothing."""
+    return None if options.logit_scale == 1.0 else options.logit_scale, options.softcap
+
+
 def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]:
     """Sum of the class weights, one fp32 element, where label smoothing will read it."""
     if weight is None or not options.label_smoothing:
@@ -246,10 +250,9 @@ def _launch_rows(
     k = knobs("cross_entropy.forward", default, logits.device, rows=count, cols=cols, sums=sums)
     _cross_entropy_forward_kernel[(count,)](
         logits, target, weight, total, scales, *(_filled(r) for r in rows), logits.stride(0),
-        target.stride(0), cols, options.ignore_index, options.z_loss_weight,
-        SCALE=options.logit_scale, SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing,
-        ADD_ZL=add_zl, GRADIENT=scales is not None, BLOCK=k.block, UNROLL=k.unroll,
-        num_warps=k.num_warps, enable_fp_fusion=True,
+        target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options),
+        SMOOTHING=options.label_smoothing, ADD_ZL=add_zl, GRADIENT=scales is not None,
+        BLOCK=k.block, UNROLL=k.unroll, num_warps=k.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -292,9 +295,9 @@ def gradient_into(
     _cross_entropy_backward_kernel[(count,)](
         dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
         dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
-        cols, options.ignore_index, options.z_loss_weight, SCALE=options.logit_scale,
-        SOFTCAP=options.softcap, SMOOTHING=options.label_smoothing, BLOCK=k.block,
-        UNROLL=k.unroll, num_warps=k.num_warps, enable_fp_fusion=True,
+        cols, options.ignore_index, options.z_loss_weight, *curve(options),
+        SMOOTHING=options.label_smoothing, BLOCK=k.block, UNROLL=k.unroll,
+        num_warps=k.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 

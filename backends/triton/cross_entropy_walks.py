@@ -1,6 +1,7 @@
 """Walks over one row of logits, of any width: its sums, its maximum and its gradient.
 
 The pieces of the kernels in cross_entropy.py; ``z`` is a logit after scale and softcap, in fp32.
+Both are None or run-time numbers: a temperature that changes with the steps compiles nothing.
 """
 
 import triton
@@ -20,19 +21,19 @@ def _tanh(x):
 
 
 @triton.jit
-def logit(raw, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def logit(raw, scale, softcap):
     """Scale and cap a raw logit, in fp32."""
     z = raw.to(tl.float32)
-    if SCALE != 1.0:
-        z = z * SCALE
-    if SOFTCAP is not None:
-        z = SOFTCAP * _tanh(z * (1.0 / SOFTCAP))
+    if scale is not None:
+        z = z * scale
+    if softcap is not None:
+        z = softcap * _tanh(z * (1.0 / softcap))
     return z
 
 
 @triton.jit
 def walk(
-    row_ptr, weight_ptr, cols, anchor, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    row_ptr, weight_ptr, cols, anchor, scale, softcap,
     SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +48,8 @@ def walk(
         col = start + lane
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=float("-inf"), eviction_policy="evict_last")
-        z = logit(raw, SCALE, SOFTCAP)
-        if SCALE != 1.0 or SOFTCAP is not None:
+        z = logit(raw, scale, softcap)
+        if scale is not None or softcap is not None:
             z = tl.where(mask, z, float("-inf"))
         d = z - anchor
         e = tl.exp2(d * LOG2E)
@@ -67,13 +68,13 @@ def walk(
 
 
 @triton.jit
-def row_maximum(row_ptr, cols, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
     """Largest logit of a row."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         raw = tl.load(row_ptr + col, mask=col < cols, other=float("-inf"))
-        z = logit(raw, SCALE, SOFTCAP)
+        z = logit(raw, scale, softcap)
         best = tl.maximum(best, tl.where(col < cols, z, float("-inf")))
     return tl.max(best, axis=0)
 
@@ -89,7 +90,7 @@ def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
 @triton.jit
 def write_gradient(
     row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
-    ce_scale, zl_scale, z_weight, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ce_scale, zl_scale, z_weight, scale, softcap,
     SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total."""
@@ -104,7 +105,7 @@ def write_gradient(
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        z = logit(raw, SCALE, SOFTCAP)
+        z = logit(raw, scale, softcap)
         dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
         if SMOOTHING != 0.0:
             if weight_ptr is not None:
@@ -112,9 +113,9 @@ def write_gradient(
             else:
                 dz -= part
         dz = tl.where(col == target, dz - own, dz)
-        if SOFTCAP is not None:
-            share = z * (1.0 / SOFTCAP)
+        if softcap is not None:
+            share = z * (1.0 / softcap)
             dz *= 1.0 - share * share
-        if SCALE != 1.0:
-            dz *= SCALE
+        if scale is not None:
+            dz *= scale
         tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.config import current
-from liger_multi.config_file import parse_bytes
 from liger_multi.op import Op
+from liger_multi.ops import _head as head
+from liger_multi.ops._head import case, frozen
 from liger_multi.ops.cross_entropy import (
     EVERYTHING,
     OUTPUTS,
@@ -18,7 +18,6 @@ from liger_multi.ops.cross_entropy import (
     options,
     shapes,
 )
-from liger_multi.primitive import constant_in_graphs
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -176,137 +175,57 @@ def fused_linear_cross_entropy(
     """
     name = "fused_linear_cross_entropy"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
-    _shapes_fit(name, hidden, weight)
+    head.shapes_fit(name, hidden, weight, accumulate)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
-    if accumulate not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name}: accumulate must be a floating torch.dtype, got {accumulate!r}")
     smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
-    rows_chunk, budget = _chunk(name, chunk)
+    rows_chunk, budget = head.rows_and_budget(name, chunk)
     results = op(
         hidden.reshape(target.numel(), hidden.shape[-1]), weight,
         target.reshape(-1).to(torch.int64), bias, class_weight,
         checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap, reduction, scale,
         rows_chunk, budget, accumulate,
-        _compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
+        head.compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
     )  # fmt: skip
     return named(results, target.shape, reduction, wanted)
 
 
-def _shapes_fit(name: str, hidden: Tensor, weight: Tensor) -> None:
-    if weight.numel() == 0:
-        raise ValueError(
-            f"{name}: weight has no elements, shape {tuple(weight.shape)}: it looks like a "
-            f"ZeRO-3 shard that was not gathered; "
-            "call the loss through the head's own forward, or gather the weight first"
-        )
-    if weight.ndim != 2:
-        raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
-    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: the last axis of hidden must be H = {weight.shape[1]} of weight "
-            f"{tuple(weight.shape)}, got "
-            f"{checks.describe(hidden)}"
-        )
-
-
-def _compute_dtype(
-    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> torch.dtype | None:
-    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree."""
-    kind = hidden.device.type
-    asked = kind != "meta" and torch.is_autocast_enabled(kind)
-    if asked and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        kinds = [
-            str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None
-        ]
-        raise TypeError(
-            f"{name}: hidden, weight and bias must have one dtype outside of autocast, got "
-            f"{', '.join(kinds)}"
-        )
-    return None
-
-
-@constant_in_graphs
-def _configured_budget() -> int:
-    return current().chunk_bytes
-
-
-def _chunk(name: str, chunk: int | str) -> tuple[int, int]:
-    """Rows (0: from the budget) and the byte budget (0: from the free memory)."""
-    if isinstance(chunk, str):
-        return 0, _configured_budget() if chunk == "auto" else parse_bytes(
-            chunk, f"chunk of {name}"
-        )
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(
-            f"{name}: chunk must be 'auto', a positive number of rows or a byte budget such as "
-            f"'512MiB', got {chunk!r}"
-        )
-    return chunk, 0
-
-
-def _case(
-    rows: int,
-    width: int,
-    classes: int,
-    *,
-    ignored: float = 0.0,
-    bias: bool = False,
-    weighted: bool = False,
-    size: float = 0.6,
-) -> dict[str, T]:
-    made = {
-        "hidden": T((rows, width)),
-        "weight": T((classes, width), scale=size / width**0.5 * 2),
-        "target": T((rows,), classes=classes, ignored=ignored),
-    }
-    made |= {"bias": T((classes,), scale=0.3)} if bias else {}
-    return made | ({"class_weight": T((classes,), positive=True, grad=False)} if weighted else {})
-
-
-def _frozen(case: dict[str, T], *names: str) -> dict[str, T]:
-    return {n: T(t.shape, scale=t.scale, grad=False) if n in names else t for n, t in case.items()}
-
-
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}
 SAMPLES = (
-    Sample("mean", _case(10, 16, 50)),
-    Sample("chunk-1", _case(5, 16, 50), {"chunk": 1}),
-    Sample("chunk-7", _case(16, 16, 50, ignored=0.25), {"chunk": 7}),
-    Sample("sum", _case(10, 16, 50), {"reduction": "sum", "chunk": 4}),
-    Sample("none", _case(10, 16, 50, ignored=0.3), {"reduction": "none", "chunk": 4}),
-    Sample("not-compact", _case(10, 16, 50, ignored=0.3), {"compact": False, "chunk": 4}),
-    Sample("all-ignored", _case(6, 16, 50, ignored=1.0), {"outputs": OUTPUTS}),
+    Sample("mean", case(10, 16, 50)),
+    Sample("chunk-1", case(5, 16, 50), {"chunk": 1}),
+    Sample("chunk-7", case(16, 16, 50, ignored=0.25), {"chunk": 7}),
+    Sample("sum", case(10, 16, 50), {"reduction": "sum", "chunk": 4}),
+    Sample("none", case(10, 16, 50, ignored=0.3), {"reduction": "none", "chunk": 4}),
+    Sample("not-compact", case(10, 16, 50, ignored=0.3), {"compact": False, "chunk": 4}),
+    Sample("all-ignored", case(6, 16, 50, ignored=1.0), {"outputs": OUTPUTS}),
     Sample(
         "all-ignored-not-compact",
-        _case(6, 16, 50, ignored=1.0),
+        case(6, 16, 50, ignored=1.0),
         {"outputs": OUTPUTS, "compact": False},
     ),
-    Sample("bias", _case(10, 16, 50, bias=True), {"chunk": 4}),
-    Sample("bias-none", _case(10, 16, 50, bias=True), {"chunk": 4, "reduction": "none"}),
-    Sample("logit-scale", _case(8, 16, 50), {"logit_scale": 0.25}),
-    Sample("everything-mean", _case(11, 24, 61, ignored=0.3, bias=True, weighted=True), _ALL),
+    Sample("bias", case(10, 16, 50, bias=True), {"chunk": 4}),
+    Sample("bias-none", case(10, 16, 50, bias=True), {"chunk": 4, "reduction": "none"}),
+    Sample("logit-scale", case(8, 16, 50), {"logit_scale": 0.25}),
+    Sample("everything-mean", case(11, 24, 61, ignored=0.3, bias=True, weighted=True), _ALL),
     Sample(
         "everything-sum",
-        _case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
         {**_ALL, "reduction": "sum"},
     ),
     Sample(
         "everything-none",
-        _case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
         {**_ALL, "reduction": "none"},
     ),
-    Sample("frozen-weight", _frozen(_case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
-    Sample("frozen-hidden", _frozen(_case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
+    Sample("frozen-weight", frozen(case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
+    Sample("frozen-hidden", frozen(case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
     Sample(
         "frozen-all-but-bias",
-        _frozen(_case(10, 16, 50, bias=True), "hidden", "weight"),
+        frozen(case(10, 16, 50, bias=True), "hidden", "weight"),
         {"chunk": 4},
     ),
     Sample(
@@ -330,12 +249,12 @@ SAMPLES = (
             "target": T((6,), classes=24),
         },
     ),
-    Sample("one-row", _case(1, 16, 33)),
-    Sample("no-rows", _case(0, 16, 33), {"outputs": OUTPUTS}),
-    Sample("odd-vocabulary", _case(3, 8, 32777), {"chunk": 2}, size="thin"),
-    Sample("past-65535-rows", _case(65537, 2, 3), {"chunk": 65537}, size="thin"),
-    Sample("8192x4096x128256", _case(8192, 4096, 128256), size="bench"),
-    Sample("16384x2048x151936", _case(16384, 2048, 151936), size="bench"),
-    Sample("32768x4096x32000", _case(32768, 4096, 32000), size="bench"),
-    Sample("4096x8192x128256", _case(4096, 8192, 128256), size="bench"),
+    Sample("one-row", case(1, 16, 33)),
+    Sample("no-rows", case(0, 16, 33), {"outputs": OUTPUTS}),
+    Sample("odd-vocabulary", case(3, 8, 32777), {"chunk": 2}, size="thin"),
+    Sample("past-65535-rows", case(65537, 2, 3), {"chunk": 65537}, size="thin"),
+    Sample("8192x4096x128256", case(8192, 4096, 128256), size="bench"),
+    Sample("16384x2048x151936", case(16384, 2048, 151936), size="bench"),
+    Sample("32768x4096x32000", case(32768, 4096, 32000), size="bench"),
+    Sample("4096x8192x128256", case(4096, 8192, 128256), size="bench"),
 )

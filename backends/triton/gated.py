@@ -1,0 +1,187 @@
+"""Gated activations, y = act(gate) * up: silu, gelu, and gelu by tanh (arXiv:2002.05202).
+
+All three are act(x) = x p(x), with p the sigmoid for silu, the normal distribution for gelu, and
+sigmoid(2 u) = (1 + tanh(u)) / 2 for its approximation. act is taken in fp32 and rounded to gate's
+dtype once before the product, as the Hugging Face MLPs do:
+
+    dup = dy * act(gate),  dgate = dy * up * (p(gate) + gate * p'(gate))
+
+A program takes one piece of one row; contiguous tensors are one long row. Nothing is kept for
+backward but the inputs. Rows may have any stride, so the halves of a packed tensor need no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import LOG2E, as_rows, power_of_2, round_to, sigmoid, warps
+from liger_multi.launch import device_info, knobs
+
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+CUBIC: tl.constexpr = tl.constexpr(0.044715)
+SQRT_8_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
+SQRT_1_2: tl.constexpr = tl.constexpr(0.7071067811865476)
+SQRT_1_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
+
+
+@dataclass(frozen=True)
+class TileKnobs:
+    """``block`` columns of one row a program."""
+
+    block: int
+    num_warps: int
+
+
+def tile_knobs(warp_size: int, cols: int) -> TileKnobs:
+    """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
+    block = max(16, min(1024, power_of_2(cols)))
+    return TileKnobs(block, warps(block // 8, warp_size))
+
+
+@triton.jit
+def _share(x, ACTIVATION: tl.constexpr):
+    """p(x) in fp32."""
+    if ACTIVATION == "silu":
+        return sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 + 0.5 * tl.erf(x * SQRT_1_2)
+    else:
+        return sigmoid(x * SQRT_8_PI * (1.0 + tl.minimum(x * x, 100.0) * CUBIC))
+
+
+@triton.jit
+def _slope(x, p, ACTIVATION: tl.constexpr):
+    """The derivative of p at x."""
+    if ACTIVATION == "silu":
+        return p * (1.0 - p)
+    elif ACTIVATION == "gelu":
+        return tl.exp2(x * x * (-0.5 * LOG2E)) * SQRT_1_2PI
+    else:
+        # from |x| = 10 on p is 0 or 1; an infinite square would make NaN of 0 * inf
+        square = tl.minimum(x * x, 100.0)
+        return p * (1.0 - p) * (1.0 + square * (3.0 * CUBIC)) * SQRT_8_PI
+
+
+@triton.jit
+def _gated_forward_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < cols
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    act = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty).to(tl.float32)
+    y = round_to(act * up, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * y_stride + col, y, mask=mask)
+
+
+@triton.jit
+def _gated_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, out_stride,
+    cols, tiles, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < cols
+    dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    p = _share(gate, ACTIVATION)
+    if dup_ptr is not None:
+        act = round_to(gate * p, gate_ptr.dtype.element_ty).to(tl.float32)
+        dup = round_to(dy * act, dup_ptr.dtype.element_ty)
+        tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
+    if dgate_ptr is not None:
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
+        dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
+        tl.store(dgate_ptr + row * out_stride + col, dgate, mask=mask)
+
+
+def _flatten(*tensors: Tensor) -> list[Tensor]:
+    """View tensors of one shape as one long row where all are contiguous, else as rows."""
+    # column indices are 32 bits wide and run past the end by less than one block
+    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() < 2**31 - 2**16:
+        return [t.view(1, -1) for t in tensors]
+    return [as_rows(t) for t in tensors]
+
+
+def _launch_forward(op: str, activation: str, gate: Tensor, up: Tensor, y: Tensor) -> None:
+    """Write y; all three are (rows, cols) with adjacent columns."""
+    rows, cols = y.shape
+    default = tile_knobs(device_info(y.device).warp_size, cols)
+    k = knobs(f"{op}.forward", default, y.device, rows=rows, cols=cols)
+    tiles = triton.cdiv(cols, k.block)
+    _gated_forward_kernel[(rows * tiles,)](
+        gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles, activation, k.block,
+        num_warps=k.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _launch_backward(
+    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, dgate: Optional[Tensor],
+    dup: Optional[Tensor],
+) -> None:  # fmt: skip
+    """Write dgate and dup, which have one row stride; None skips one of them."""
+    rows, cols = dy.shape
+    default = tile_knobs(device_info(dy.device).warp_size, cols)
+    k = knobs(f"{op}.backward", default, dy.device, rows=rows, cols=cols)
+    tiles = triton.cdiv(cols, k.block)
+    out = dup if dgate is None else dgate
+    assert out is not None
+    _gated_backward_kernel[(rows * tiles,)](
+        dy, gate, up, dgate, dup, dy.stride(0), gate.stride(0), up.stride(0), out.stride(0),
+        cols, tiles, activation, k.block, num_warps=k.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def forward(op: str, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate) * up in the promoted dtype."""
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    if y.numel():
+        _launch_forward(op, activation, *_flatten(gate, up, y))
+    return y
+
+
+def backward(
+    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool,
+    needs_up: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    dgate = torch.empty(gate.shape if needs_gate else 0, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(up.shape if needs_up else 0, dtype=up.dtype, device=up.device)
+    wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
+    if wanted and dy.numel():
+        dy, gate, up, first, last = _flatten(dy, gate, up, wanted[0], wanted[-1])
+        rooms = (first if needs_gate else None, last if needs_up else None)
+        _launch_backward(op, activation, dy, gate, up, *rooms)
+    return dgate, dup
+
+
+def packed_forward(op: str, activation: str, gate_up: Tensor) -> Tensor:
+    """act(first half) * second half; the halves are strided views."""
+    half = gate_up.shape[-1] // 2
+    y = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel():
+        packed = as_rows(gate_up)
+        _launch_forward(op, activation, packed[:, :half], packed[:, half:], as_rows(y))
+    return y
+
+
+def packed_backward(op: str, activation: str, dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up, both halves in one buffer."""
+    half = gate_up.shape[-1] // 2
+    dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    if dy.numel():
+        packed, out = as_rows(gate_up), as_rows(dgate_up)
+        halves = (packed[:, :half], packed[:, half:], out[:, :half], out[:, half:])
+        _launch_backward(op, activation, as_rows(dy), *halves)
+    return dgate_up

@@ -1,0 +1,238 @@
+"""Rotary position embedding (arXiv:2104.09864) of queries and keys in one launch.
+
+For a pair of channels (a, b) of a token, which the values of cos and sin need not share:
+
+    a' = a cos_a - b sin_a,  b' = b cos_b + a sin_b
+
+Backward is the transposed matrix: the same with sin_a and sin_b exchanged and negated.
+
+A program takes some tokens and walks over blocks of heads, those of q first; cos and sin of its
+tokens stay in registers. Strides say where everything stands, so no layout is copied. The two
+channels of a pair are loaded as two tiles, or, where they are neighbours, as one that is split in
+registers. Sizes of batch and sequence are plain arguments: a new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import power_of_2, round_to, warps
+from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.reference.rope import dense, output_dtype
+
+
+@dataclass(frozen=True)
+class RopeKnobs:
+    """Tiles of ``heads`` x ``tokens``; a program walks over ``share`` of them with its tokens."""
+
+    tokens: int
+    heads: int
+    share: int
+    num_warps: int
+
+
+def rope_knobs(
+    info: DeviceInfo, tokens: int, heads: tuple[int, int], width: int, plain: bool
+) -> RopeKnobs:
+    """Tiles of 4096 elements; many programs a core before long walks.
+
+    32 elements a thread keep more loads on their way than 16. Where a call is not plain (pairs
+    side by side, one angle for both channels, channels that pass), the compiler then trades a few
+    spilled registers for another program a core on some targets of ci.static (triton 3.9).
+    """
+    common = math.gcd(*heads) or 1
+    block = min(common & -common, 16)  # no head is masked
+    per_tile = max(1, min(4096 // (block * power_of_2(width)), 32, power_of_2(tokens)))
+    threads = block * per_tile * power_of_2(width) // (32 if plain and block > 1 else 16)
+    blocks = max(1, sum(heads) // block)
+    groups = min(blocks, triton.cdiv(32 * info.cores, triton.cdiv(tokens, per_tile)))
+    return RopeKnobs(
+        per_tile, block, triton.cdiv(blocks, groups), warps(max(threads, 32), info.warp_size)
+    )
+
+
+@triton.jit
+def _load_pairs(
+    ptr, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Both channels of every pair in fp32; ptr and mask are [heads, tokens, 1]."""
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * HALF)[None, None, :]
+        x = tl.load(ptr + channel * stride, mask=mask & (channel < ROTARY), other=0.0)
+        return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
+    else:
+        pair = tl.arange(0, HALF)[None, None, :]
+        mask = mask & (pair < ROTARY // 2)
+        a = tl.load(ptr + pair * stride, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(ptr + (pair + ROTARY // 2) * stride, mask=mask, other=0.0).to(tl.float32)
+        return a, b
+
+
+@triton.jit
+def _load_angles(
+    ptr, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Angles (cos or sin) of both channels of every pair; PAIRS: one value is stored for both."""
+    if PAIRS:
+        pair = tl.arange(0, HALF)[None, None, :]
+        angle = tl.load(ptr + pair, mask=mask & (pair < ROTARY // 2), other=0.0).to(tl.float32)
+        return angle, angle
+    else:
+        return _load_pairs(ptr, 1, mask, ROTARY, HALF, INTERLEAVED)
+
+
+@triton.jit
+def _store_pairs(
+    ptr, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    a = round_to(a, ptr.dtype.element_ty)
+    b = round_to(b, ptr.dtype.element_ty)
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * HALF)[None, None, :]
+        x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
+        tl.store(ptr + channel, x, mask=mask & (channel < ROTARY))
+    else:
+        pair = tl.arange(0, HALF)[None, None, :]
+        mask = mask & (pair < ROTARY // 2)
+        tl.store(ptr + pair, a, mask=mask)
+        tl.store(ptr + pair + ROTARY // 2, b, mask=mask)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, out_ptr, batch_stride, head_stride, token_stride, stride,
+    out_batch_stride, out_head_stride, out_token_stride, first, last, heads, batch, token, mask,
+    cos_a, cos_b, sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
+):  # fmt: skip
+    """Rotate the blocks of heads from first to last; batch, token and mask are [1, tokens, 1]."""
+    x_ptr += batch * batch_stride + token * token_stride
+    out_ptr += batch * out_batch_stride + token * out_token_stride
+    for block in tl.range(first, last):
+        head = (block * HEADS + tl.arange(0, HEADS))[:, None, None]
+        here = (head < heads) & mask
+        head = head.to(tl.int64)
+        x = x_ptr + head * head_stride
+        out = out_ptr + head * out_head_stride
+        a, b = _load_pairs(x, stride, here, ROTARY, HALF, INTERLEAVED)
+        turned_a = a * cos_a - b * sin_a
+        turned_b = b * cos_b + a * sin_b
+        _store_pairs(out, turned_a, turned_b, here, ROTARY, HALF, INTERLEAVED)
+        if PASS:
+            channel = ROTARY + tl.arange(0, PASS)[None, None, :]
+            here = here & (channel < WIDTH)
+            value = tl.load(x + channel * stride, mask=here, other=0.0).to(tl.float32)
+            tl.store(out + channel, round_to(value, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["seq", "tokens"])
+def _rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    q_batch_stride, q_head_stride, q_token_stride, q_stride,
+    k_batch_stride, k_head_stride, k_token_stride, k_stride,
+    q_out_batch_stride, q_out_head_stride, q_out_token_stride,
+    k_out_batch_stride, k_out_head_stride, k_out_token_stride,
+    angle_batch_stride, angle_token_stride, q_heads, k_heads, seq, tokens, groups, share,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    PASS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) // groups) * TOKENS + tl.arange(0, TOKENS)[None, :, None]
+    mask = token < tokens
+    batch = (token // seq).to(tl.int64)
+    token = (token % seq).to(tl.int64)
+    angle = batch * angle_batch_stride + token * angle_token_stride
+    cos_a, cos_b = _load_angles(cos_ptr + angle, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
+    sin_a, sin_b = _load_angles(sin_ptr + angle, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
+    if INVERSE:
+        sin_a, sin_b = -sin_b, -sin_a
+    blocks = tl.cdiv(q_heads, HEADS)
+    first = (tl.program_id(0) % groups) * share
+    last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
+    _rotate_heads(
+        q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
+        q_out_batch_stride, q_out_head_stride, q_out_token_stride, first, tl.minimum(last, blocks),
+        q_heads, batch, token, mask, cos_a, cos_b, sin_a, sin_b,
+        WIDTH, ROTARY, HALF, INTERLEAVED, HEADS, PASS,
+    )  # fmt: skip
+    _rotate_heads(
+        k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_stride,
+        k_out_batch_stride, k_out_head_stride, k_out_token_stride,
+        tl.maximum(first, blocks) - blocks, last - blocks,
+        k_heads, batch, token, mask, cos_a, cos_b, sin_a, sin_b,
+        WIDTH, ROTARY, HALF, INTERLEAVED, HEADS, PASS,
+    )  # fmt: skip
+
+
+def _strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
+    """Steps from one sequence, head and token to the next."""
+    if x.ndim == 3:
+        return 0, x.stride(1), x.stride(0)
+    return x.stride(0), x.stride(head_axis), x.stride(3 - head_axis)
+
+
+def _launch(
+    given: tuple[Tensor | None, Tensor | None], made: tuple[Tensor, Tensor], cos: Tensor,
+    sin: Tensor, style: str, head_axis: int, rotary_dim: int, inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k into ``made``; one of them may be absent."""
+    some = next(x for x in given if x is not None)
+    heads = [0 if x is None else x.shape[head_axis] for x in given]
+    pairs = [(some, some) if x is None else (x, out) for x, out in zip(given, made, strict=True)]
+    (q, q_out), (k, k_out) = pairs
+    if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
+    if sum(heads) == 0 or tokens == 0:
+        return
+    plain = style == "half" and cos.shape[-1] == width
+    default = rope_knobs(device_info(q.device), tokens, (heads[0], heads[1]), width, plain)
+    sizes = {"rows": tokens, "cols": width, "heads": sum(heads)}
+    n = knobs("rope", default, q.device, **sizes)
+    groups = triton.cdiv(sum(triton.cdiv(h, n.heads) for h in heads), n.share)
+    _rope_kernel[(triton.cdiv(tokens, n.tokens) * groups,)](
+        q, k, cos, sin, q_out, k_out, *_strides(q, head_axis), q.stride(-1),
+        *_strides(k, head_axis), k.stride(-1), *_strides(q_out, head_axis),
+        *_strides(k_out, head_axis), cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
+        cos.stride(-2), *heads, cos.shape[-2], tokens, groups, n.share,
+        width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
+        n.tokens, n.heads, power_of_2(rotary_dim // 2), power_of_2(width - rotary_dim)
+        if width > rotary_dim else 0, num_warps=n.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
+    casting: str, q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate q and k; products and sums in fp32, rounded once."""
+    made = (
+        dense(q, q_order, output_dtype(q, cos, sin, casting)),
+        dense(k, k_order, output_dtype(k, cos, sin, casting)),
+    )
+    _launch((q, k), made, cos, sin, style, head_axis, rotary_dim, False)
+    return made
+
+
+def backward(
+    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, style: str,
+    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
+    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
+    dq_out, dk_out = dq_out if needs_q else None, dk_out if needs_k else None
+    made = (
+        cos.new_empty(0, dtype=q_dtype) if dq_out is None else dense(dq_out, q_order, q_dtype),
+        cos.new_empty(0, dtype=k_dtype) if dk_out is None else dense(dk_out, k_order, k_dtype),
+    )
+    if dq_out is not None or dk_out is not None:
+        _launch((dq_out, dk_out), made, cos, sin, style, head_axis, rotary_dim, True)
+    return made

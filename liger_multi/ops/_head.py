@@ -1,0 +1,93 @@
+"""What the fused linear operators share: checks, chunk sizes, dtypes and samples."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.config import current
+from liger_multi.config_file import parse_bytes
+from liger_multi.primitive import constant_in_graphs
+from liger_multi.samples import Tensor as T
+
+
+def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtype) -> None:
+    """Hidden states and weight can be multiplied; the accumulator has a floating dtype."""
+    if accumulate not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name}: accumulate must be a floating torch.dtype, got {accumulate!r}")
+    if weight.numel() == 0:
+        raise ValueError(
+            f"{name}: weight has no elements, shape {tuple(weight.shape)}: it looks like a "
+            f"ZeRO-3 shard that was not gathered; "
+            "call the loss through the head's own forward, or gather the weight first"
+        )
+    if weight.ndim != 2:
+        raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
+    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: the last axis of hidden must be H = {weight.shape[1]} of weight "
+            f"{tuple(weight.shape)}, got "
+            f"{checks.describe(hidden)}"
+        )
+
+
+def compute_dtype(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> torch.dtype | None:
+    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree."""
+    kind = hidden.device.type
+    asked = kind != "meta" and torch.is_autocast_enabled(kind)
+    if asked and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        kinds = [
+            str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None
+        ]
+        raise TypeError(
+            f"{name}: hidden, weight and bias must have one dtype outside of autocast, got "
+            f"{', '.join(kinds)}"
+        )
+    return None
+
+
+@constant_in_graphs
+def _configured_budget() -> int:
+    return current().chunk_bytes
+
+
+def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
+    """Rows (0: from the budget) and the byte budget (0: from the free memory)."""
+    if isinstance(chunk, str):
+        return 0, _configured_budget() if chunk == "auto" else parse_bytes(
+            chunk, f"chunk of {name}"
+        )
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(
+            f"{name}: chunk must be 'auto', a positive number of rows or a byte budget such as "
+            f"'512MiB', got {chunk!r}"
+        )
+    return chunk, 0
+
+
+def case(
+    rows: int,
+    width: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    bias: bool = False,
+    weighted: bool = False,
+    size: float = 0.6,
+) -> dict[str, T]:
+    """Tensors of a sample."""
+    made = {
+        "hidden": T((rows, width)),
+        "weight": T((classes, width), scale=size / width**0.5 * 2),
+        "target": T((rows,), classes=classes, ignored=ignored),
+    }
+    made |= {"bias": T((classes,), scale=0.3)} if bias else {}
+    return made | ({"class_weight": T((classes,), positive=True, grad=False)} if weighted else {})
+
+
+def frozen(case: dict[str, T], *names: str) -> dict[str, T]:
+    """The same tensors, of which the named ones get no gradient."""
+    return {n: T(t.shape, scale=t.scale, grad=False) if n in names else t for n, t in case.items()}

@@ -1,0 +1,227 @@
+"""Contract of ``fused_linear_log_prob``."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops import _head as head
+from liger_multi.ops._head import case, frozen
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
+op = Op("fused_linear_log_prob")
+
+
+class LogProbOutput(NamedTuple):
+    """Statistics of every row (None where not asked for); all but ``argmax`` have gradients."""
+
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+@op.forward(returns=" ".join(OUTPUTS), constants="argmax")
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    ignore_index: int,
+    softcap: Optional[float],
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule; ``lse`` is kept for backward, asked for or not."""
+    kind = compute_dtype or hidden.dtype
+    wide = torch.float64 if kind == torch.float64 else torch.float32
+    rows, wanted = target.numel(), outputs.split(",")
+    return (
+        hidden.new_empty(rows if "log_prob" in wanted else 0, dtype=wide),
+        hidden.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
+        hidden.new_empty(rows, dtype=wide),
+        hidden.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+    )
+
+
+@op.backward(returns="dhidden dweight dbias")
+def backward(
+    dlog_prob: Optional[Tensor],
+    dentropy: Optional[Tensor],
+    dlse: Optional[Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    entropy: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    softcap: Optional[float],
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
+        weight.new_empty(weight.shape if needs_weight else (0,)),
+        (weight if bias is None else bias).new_empty(weight.shape[0] if needs_bias else 0),
+    )
+
+
+def fused_linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> LogProbOutput:
+    """Log-probabilities of tokens under ``hidden @ weight.T + bias``, and the rows' entropy.
+
+    Losses of preferences, policies and distillation are plain PyTorch on top of its outputs, each
+    with a number a row, and never hold the logits of all rows.
+
+    Math:
+        With ``z = softcap * tanh(logit_scale * logits / softcap) / temperature`` (without softcap
+        ``logit_scale * logits / temperature``) and ``p = softmax(z)``: ``lse = logsumexp(z)``,
+        ``log_prob = z[t] - lse``, ``entropy = -sum_j p[j] log p[j]``, ``argmax`` the first largest
+        ``z``. Gradients by ``z[j]``: ``[j = t] - p[j]`` of log_prob, ``p[j]`` of lse,
+        ``-p[j] (log p[j] + entropy)`` of entropy; 0 where ``p[j]`` is. Rows with an ignored target
+        are dropped before the product: 0, ``argmax`` -1, no gradient.
+
+    Shapes:
+        hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``; every output
+        ``(...)``. ``outputs`` names those to compute, the others are None.
+
+    Dtypes:
+        In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
+        the dtype of the products. Inside: products in that dtype, statistics fp32 (fp64 for fp64).
+        Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled into its
+        range first. The gradient of weight accumulates in ``accumulate`` and is rounded once.
+
+    Memory:
+        A chunk of logits, as in :func:`fused_linear_cross_entropy`, forward and again in backward,
+        which computes the logits once more. Kept for backward: hidden, weight, and 4 bytes a row
+        each of lse and entropy.
+
+    Raises:
+        TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
+        ValueError: Shapes, devices or options that do not fit; a weight without elements (a ZeRO-3
+        shard). IndexError: A target outside of ``[0, V)``: always on a CPU, on a device with
+        ``validate=True`` (a sync); without, such a row's log_prob is NaN and it gets no gradient.
+
+    Source:
+        ``log_softmax`` and ``gather`` of the logits, as in the policy gradient losses of PPO
+        (arXiv:1707.06347) and DPO (arXiv:2305.18290); chunking: Wijmans et al. 2024
+        (arXiv:2411.09009).
+    """
+    name = "fused_linear_log_prob"
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    head.shapes_fit(name, hidden, weight, accumulate)
+    checks.targets(name, target, hidden.shape[:-1], hidden)
+    checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
+    wanted = checks.names(name, outputs, OUTPUTS)
+    if not wanted:
+        raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
+    cool = checks.number(name, "temperature", temperature, 0.0, above=True)
+    cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
+    scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    results = op(
+        hidden.reshape(target.numel(), hidden.shape[-1]), weight,
+        target.reshape(-1).to(torch.int64), bias,
+        # cap tanh(scale x / cap) / T = (cap / T) tanh((scale / T) x / (cap / T))
+        checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
+        scale / cool, *head.rows_and_budget(name, chunk), accumulate,
+        head.compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
+    )  # fmt: skip
+    asked = wanted.split(",")
+    found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}
+    return LogProbOutput(**found)
+
+
+_EVERY = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "chunk": 4}
+SAMPLES = (
+    Sample("all", case(10, 16, 50)),
+    Sample("log-prob", case(10, 16, 50), {"outputs": ("log_prob",)}),
+    Sample("entropy", case(10, 16, 50), {"outputs": ("entropy",), "chunk": 4}),
+    Sample("lse", case(10, 16, 50, ignored=0.3), {"outputs": ("lse",)}),
+    Sample("log-prob-lse", case(10, 16, 50), {"outputs": ("log_prob", "lse"), "chunk": 3}),
+    Sample("argmax", case(6, 16, 50, ignored=0.3), {"outputs": ("lse", "argmax")}),
+    Sample("chunk-1", case(5, 16, 50), {"chunk": 1}),
+    Sample("chunk-7", case(16, 16, 50, ignored=0.25), {"chunk": 7}),
+    Sample("cold", case(8, 16, 50), {"temperature": 0.5}),
+    Sample("hot-softcap", case(8, 16, 50, size=2.0), {"temperature": 2.5, "softcap": 1.5}),
+    Sample("logit-scale", case(8, 16, 50), {"logit_scale": 0.25}),
+    Sample("everything", case(11, 24, 61, ignored=0.3, bias=True), _EVERY),
+    Sample(
+        "everything-not-compact",
+        case(11, 24, 61, ignored=0.3, bias=True),
+        {**_EVERY, "compact": False},
+    ),
+    Sample("all-ignored", case(6, 16, 50, ignored=1.0)),
+    Sample("all-ignored-not-compact", case(6, 16, 50, ignored=1.0), {"compact": False}),
+    Sample("frozen-weight", frozen(case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
+    Sample("frozen-hidden", frozen(case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
+    Sample("only-bias", frozen(case(10, 16, 50, bias=True), "hidden", "weight"), {"chunk": 4}),
+    Sample("only-hidden", frozen(case(10, 16, 50, bias=True), "weight", "bias")),
+    Sample("frozen", frozen(case(4, 16, 50, bias=True), "hidden", "weight", "bias")),
+    Sample(
+        "three-axes",
+        {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
+    ),
+    Sample(
+        "transposed-weight",
+        {
+            "hidden": T((6, 16)),
+            "weight": T((24, 16), scale=0.3, layout="transposed"),
+            "target": T((6,), classes=24),
+        },
+    ),
+    Sample(
+        "sliced-hidden",
+        {
+            "hidden": T((6, 16), layout="sliced"),
+            "weight": T((24, 16), scale=0.3),
+            "target": T((6,), classes=24),
+        },
+    ),
+    Sample("one-class", case(5, 8, 1)),
+    Sample("one-row", case(1, 16, 33)),
+    Sample("no-rows", case(0, 16, 33)),
+    Sample("odd-vocabulary", case(3, 8, 32777), {"chunk": 2}, size="thin"),
+    # hidden's gradient would test how a CPU's product adds 262144 numbers in fp32
+    Sample("large-vocabulary", frozen(case(2, 4, 262144), "hidden"), size="thin"),
+    Sample("past-65535-rows", case(65537, 2, 3), {"chunk": 65537}, size="thin"),
+    Sample("8192x4096x128256", case(8192, 4096, 128256), {"outputs": ("log_prob",)}, size="bench"),
+    Sample(
+        "4096x2048x151936",
+        case(4096, 2048, 151936),
+        {"outputs": ("log_prob",), "temperature": 0.9},
+        size="bench",
+    ),
+)
