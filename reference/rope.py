@@ -63,7 +63,9 @@ def rotate(
     )
     how = (style, rotary_dim, casting, inverse)
     if torch.compiler.is_compiling():
-        turned = _rotated(x, cos, sin, *how).to(dtype)
+        turned = _rotated(x, cos, sin, *how)
+        if turned.dtype != dtype:  # a cast that changes nothing loses the gradient in torch 2.11
+            turned = turned.to(dtype)
         if rotary_dim == x.shape[-1]:
             return turned
         return torch.cat((turned, x[..., rotary_dim:].to(dtype)), -1)

@@ -1,6 +1,5 @@
 """Rotary embedding beside the functions that it stands for, its layouts, and bad input."""
 
-
 import pytest
 import torch
 

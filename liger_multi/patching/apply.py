@@ -134,7 +134,7 @@ def _patch(
             _mlp(report, request, path, module)
             _rotary(report, request, path, module)
         _head(report, request, model, head_needed)
-        _absent(report, request)
+        _absent(report, request, model)
         if strict and any(s.strict for s in report.skipped):
             raise PatchError(
                 f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
@@ -195,8 +195,10 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         renew(type(module))
 
 
-def _absent(report: PatchReport, request: Request) -> None:
+def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Name the operators that found nothing; one kind of MLP is enough where none was named."""
+    names = {type(m).__name__ for m in model.modules()}
+    experts = sorted(name for name in names if name.endswith("Experts"))
     for family in (("rms_norm",), ("swiglu", "geglu"), ("rope",)):
         wanted = [op for op in family if op in request.enabled]
         seen = {e.op for e in report.entries if e.status != "restored"}
@@ -206,6 +208,8 @@ def _absent(report: PatchReport, request: Request) -> None:
             named = op in request.named
             if named or len(missing) == len(wanted):
                 reason = "the model has no module of this kind"
+                if op in ("swiglu", "geglu") and experts:
+                    reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
 
 

@@ -46,6 +46,7 @@ def calls(function: FunctionType, wanted: Callable[[str, Any], bool]) -> dict[st
     }
 
 
+@functools.lru_cache(maxsize=1024)
 def refusal(function: FunctionType, name: str) -> str | None:
     """Why a copy cannot be told to load another global instead of ``name``, or None."""
     for layer in _layers(function):

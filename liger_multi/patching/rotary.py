@@ -121,7 +121,9 @@ def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionT
     def apply_rotary(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
     ) -> Any:
-        given = {**dict(zip(arguments, rest, strict=False)), **named}
+        given = dict(named)
+        for at, value in enumerate(rest):
+            given[arguments[at]] = value
         axis = axes.get(
             (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
         )
