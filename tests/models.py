@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,14 +17,114 @@ from liger_multi.op import inline_ops
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 223  # a prime, so that no other axis is mistaken for it
-KINDS = ("llama", "qwen2", "qwen3", "mistral")
-TIED = ("qwen2", "qwen3")
 
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model type, and what a patch of two layers of it is to find.
+
+    Attributes:
+        name: Prefix of the classes of configuration and model.
+        counts: Modules that run an operator, by its patch key; rope stands in both layers, the head
+            is one.
+        rope: How the report calls the rotary function.
+        packed: Whether gate and up are one layer.
+        tied: Whether the head shares its weight with the embedding.
+        config: What differs from the common configuration.
+        config_name: Class of the configuration, where it has another prefix.
+        fewest_layers: Layers until every kind of layer is there.
+    """
+
+    name: str
+    counts: dict[str, int]
+    rope: str = "half"
+    packed: bool = False
+    tied: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    config_name: str = ""
+    fewest_layers: int = 1
+
+    @property
+    def every(self) -> dict[str, int]:
+        """Modules by patch key, those that all architectures have included."""
+        return {**self.counts, "rope": 2, "fused_linear_cross_entropy": 1}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls of operators in one forward pass with labels."""
+        names = {op: f"{op}_packed" if self.packed else op for op in ("swiglu", "geglu")}
+        return {names.get(op, op): n for op, n in self.every.items()}
+
+
+_ROUTED = {
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+_SOFTCAPPED = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 7.0, "sliding_window": 4}
+ARCHITECTURES = {
+    "llama": Architecture("Llama", {"rms_norm": 5, "swiglu": 2}),
+    "qwen2": Architecture("Qwen2", {"rms_norm": 5, "swiglu": 2}, tied=True),
+    "qwen3": Architecture("Qwen3", {"rms_norm": 9, "swiglu": 2}, tied=True),
+    "mistral": Architecture("Mistral", {"rms_norm": 5, "swiglu": 2}),
+    "gemma": Architecture("Gemma", {"rms_norm": 5, "geglu": 2}, tied=True),
+    "gemma2": Architecture("Gemma2", {"rms_norm": 9, "geglu": 2}, tied=True, config=_SOFTCAPPED),
+    "gemma3_text": Architecture(
+        "Gemma3",
+        {"rms_norm": 13, "geglu": 2},
+        tied=True,
+        config={**_SOFTCAPPED, "sliding_window_pattern": 2},
+        config_name="Gemma3Text",
+    ),
+    "mixtral": Architecture("Mixtral", {"rms_norm": 5}, config=_ROUTED | {"num_local_experts": 4}),
+    "phi3": Architecture(
+        "Phi3",
+        {"rms_norm": 5, "swiglu": 2},
+        packed=True,
+        config={"partial_rotary_factor": 0.5},
+    ),
+    "olmo2": Architecture("Olmo2", {"rms_norm": 9, "swiglu": 2}, rope="half, cast back"),
+    "granite": Architecture(
+        "Granite",
+        {"rms_norm": 5, "swiglu": 2},
+        config={
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "gpt_oss": Architecture(
+        "GptOss",
+        {"rms_norm": 5},
+        rope="half, an angle a pair",
+        config=_ROUTED
+        | {
+            "num_local_experts": 4,
+            "sliding_window": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3Moe",
+        {"rms_norm": 9, "swiglu": 1},
+        config=_ROUTED | {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+        fewest_layers=2,
+    ),
+    "glm4": Architecture(
+        "Glm4",
+        {"rms_norm": 9, "swiglu": 2},
+        rope="interleaved, angles in the first half",
+        packed=True,
+        config={"partial_rotary_factor": 0.5},
+    ),
+}
+KINDS = tuple(ARCHITECTURES)
 
 
 def build(kind: str = "llama", *, tied: bool | None = None, seed: int = 0, **config: Any) -> Any:
     """A model of two layers with random weights; norm weights are not ones."""
+    known = ARCHITECTURES[kind]
     defaults = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -30,17 +132,20 @@ def build(kind: str = "llama", *, tied: bool | None = None, seed: int = 0, **con
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 8,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": kind in TIED if tied is None else tied,
+        "tie_word_embeddings": known.tied if tied is None else tied,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if kind == "qwen3":
-        defaults["head_dim"] = 8
-    made = getattr(transformers, f"{_CLASSES[kind]}Config")(**{**defaults, **config})
+    if kind in ("phi3", "olmo2", "qwen2", "granite"):
+        del defaults["head_dim"]  # no parameter of these
+    made = getattr(transformers, f"{known.config_name or known.name}Config")(
+        **{**defaults, **known.config, **config}
+    )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{_CLASSES[kind]}ForCausalLM")(made)
+    model = getattr(transformers, f"{known.name}ForCausalLM")(made)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -106,6 +211,31 @@ def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) ->
     return losses[0], losses[1]
 
 
+def assert_as_exact(stock: Any, ours: Any, oracle: Any, run: Any, run_oracle: Any) -> None:
+    """In low precision: loss and every gradient are as near to those of fp32 as stock's are.
+
+    Args:
+        stock: The model that rounds as it does.
+        ours: The patched model.
+        oracle: An equal model in fp32.
+        run: From a model to its loss.
+        run_oracle: The same without rounding.
+    """
+    found = []
+    for model, loss_of in ((stock, run), (ours, run), (oracle, run_oracle)):
+        model.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    for name, exact in found[2].items():
+        exact = exact.double()
+        error, allowed = ((f[name].double() - exact).norm() for f in (found[1], found[0]))
+        # the same number of roundings at other places: their sum may differ, not its size
+        bound = 2 * allowed + 2**-7 * exact.norm() + 1e-9
+        assert error <= bound, f"{name}: {error} > {bound}, stock {allowed}"
+
+
 class Widest(TorchDispatchMode):
     """The most rows of any tensor whose last axis is the vocabulary, inside of operators as well.
 
@@ -156,3 +286,58 @@ class FusedCalls:
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(ops, "fused_linear_cross_entropy", counted)
+
+
+class Calls(Counter[str]):
+    """Counts the calls of all operators that patched models make."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        from liger_multi import ops
+
+        super().__init__()
+        for name in ops.__all__:
+            if callable(getattr(ops, name)) and not isinstance(getattr(ops, name), type):
+                monkeypatch.setattr(ops, name, self._counted(name, getattr(ops, name)))
+
+    def _counted(self, name: str, stock: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self[name] += 1
+            return stock(*args, **kwargs)
+
+        return counted
+
+
+class Graphs:
+    """A compiler that runs graphs as they are and keeps what they compute, forward and backward.
+
+    Attributes:
+        count: Graphs that Dynamo made.
+        targets: Names of the operators.
+        rows: The most rows of a result whose last axis is the vocabulary.
+        traces: Where the operations stand in the source.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.count, self.targets, self.rows, self.traces = 0, set[str](), 0, ""
+        self.compile = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self.count += 1
+        return self.compile(graph, example_inputs)
+
+    def keep(self, graph: Any, example_inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        for node in graph.graph.nodes:
+            self.targets.add(str(node.target))
+            self.traces += node.stack_trace or ""
+            for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+                if (
+                    node.op != "placeholder"
+                    and isinstance(value, torch.Tensor)
+                    and value.shape[-1:] == (VOCABULARY,)
+                ):
+                    self.rows = max(self.rows, value.numel() // VOCABULARY)
+        return make_boxed_func(graph.forward)

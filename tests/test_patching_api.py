@@ -3,16 +3,18 @@
 
 import contextlib
 import copy
+import functools
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from models import KINDS, assert_same_training, batch, build
+from models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
@@ -82,6 +84,7 @@ def test_changed_options_take_effect():
     assert status == {
         ("rms_norm", "restored"),
         ("swiglu", "options changed"),
+        ("rope", "already patched"),
         ("fused_linear_cross_entropy", "options changed"),
     }
     assert type(model.model.norm) is LlamaRMSNorm
@@ -108,7 +111,7 @@ def test_patched_blocks_nest_and_survive_exceptions():
 
 def test_strict_raises_and_leaves_the_model_as_it_was():
     model = build()
-    model.model.norm.forward = model.model.norm.forward
+    model.model.norm.forward = functools.partial(LlamaRMSNorm.forward, model.model.norm)
     before = state(model)
     with pytest.raises(PatchError, match="somebody else replaced its forward"):
         patch(model, strict=True)
@@ -125,7 +128,8 @@ def test_report_is_data_and_a_table():
     assert (head.path, head.stock, head.options) == ("lm_head", "Linear", {"chunk": 8})
     text = str(report)
     assert "4 x LlamaRMSNorm" not in text
-    assert "2 x LlamaRMSNorm  rms_norm[llama]" in text
+    assert "2 x LlamaRMSNorm    rms_norm[llama]" in text
+    assert "2 x LlamaAttention  rope[half]" in text
     assert "model.layers.*.mlp" in text
     assert "fused_linear_cross_entropy (chunk=8)" in text
     skipped = patch(Holder(nn.Linear(2, 2)))
@@ -206,6 +210,70 @@ def test_model_type_patches_what_is_built_later(tmp_path):
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     unpatch(ours)
     assert type(ours.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_type_is_patched_as_its_instances_are(kind):
+    known = ARCHITECTURES[kind]
+    stock = build(kind)
+    report = patch(kind, strict=True)
+    assert {e.op for e in report.entries} == {
+        "rms_norm",
+        "swiglu",
+        "geglu",
+        "rope",
+        "fused_linear_cross_entropy",
+    }
+    try:
+        ours = build(kind)
+    finally:
+        unpatch(kind)
+    assert ours.config.model_type == kind
+    again = patch(ours, strict=True)
+    assert {op: again.count(op) for op in known.every} == known.every
+    assert {e.status for e in again.entries} == {"already patched"}
+    assert [type(m) for m in build(kind).modules()] == [type(m) for m in stock.modules()]
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_strict_model_types_raise_in_the_constructor(monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    with patched("llama", strict=True), pytest.raises(PatchError, match="LlamaMLP"):
+        build("llama")
+    with patched("llama"), pytest.warns(UserWarning, match="LlamaMLP computes neither"):
+        assert type(build("llama").lm_head) is not nn.Linear
+    with patched("llama", swiglu=False, geglu=False, strict=True):
+        transformers.LlamaModel(build("llama").config)  # a model that has no head, by design
+
+
+def test_strict_asks_for_what_was_named():
+    """A default finds what there is; a name that finds nothing is a mistake."""
+    report = patch(build("mixtral"), strict=True)
+    assert {s.op for s in report.skipped} == {"swiglu", "geglu"}
+    assert "no module of this kind (its experts, MixtralExperts, are not patched)" in str(report)
+    assert not patch(build("llama"), strict=True).skipped
+    for kind, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):
+        with pytest.raises(PatchError, match=f"{op}.*no module of this kind"):
+            patch(build(kind), strict=True, **{op: True})
+
+
+def test_a_forward_of_its_own_class_is_nobodys_replacement():
+    """What transformers 5.0 leaves behind when it has captured outputs; it kept a patch alive."""
+    stock, ours = build(), build()
+    for model in (stock, ours):
+        for module in model.modules():
+            module.forward = module.forward
+    report = patch(ours, strict=True)
+    assert report.count("rope") == 2
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    for module in ours.modules():
+        module.forward = module.forward
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    for module in ours.modules():
+        held = vars(module).get("forward")
+        assert held is None or held.__func__ is type(module).forward
 
 
 def test_model_type_as_a_block():
@@ -377,14 +445,14 @@ class Gated(nn.Module):
 class Packed(nn.Module):
     """Gate and up in one layer, split by an attribute."""
 
-    def __init__(self):
+    def __init__(self, act="silu"):
         super().__init__()
         self.size = 56
         self.gate_up_proj, self.down_proj = (
             nn.Linear(24, 112, bias=False),
             nn.Linear(56, 24, bias=False),
         )
-        self.activation_fn = nn.SiLU()
+        self.activation_fn = ACT2FN[act]
 
     def forward(self, x):
         gate, up = self.gate_up_proj(x).split(self.size, dim=-1)
@@ -406,18 +474,25 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mlp",
-    [Gated(), Gated(bias=True), Gated(inner=24), Packed()],
-    ids=["plain", "bias", "square", "packed"],
+    ("mlp", "by"),
+    [
+        (Gated(), "swiglu"),
+        (Gated(bias=True), "swiglu"),
+        (Gated(inner=24), "swiglu"),
+        (Packed(), "swiglu_packed"),
+        (Gated("gelu_pytorch_tanh"), "geglu[tanh]"),
+        (Gated("gelu", bias=True), "geglu[none]"),
+        (Packed("gelu_pytorch_tanh"), "geglu_packed[tanh]"),
+        (Packed("gelu"), "geglu_packed[none]"),
+    ],
+    ids=["plain", "bias", "square", "packed", "tanh", "exact", "packed tanh", "packed exact"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_mlps_are_recognised(mlp, dtype):
+def test_gated_mlps_are_recognised(mlp, by, dtype):
     stock = copy.deepcopy(mlp).to(dtype)
     ours = copy.deepcopy(stock)
     report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
-    assert report.entries[0].replaced_by == (
-        "swiglu_packed" if isinstance(mlp, Packed) else "swiglu"
-    )
+    assert [entry.replaced_by for entry in report.entries] == [by]
     x = torch.randn(5, 24, dtype=dtype)
     assert torch.equal(ours(x), stock(x))
     assert_same_training(
@@ -430,15 +505,74 @@ def test_gated_mlps_are_recognised(mlp, dtype):
 
 @pytest.mark.parametrize(
     "mlp",
-    [Gated("gelu"), Gated(swapped=True), Attention(), Gated(dropout=0.1)],
-    ids=["gelu", "gate and up swapped", "attention", "dropout"],
+    [Gated("quick_gelu"), Gated("relu"), Gated(swapped=True), Attention(), Gated(dropout=0.1)],
+    ids=["quick gelu", "relu", "gate and up swapped", "attention", "dropout"],
 )
 def test_other_mlps_are_left_alone(mlp):
     kind = type(mlp)
     report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
     assert type(mlp) is kind
-    assert report.count("swiglu") == 0
+    assert report.count("swiglu") == report.count("geglu") == 0
     assert report.skipped
+
+
+@pytest.mark.parametrize(("on", "off"), [("swiglu", "geglu"), ("geglu", "swiglu")])
+def test_kinds_of_mlps_are_chosen_by_their_own_keys(on, off):
+    model = nn.ModuleList([Gated("silu"), Gated("gelu"), Packed("silu"), Packed("gelu")])
+    options = {"fused_linear_cross_entropy": False, "rms_norm": False, "rope": False}
+    report = patch(model, **options, strict=True)
+    assert (report.count("swiglu"), report.count("geglu")) == (2, 2)
+    report = patch(model, **options, **{off: False}, strict=True)
+    assert (report.count(on), report.count(off)) == (2, 0)
+    assert [type(m) for m in model if "swap" not in str(vars(type(m)))] == [Gated, Packed]
+
+
+def test_the_same_function_in_more_roundings_is_recognised_as_well():
+    mlp = Gated("gelu_new")
+    stock = copy.deepcopy(mlp)
+    report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
+    assert [entry.replaced_by for entry in report.entries] == ["geglu[tanh]"]
+    x = torch.randn(5, 24)
+    assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
+
+
+def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
+    assert patch(build()).count("swiglu") == 2
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x)))
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: self.weight * x)
+    report = patch(build())
+    assert report.count("swiglu") == report.count("rms_norm") == 0
+    assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
+
+
+def test_activations_that_differ_in_a_function_are_told_apart():
+    """The probe's memory knew an activation by its class and plain attributes."""
+
+    class Call(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    model = nn.ModuleList([Gated(), Gated()])
+    model[0].act_fn, model[1].act_fn = Call(F.silu), Call(F.gelu)
+    report = patch(model, fused_linear_cross_entropy=False, rms_norm=False)
+    assert [e.replaced_by for e in report.entries] == ["swiglu", "geglu[none]"]
+
+
+def test_probes_run_once_for_equal_layers(monkeypatch):
+    """The activations of gemma hold a ``functools.partial`` of their own each."""
+    from liger_multi import ops
+    from liger_multi.patching import mlp
+
+    mlp._known.clear()
+    calls = []
+    stock = ops.geglu
+    monkeypatch.setattr(ops, "geglu", lambda *a, **k: (calls.append(a), stock(*a, **k))[1])
+    patch(build("gemma"))
+    assert len(calls) == 1
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():
@@ -459,7 +593,7 @@ def test_heads_that_stay(reason):
     if reason == "hooked":
         head._is_hooked = True  # transformers' mark on tensor parallel modules
     elif reason == "replaced":
-        head.forward = head.forward
+        head.forward = functools.partial(nn.Linear.forward, head)
     elif reason == "embedding":
         model.lm_head = nn.Sequential(nn.Linear(32, 223))
     else:

@@ -10,15 +10,18 @@ from torch import nn
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
 from liger_multi.patching.head import LazyHead, find_heads, head_refusal
-from liger_multi.patching.mlp import FusedMlp, mlp_names, mlp_settings
+from liger_multi.patching.mlp import FusedMlp, MlpSettings, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
+from liger_multi.patching.protocol import warn_once
 from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
 from liger_multi.patching.swap import (
     Patched,
     Swap,
     apply,
     buried,
+    has_own_forward,
     refuse_buried,
     restore,
     snapshot,
@@ -40,9 +43,9 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu`` and ``fused_linear_cross_entropy`` are on by default,
-            ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the calls that
-            cannot be fused.
+            ``rms_norm``, ``swiglu``, ``geglu``, ``rope`` and ``fused_linear_cross_entropy`` are on
+            by default, ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the
+            calls that cannot be fused.
 
     Returns:
         What was replaced by what, and what was skipped and why.
@@ -55,7 +58,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
     """
     request = parse_request(ops)
     if isinstance(model, str):
-        modeltypes.register(model, lambda built: _patch(built, request, strict=False))
+        modeltypes.register(model, lambda built: _patch_built(built, request, strict))
         report = PatchReport(f"models of type {model} built from now on")
         for op, options in request.enabled.items():
             report.entries.append(Entry("", op, model, op, options.shown()))
@@ -111,19 +114,28 @@ def _module(model: object) -> nn.Module:
     return model
 
 
-def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
+def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
+    """Patch what a constructor has built: a whole model, or the part of one that has no head."""
+    report = _patch(model, request, strict, head_needed=False)
+    refused = [s for s in report.skipped if s.strict]
+    if refused:
+        few = PatchReport(report.target, [], refused)
+        warn_once(f"not everything was patched: {few}", f"skipped {report.target}")
+
+
+def _patch(
+    model: nn.Module, request: Request, strict: bool, head_needed: bool = True
+) -> PatchReport:
     bring_back = snapshot(model)
     report = PatchReport(type(model).__name__)
     try:
         for path, module in model.named_modules():
             _norm(report, request, path, module)
             _mlp(report, request, path, module)
-        _head(report, request, model)
-        for op in ("rms_norm", "swiglu"):
-            seen = report.count(op) or any(s.op == op for s in report.skipped)
-            if op in request.enabled and not seen:
-                report.skipped.append(Skipped("", op, "the model has no module of this kind"))
-        if strict and report.skipped:
+            _rotary(report, request, path, module)
+        _head(report, request, model, head_needed)
+        _absent(report, request, model)
+        if strict and any(s.strict for s in report.skipped):
             raise PatchError(
                 f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
             )
@@ -152,25 +164,56 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
     names = mlp_names(module)
     if names is None:
         return
-    if request.swiglu is None:
+    choices = {op: request.enabled[op] for op in ("swiglu", "geglu") if op in request.enabled}
+    if not choices:
         _restore(report, path, module)
         return
-    found = _overridden(module) or mlp_settings(module, names, request.swiglu)
+    found = _overridden(module) or mlp_kind(module, names)
     if isinstance(found, str):
-        report.skipped.append(Skipped(path, "swiglu", found))
+        report.skipped.append(Skipped(path, next(iter(choices)), found))
+    elif found.op not in choices:
+        _restore(report, path, module)
+    else:
+        settings = MlpSettings(found, names, choices[found.op])
+        swap = Swap(found.op, stock_class(module), FusedMlp, settings)
+        _apply(report, path, module, swap, settings.shown, settings.options.shown())
+
+
+def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    stock = type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
+    if request.rope is None or not rotary_calls(stock):
+        if isinstance(module, FusedRotary):
+            _restore(report, path, module)
         return
-    swap = Swap("swiglu", stock_class(module), FusedMlp, found)
-    _apply(
-        report,
-        path,
-        module,
-        swap,
-        "swiglu" if names.up else "swiglu_packed",
-        request.swiglu.shown(),
-    )
+    overridden = _overridden(module)
+    kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
+    report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
+    if kinds:
+        swap = Swap("rope", stock, FusedRotary, request.rope)
+        by = f"rope[{'; '.join(kinds)}]"
+        _apply(report, path, module, swap, by, request.rope.shown())
+        renew(type(module))
 
 
-def _head(report: PatchReport, request: Request, model: nn.Module) -> None:
+def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Name the operators that found nothing; one kind of MLP is enough where none was named."""
+    names = {type(m).__name__ for m in model.modules()}
+    experts = sorted(name for name in names if name.endswith("Experts"))
+    for family in (("rms_norm",), ("swiglu", "geglu"), ("rope",)):
+        wanted = [op for op in family if op in request.enabled]
+        seen = {e.op for e in report.entries if e.status != "restored"}
+        seen |= {s.op for s in report.skipped}
+        missing = [op for op in wanted if op not in seen]
+        for op in missing:
+            named = op in request.named
+            if named or len(missing) == len(wanted):
+                reason = "the model has no module of this kind"
+                if op in ("swiglu", "geglu") and experts:
+                    reason += f" (its experts, {', '.join(experts)}, are not patched)"
+                report.skipped.append(Skipped("", op, reason, strict=named))
+
+
+def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool) -> None:
     settings = request.head
     heads, missing = find_heads(model)
     if settings is None:
@@ -179,7 +222,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module) -> None:
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
-        report.skipped.append(Skipped("", op, missing))
+        report.skipped.append(Skipped("", op, missing, strict=needed))
     for path, module in heads:
         refusal = head_refusal(module)
         if refusal:
@@ -224,7 +267,7 @@ def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
 
 def _overridden(module: nn.Module) -> str | None:
     """Whether an instance's forward was replaced by somebody else."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not has_own_forward(module):
         return "somebody else replaced its forward"
     return None
 

@@ -13,7 +13,7 @@ from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.protocol import is_infrastructure, warn_once
 from liger_multi.patching.real import loss_logits
 from liger_multi.patching.recipe import Guard, Job, Recipe, TracedGuard
-from liger_multi.patching.swap import Patched, buried, stock_class
+from liger_multi.patching.swap import Patched, buried, has_own_forward, stock_class
 from liger_multi.patching.traced import ReplicaLogits, TracedLogits
 
 
@@ -146,7 +146,7 @@ def head_refusal(head: nn.Module) -> str | None:
             "the output embedding is tensor parallel: hooks gather its output, which lazy logits "
             "would bypass"
         )
-    if "forward" in vars(head):
+    if "forward" in vars(head) and not has_own_forward(head):
         return f"somebody else replaced the forward of this {kind}"
     if not isinstance(head, nn.Linear) or (
         not buried(head) and stock_class(head).forward is not nn.Linear.forward

@@ -1,4 +1,4 @@
-"""What is known about the norms and gated MLPs of models, as data.
+"""What is known about the norms, gated MLPs and rotary functions of models, as data.
 
 Adding a name here widens where the probes look; whether a module is patched is decided by its
 numbers.
@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -57,4 +58,98 @@ MLP_NAMES = (
     MlpNames("wi_0", "wi_1", "wo"),
     MlpNames("gate_up_proj", None, "down_proj"),
     MlpNames("Wi", None, "Wo"),
+)
+
+
+@dataclass(frozen=True)
+class MlpKind:
+    """The gated activation of an MLP.
+
+    Attributes:
+        op: Operator; the one for packed layers is ``<op>_packed``.
+        formula: What it computes, for messages.
+        options: Keyword arguments of the operator.
+    """
+
+    op: str
+    formula: str
+    options: tuple[tuple[str, str], ...] = ()
+
+
+MLP_KINDS = (
+    MlpKind("swiglu", "silu(gate) * up"),
+    MlpKind("geglu", "gelu(gate) * up", (("approximate", "tanh"),)),
+    MlpKind("geglu", "gelu(gate) * up", (("approximate", "none"),)),
+)
+"""Tried in this order."""
+
+
+@dataclass(frozen=True)
+class RotaryKind:
+    """How one rotary function computes, in terms of the operator ``rope``.
+
+    Attributes:
+        name: In the report.
+        style: Which channels make a pair, as in ``rope``.
+        casting: Dtype inside and out, as in ``rope``.
+        angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
+            pair in their "first half".
+        backwards: Whether it turns the other way.
+        sorted: Whether interleaved pairs come in and halves go out.
+    """
+
+    name: str
+    style: str = "half"
+    casting: str = "llama"
+    angles: str = "channel"
+    backwards: bool = False
+    sorted: bool = False
+
+
+ROTARY_KINDS = (
+    RotaryKind("half"),
+    RotaryKind("half, cast back", casting="cohere"),
+    RotaryKind("half, an angle a pair", angles="pair"),
+    RotaryKind("interleaved", style="interleaved"),
+    RotaryKind("interleaved, cast back", style="interleaved", casting="cohere"),
+    RotaryKind("interleaved, angles in the first half", style="interleaved", angles="first half"),
+    RotaryKind("interleaved, an angle a pair", style="interleaved", angles="pair"),
+    RotaryKind(
+        "interleaved, angles in the first half, cast back",
+        style="interleaved",
+        casting="cohere",
+        angles="first half",
+    ),
+    RotaryKind("pairs to halves", sorted=True),
+    RotaryKind("pairs to halves, angles in the first half", angles="first half", sorted=True),
+    RotaryKind("pairs to halves, cast back", casting="cohere", sorted=True),
+    RotaryKind("half, backwards", backwards=True),
+    RotaryKind("half, cast back, backwards", casting="cohere", backwards=True),
+)
+"""Tried in this order."""
+
+ROTARY_NAME = re.compile(r"apply_.*rotary")
+ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
+"""What may follow; a call that gives position ids is left to the function."""
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """One form of a call, as shapes for a stand-in; heads differ between q and k."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    angles: tuple[int, ...]
+    unsqueeze_dim: int = 1
+
+
+ROTARY_FORMS = (
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (1, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 4)),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 8), 2),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 4), 2),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 8)),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 4)),
 )

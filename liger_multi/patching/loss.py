@@ -67,8 +67,8 @@ class CrossEntropyCall:
             and isinstance(self.target, Tensor)
             and self.target.dtype == torch.int64
             and self.target.ndim == 1
-            and len(self.input.shape) == 2
-            and self.target.shape[0] == self.input.shape[0]
+            and self.input.ndim == 2
+            and self.target.shape[0] == self.input.size(0)
             and self.reduction in ("mean", "sum", "none")
         )
 

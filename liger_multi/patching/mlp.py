@@ -1,14 +1,15 @@
-"""Gated MLP instances: recognise them, and run ``swiglu`` between their own linear layers."""
+"""Gated MLP instances: recognise them, and run one operator between their own linear layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching.kinds import MLP_NAMES, MlpNames
+from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.probe import laboratory, linear, random, scalars, shell
@@ -17,29 +18,42 @@ from liger_multi.patching.swap import Patched, stock_class
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """The names of the layers."""
+    """The activation, and the names of the layers."""
 
+    kind: MlpKind
     names: MlpNames
     options: Options
 
+    @property
+    def shown(self) -> str:
+        """What the report says that runs now."""
+        op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
+        details = ", ".join(value for _, value in self.kind.options)
+        return f"{op}[{details}]" if details else op
+
 
 class FusedMlp(Patched):
-    """``down(silu(gate(x)) * up(x))`` through the module's own layers: adapters and hooks hold."""
+    """``down(act(gate(x)) * up(x))`` through the module's own layers: adapters and hooks hold."""
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """The MLP with the activation and product as one operator."""
         settings = cast(MlpSettings, type(self)._liger_multi_swap.settings)
-        names, ops = settings.names, ("swiglu", "swiglu_packed")
-        return cast(Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, names))
+        kind, names = settings.kind, settings.names
+        ops = (kind.op, f"{kind.op}_packed")
+        return cast(
+            Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, kind, names)
+        )
 
 
-def _apply(module: Any, x: Tensor, names: MlpNames) -> Tensor:
-    from liger_multi.ops import swiglu, swiglu_packed
+def _apply(module: Any, x: Tensor, kind: MlpKind, names: MlpNames) -> Tensor:
+    from liger_multi import ops
 
     gate, down = getattr(module, names.gate), getattr(module, names.down)
+    options = dict(kind.options)
     if names.up is None:
-        return cast(Tensor, down(swiglu_packed(gate(x))))
-    return cast(Tensor, down(swiglu(gate(x), getattr(module, names.up)(x))))
+        return cast(Tensor, down(getattr(ops, f"{kind.op}_packed")(gate(x), **options)))
+    up = getattr(module, names.up)
+    return cast(Tensor, down(getattr(ops, kind.op)(gate(x), up(x), **options)))
 
 
 def mlp_names(module: nn.Module) -> MlpNames | None:
@@ -61,39 +75,44 @@ def _is_linear(layer: nn.Module | None) -> bool:
     )
 
 
-_known: dict[Any, str] = {}
+_known: dict[Any, MlpKind | str] = {}
 
 
-def mlp_settings(module: nn.Module, names: MlpNames, options: Options) -> MlpSettings | str:
-    """The settings for an instance, or the reason why it stays as it is."""
+def mlp_kind(module: nn.Module, names: MlpNames) -> MlpKind | str:
+    """The kind of an instance, or the reason why it stays as it is."""
     layers = [module._modules[name] for name in names.all]
     others = tuple(
-        (n, type(m), scalars(m))
+        (n, type(m), scalars(m), _functions(m))
         for n, m in module._modules.items()
         if n not in names.all and m is not None
-    )
-    functions = tuple(
-        (n, v)
-        for n, v in sorted(vars(module).items())
-        if callable(v) and not isinstance(v, nn.Module)
     )
     sizes = tuple(
         (m.in_features, m.out_features, getattr(m, "bias", None) is not None)
         for m in layers
         if m is not None
     )
-    key = (stock_class(module), names, sizes, others, functions, scalars(module))
+    kind = stock_class(module)
+    key = (kind, kind.forward, names, sizes, others, scalars(module), _functions(module))
     try:
-        refusal = _known.get(key)
+        found = _known.get(key)
     except TypeError:  # an attribute that cannot be hashed
-        return _measure(module, names) or MlpSettings(names, options)
-    if refusal is None:
-        refusal = _known[key] = _measure(module, names)
-    return refusal or MlpSettings(names, options)
+        return _measure(module, names)
+    if found is None:
+        found = _known[key] = _measure(module, names)
+    return found
 
 
-def _measure(module: nn.Module, names: MlpNames) -> str:
-    """Compare a small stand-in with the formula; the reason why they differ, or an empty string."""
+def _functions(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The functions among the attributes of a module, such as its activation."""
+    found = {n: v for n, v in vars(module).items() if callable(v)}
+    return tuple(
+        (n, (v.func, v.args, *sorted(v.keywords.items())) if isinstance(v, partial) else v)
+        for n, v in sorted(found.items(), key=lambda pair: pair[0])
+    )
+
+
+def _measure(module: nn.Module, names: MlpNames) -> MlpKind | str:
+    """Compare a small stand-in with every formula; the first that agrees, or the reason why not."""
     layers: dict[str, Any] = {name: module._modules[name] for name in names.all}
     hidden, wide = layers[names.gate].in_features, layers[names.gate].out_features
     inner = layers[names.down].in_features
@@ -124,14 +143,17 @@ def _measure(module: nn.Module, names: MlpNames) -> str:
                 elif m is not None:
                     standin._modules[name] = shell(m)  # the activation, without its hooks
             x = random(generator, 2, 3, 24)
-            stock, ours = standin.forward(x), _apply(standin, x, names)
-            same = (
-                isinstance(stock, Tensor)
-                and stock.shape == ours.shape
-                and torch.allclose(stock, ours, rtol=1e-5, atol=1e-5)
-            )
+            stock = standin.forward(x)
+            if isinstance(stock, Tensor):
+                for kind in MLP_KINDS:
+                    ours = _apply(standin, x, kind, names)
+                    if stock.shape == ours.shape and torch.allclose(
+                        stock, ours, rtol=1e-5, atol=1e-5
+                    ):
+                        return kind
     except (
         Exception
     ) as error:  # somebody's forward: any failure means that it is not this kind of module
         return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
-    return "" if same else f"{stock_class(module).__name__} does not compute down(silu(gate) * up)"
+    formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
+    return f"{stock_class(module).__name__} computes neither {formulas}"

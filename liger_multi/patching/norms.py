@@ -81,7 +81,8 @@ def _probe(module: nn.Module, options: Options) -> NormSettings | str:
     shapes = tuple(
         (n, tuple(p.shape), str(p.dtype)) for n, p in module._parameters.items() if p is not None
     )
-    key = (stock_class(module), shapes, scalars(module))
+    kind = stock_class(module)
+    key = (kind, kind.forward, shapes, scalars(module))
     try:
         known = _known.get(key)
     except TypeError:  # an attribute that cannot be hashed

@@ -64,12 +64,16 @@ class FusedOptions(LossOptions):
 _OPTIONS: dict[str, type[Options]] = {
     "rms_norm": Options,
     "swiglu": Options,
+    "geglu": Options,
+    "rope": Options,
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
     "rms_norm": True,
     "swiglu": True,
+    "geglu": True,
+    "rope": True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
@@ -98,12 +102,19 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed patch call; None stands for an operator that is off."""
+    """A parsed patch call; None stands for an operator that is off.
+
+    Attributes:
+        named: The operators that the call turned on by name, rather than by default.
+    """
 
     rms_norm: Options | None
     swiglu: Options | None
+    geglu: Options | None
+    rope: Options | None
     cross_entropy: LossOptions | None
     fused_linear_cross_entropy: FusedOptions | None
+    named: frozenset[str]
 
     @property
     def head(self) -> HeadSettings | None:
@@ -115,7 +126,7 @@ class Request:
     @property
     def enabled(self) -> dict[str, Options]:
         """Operators that are on, with their options."""
-        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        every = {name: getattr(self, name) for name in _DEFAULTS}
         return {name: options for name, options in every.items() if options is not None}
 
 
@@ -129,7 +140,9 @@ def parse_request(ops: Mapping[str, OpChoice]) -> Request:
     for name in ops:
         if name not in _OPTIONS:
             raise PatchError(unknown("patch key", name, _OPTIONS))
-    return Request(**{name: _parse(name, ops.get(name, on)) for name, on in _DEFAULTS.items()})
+    parsed = {name: _parse(name, ops.get(name, on)) for name, on in _DEFAULTS.items()}
+    named = frozenset(name for name in ops if parsed[name] is not None)
+    return Request(**parsed, named=named)
 
 
 def _parse(op: str, choice: OpChoice) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching.swap import stock_class
+from liger_multi.patching.swap import has_own_forward, stock_class
 
 
 @contextlib.contextmanager
@@ -22,7 +22,8 @@ def laboratory() -> Iterator[torch.Generator]:
     """Gradients on, autocast off, the reference backends, random state kept; gives a generator."""
     from liger_multi.config import use
 
-    ops = dict.fromkeys(("rms_norm", "swiglu", "swiglu_packed"), "reference")
+    names = ("rms_norm", "swiglu", "swiglu_packed", "geglu", "geglu_packed", "rope")
+    ops = dict.fromkeys(names, "reference")
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -51,6 +52,8 @@ def shell(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
     }
+    if has_own_forward(module):
+        del fresh["forward"]  # it is bound to the module
     for name, value in fresh.items():
         if sizes and type(value) is int:
             fresh[name] = sizes.get(value, value)

@@ -31,11 +31,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A place that an operator was asked for and did not take, with the reason."""
+    """A place that an operator was asked for and did not take, with the reason.
+
+    Attributes:
+        path: Dotted path of the module in the model; empty for the model itself.
+        op: Operator.
+        reason: Why.
+        strict: Whether ``strict=True`` raises for it. Not where the model just has no place for
+            an operator that is on by default.
+    """
 
     path: str
     op: str
     reason: str
+    strict: bool = True
 
 
 @dataclass

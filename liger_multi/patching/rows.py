@@ -44,12 +44,13 @@ def getitem(hidden: Tensor, index: Any) -> Hidden:
 
 def reshape(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> Hidden:
     """``logits.view(sizes)`` when the last axis stays the vocabulary."""
-    if not sizes or not all(isinstance(s, int) for s in sizes) or list(sizes).count(-1) > 1:
+    if not sizes or not all(isinstance(s, int) for s in sizes):
         return None
-    total = _product(hidden.shape[:-1]) * vocabulary
-    resolved = list(sizes)
-    if -1 in resolved:
-        at = resolved.index(-1)
+    resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
+    free = [at for at, size in enumerate(resolved) if size == -1]
+    if len(free) > 1:
+        return None
+    for at in free:
         known = _product(resolved[:at]) * _product(resolved[at + 1 :])
         if not known or total % known:
             return None

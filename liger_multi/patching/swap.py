@@ -90,6 +90,7 @@ def buried(module: nn.Module) -> bool:
 def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
     found = swapped(module)
+    _drop_own_forward(module)
     if found == swap:
         return "already patched"
     module.__class__ = _class_of(swap)
@@ -100,8 +101,28 @@ def restore(module: nn.Module) -> Swap | None:
     """Give the stock class back; None when the module was not patched."""
     found = swapped(module)
     if found:
+        _drop_own_forward(module)
         module.__class__ = found.stock
     return found
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward in a module's attributes is just that of its class, bound.
+
+    transformers 5.0 leaves it there when it has captured outputs: it put a wrapper into the
+    attributes, and puts back what ``module.forward`` was.
+    """
+    held = vars(module).get("forward")
+    return (
+        getattr(held, "__self__", None) is module
+        and getattr(held, "__func__", None) is type(module).forward
+    )
+
+
+def _drop_own_forward(module: nn.Module) -> None:
+    """Let the class decide again; the attribute would outlive a change of class."""
+    if has_own_forward(module):
+        del module.__dict__["forward"]
 
 
 def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None:
@@ -139,6 +160,7 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
                 restore(module)
         for module, kind in before.values():  # also those that left the model while it was patched
             if type(module) is not kind and stock_class(module) is _stock_of(kind):
+                _drop_own_forward(module)
                 module.__class__ = kind
 
     return bring_back

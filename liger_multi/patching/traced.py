@@ -90,7 +90,10 @@ class TracedLogits:
 
     def size(self, dim: int | None = None) -> Any:
         """Shape, or the length of one axis."""
-        return self.shape if dim is None else self.shape[dim]
+        if dim is None:
+            return self.shape
+        last = dim in (-1, self.ndim - 1)
+        return self.recipe.vocabulary if last else self.recipe.hidden.shape[dim]
 
     def dim(self) -> int:
         """Number of axes."""

@@ -1,0 +1,269 @@
+"""Rotary functions: recognise them by their numbers, and call ``rope`` instead.
+
+A function belongs to a modeling file and is called by its attention modules. :class:`FusedRotary`
+gives single instances of these another class, whose methods call our function; how, and why the
+modeling file's own function stays, is told in :mod:`liger_multi.patching.redirect`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.patching import redirect
+from liger_multi.patching.kinds import (
+    ROTARY_ARGUMENTS,
+    ROTARY_FORMS,
+    ROTARY_KINDS,
+    ROTARY_NAME,
+    ROTARY_OPTIONS,
+    RotaryForm,
+    RotaryKind,
+)
+from liger_multi.patching.loss import run_bound
+from liger_multi.patching.options import Options
+from liger_multi.patching.probe import laboratory, random
+from liger_multi.patching.swap import Patched, Swap
+
+Key: TypeAlias = "tuple[int, int, int | None, bool]"
+"""Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
+as q."""
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What the probe found out about a function.
+
+    Attributes:
+        kind: How it computes.
+        options: The names of its arguments after q, k, cos and sin.
+        unsqueeze_dim: The default of that argument, None where there is none.
+        axes: The axis of the heads by form of a call; other forms are left to the function.
+    """
+
+    kind: RotaryKind
+    options: tuple[str, ...]
+    unsqueeze_dim: int | None
+    axes: dict[Key, int]
+
+
+class FusedRotary(Patched):
+    """A module whose calls of rotary functions go to the operator."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make the methods with the class: it is made wherever something patches or unpickles."""
+        super().__init_subclass__(**keywords)
+        if "_liger_multi_swap" in vars(cls):
+            renew(cls)
+
+
+def renew(kind: type) -> None:
+    """Make the methods of a class of ours from those that its stock class has now."""
+    kind = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
+    swap: Swap = vars(kind)["_liger_multi_swap"]
+    found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
+    for method, function, name, called in rotary_calls(swap.stock):
+        if isinstance(_usable(function, name, called), Rotary):
+            found.setdefault(method, (function, {}))[1][name] = called
+    if found == vars(kind).get("_liger_multi_methods"):
+        return
+    for method in vars(kind).get("_liger_multi_methods", {}):
+        delattr(kind, method)
+    for method, (function, used) in found.items():
+        targets = {name: _served(name, f, cast(Options, swap.settings)) for name, f in used.items()}
+        setattr(kind, method, redirect.redirected(function, targets))
+    kind._liger_multi_methods = found  # type: ignore[attr-defined]
+
+
+def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:
+    """What a class calls that is named like a rotary function: (method, its function, name, what).
+
+    Whether it is one, :func:`recognised` tells.
+    """
+    return [
+        (method, function, name, called)
+        for method, function in redirect.methods(kind).items()
+        for name, called in redirect.calls(
+            function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
+        ).items()
+    ]
+
+
+def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
+    """The kinds of the rotary functions that a class calls, and why others stay as they are."""
+    found = [_usable(*call) for _, *call in rotary_calls(kind)]
+    kinds = {f.kind.name for f in found if isinstance(f, Rotary)}
+    return sorted(kinds), sorted({f for f in found if isinstance(f, str)})
+
+
+def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
+    return redirect.refusal(function, name) or recognised(called)
+
+
+def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
+    """The function that stands for ``stock`` in the methods of patched modules."""
+    found = cast(Rotary, recognised(stock))
+    kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
+
+    def apply_rotary(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        given = dict(named)
+        for at, value in enumerate(rest):
+            given[arguments[at]] = value
+        axis = axes.get(
+            (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
+        )
+        if axis is None or given.get("position_ids") is not None or not _fits(q, k, cos, sin, axis):
+            return stock(q, k, cos, sin, *rest, **named)
+        return run_bound(options, ("rope",), _apply, kind, q, k, cos, sin, axis)
+
+    suffix = "".join(f"_{value}" for value in options.shown().values())
+    apply_rotary.__name__ = f"_liger_multi_{name}{suffix}"
+    return cast(FunctionType, apply_rotary)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
+    """Whether shapes are those of the probe, without what the function would broadcast."""
+    tokens = 3 - heads if q.ndim == 4 else 0
+    return (
+        type(q).__name__ != "DTensor"
+        and not (cos.requires_grad or sin.requires_grad)
+        and cos.shape == sin.shape
+        and k.ndim == q.ndim
+        and (k.shape[0], k.shape[-1]) == (q.shape[0], q.shape[-1])
+        and cos.shape[-2] == q.shape[tokens] == k.shape[tokens]
+        and (q.ndim == 3 or cos.shape[0] in (1, q.shape[0]))
+    )
+
+
+def _apply(
+    kind: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
+) -> tuple[Tensor, Tensor]:
+    from liger_multi.ops import rope
+
+    rotary = None
+    if kind.angles == "pair":
+        rotary = 2 * cos.shape[-1]
+    elif kind.angles == "first half":
+        rotary = cos.shape[-1]
+        cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]
+    if kind.backwards:
+        sin = -sin
+    if kind.sorted:
+        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return rope(
+        q,
+        k,
+        cos,
+        sin,
+        style=kind.style,
+        unsqueeze_dim=axis,
+        rotary_dim=rotary,
+        casting=kind.casting,
+    )
+
+
+_known: dict[Any, Rotary | str] = {}
+
+
+def recognised(function: Callable[..., Any]) -> Rotary | str:
+    """What a function computes, or the reason why it stays."""
+    if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
+        return f"a hub kernel serves {_name(function)}"
+    try:
+        found = _known.get(function)
+    except TypeError:  # cannot be hashed
+        return _measure(function)
+    if found is None:
+        found = _known[function] = _measure(function)
+    return found
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _measure(function: Callable[..., Any]) -> Rotary | str:
+    """Compare a function with every kind, in all forms of a call that it takes."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return f"{_name(function)} does not say what its arguments are"
+    names = tuple(p.name for p in parameters)
+    options = names[len(ROTARY_ARGUMENTS) :]
+    if names[: len(ROTARY_ARGUMENTS)] != ROTARY_ARGUMENTS or not set(options) <= set(
+        ROTARY_OPTIONS
+    ):
+        return f"{_name(function)} takes ({', '.join(names)}), not (q, k, cos, sin)"
+    default = next((p.default for p in parameters if p.name == "unsqueeze_dim"), None)
+    wanted: dict[RotaryForm, list[_Result]] = {}
+    error: Exception | None = None
+    with laboratory():
+        for form in ROTARY_FORMS:
+            extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
+            stock = functools.partial(called, **extra)
+            try:
+                wanted[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
+            except Exception as raised:  # a form that it does not take
+                error = error or raised
+        if not wanted:
+            return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
+        for kind in ROTARY_KINDS:
+            if all(_agrees(kind, form, results) for form, results in wanted.items()):
+                failed = {
+                    (_key(f, default), f.unsqueeze_dim) for f in ROTARY_FORMS if f not in wanted
+                }
+                axes = {(_key(f, default), f.unsqueeze_dim) for f in wanted} - failed
+                return Rotary(kind, options, default, dict(axes))
+    return f"{_name(function)} is no rotation of q and k that is known"
+
+
+def _key(form: RotaryForm, default: int | None) -> Key:
+    axis = None if default is None else form.unsqueeze_dim
+    return len(form.q), len(form.angles), axis, form.angles[-1] == form.q[-1]
+
+
+_Result: TypeAlias = "tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]"
+"""The rotated q and k, and the gradients by q and k."""
+
+
+def _run(
+    function: Callable[..., Any], form: RotaryForm, dtypes: tuple[torch.dtype, torch.dtype]
+) -> _Result:
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    q, k = (random(generator, *s, dtype=dtypes[0]).requires_grad_() for s in (form.q, form.k))
+    cos, sin = (random(generator, *form.angles).cos().to(dtypes[1]) for _ in range(2))
+    out = function(q, k, cos, sin)
+    upstream = [random(generator, *o.shape, dtype=o.dtype) for o in out]
+    return (out[0], out[1]), torch.autograd.grad(out, (q, k), upstream)
+
+
+def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
+    """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
+    ours = functools.partial(_apply, kind, axis=form.unsqueeze_dim)
+    for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
+        try:
+            our_out, our_grads = _run(ours, form, dtypes)
+        except ValueError:  # the kind does not exist in this form
+            return False
+        rtol, atol = (2**-6, 2**-5) if torch.bfloat16 in dtypes else (1e-5, 1e-5)
+        for a, b in zip((*our_out, *our_grads), (*out, *grads), strict=True):
+            same = a.dtype == b.dtype and a.shape == b.shape
+            if not same or not torch.allclose(a, b, rtol=rtol, atol=atol):
+                return False
+    return True

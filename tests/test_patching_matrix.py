@@ -1,0 +1,300 @@
+"""Every situation for every architecture: equal to stock, and by our operators.
+
+A situation takes a case, which holds two equal models, one of them patched, and counts the
+operators' calls.
+"""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import functools
+
+import pytest
+import torch
+from packaging import version
+
+transformers = pytest.importorskip("transformers")
+
+from models import (
+    ARCHITECTURES,
+    KINDS,
+    VOCABULARY,
+    Calls,
+    Graphs,
+    assert_as_exact,
+    assert_same_training,
+    batch,
+    build,
+)
+
+from liger_multi.patching import patch, real_logits, unpatch
+
+LENGTH = 8
+HEAD = "fused_linear_cross_entropy"
+
+
+@functools.cache
+def built(kind, **config):
+    return build(kind, **config)
+
+
+class Case:
+    """A stock model and its patched copy."""
+
+    def __init__(self, kind, device, monkeypatch, tmp_path):
+        self.kind, self.device, self.tmp_path = kind, device, tmp_path
+        self.known = ARCHITECTURES[kind]
+        self.calls = Calls(monkeypatch)
+
+    def models(self, dtype=torch.float32, **config):
+        """The two models; strict, so that nothing is skipped."""
+        stock = copy.deepcopy(built(self.kind, **config)).to(self.device, dtype)
+        ours = copy.deepcopy(stock)
+        report = patch(ours, strict=True)
+        if not config:
+            assert {op: report.count(op) for op in self.known.every} == self.known.every
+        self.calls.clear()  # the probes' own
+        return stock, ours
+
+    def batch(self, **more):
+        return batch(length=LENGTH, device=self.device) | more
+
+    def same_training(self, models, run, rtol=2e-5, times=1, head=1):
+        """Equal loss and gradients, and the patched model called its operators.
+
+        Args:
+            models: Stock and ours.
+            run: From a model to its loss.
+            rtol: As in ``assert_same_training``.
+            times: How often a forward pass of the layers ran.
+            head: How often the fused loss ran.
+        """
+        assert_same_training(*models, run, rtol=rtol)
+        self.called(times, head)
+
+    def called(self, times=1, head=1):
+        wanted = {op: n * times for op, n in self.known.calls.items()}
+        wanted[HEAD] = head
+        assert dict(self.calls) == {op: n for op, n in wanted.items() if n}
+
+
+def labels(case):
+    case.same_training(case.models(), lambda m: m(**case.batch()).loss)
+
+
+def num_items_in_batch(case):
+    items = torch.tensor(31, device=case.device)
+    case.same_training(case.models(), lambda m: m(**case.batch(num_items_in_batch=items)).loss)
+
+
+def custom_loss_on_logits(case):
+    inputs = case.batch()
+
+    def run(model):
+        logits = model(input_ids=inputs["input_ids"]).logits
+        likely = torch.gather(logits.float().softmax(-1), -1, inputs["input_ids"][..., None])
+        return (likely - 0.5).pow(2).mean() + logits.pow(2).mean()
+
+    case.same_training(case.models(), run, head=0)
+
+
+def keep_with_shift_labels(case, keep):
+    ids = case.batch()["input_ids"]
+    shift = ids[:, -keep:] if isinstance(keep, int) else ids[:, keep]
+    inputs = case.batch(
+        labels=shift.contiguous(), shift_labels=shift.contiguous(), logits_to_keep=keep
+    )
+    models = case.models()
+    case.same_training(models, lambda m: m(**inputs).loss)
+    del inputs["labels"], inputs["shift_labels"]
+    wanted, got = (m(**inputs).logits for m in models)
+    assert got.shape == (*shift.shape, VOCABULARY)
+    torch.testing.assert_close(real_logits(got), wanted, rtol=1e-5, atol=1e-5)
+
+
+def logits_to_keep_int(case):
+    keep_with_shift_labels(case, 5)
+
+
+def logits_to_keep_tensor(case):
+    keep_with_shift_labels(case, torch.tensor([1, 4, 6, 7], device=case.device))
+
+
+def attentions_and_hidden_states(case):
+    stock, ours = case.models(attn_implementation="eager")
+
+    def run(model):
+        out = model(**case.batch(), output_attentions=True, output_hidden_states=True)
+        assert len(out.attentions) == 2
+        assert len(out.hidden_states) == 3
+        return (
+            out.loss
+            + sum(a.pow(2).mean() for a in out.attentions)
+            + sum(h.pow(2).mean() for h in out.hidden_states)
+        )
+
+    case.same_training((stock, ours), run)
+    # transformers 5.0 leaves what captured outputs in the modules, which must not outlive the patch
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    case.calls.clear()
+    ours(**case.batch())
+    assert not case.calls
+
+
+def tuple_output(case):
+    models = case.models()
+    tuples = []
+
+    def run(model):
+        tuples.append(model(**case.batch(), return_dict=False))
+        return tuples[-1][0]
+
+    case.same_training(models, run)
+    wanted, got = tuples
+    assert type(got) is type(wanted) is tuple
+    assert len(got) == len(wanted)
+    torch.testing.assert_close(real_logits(got[1]), wanted[1], rtol=1e-5, atol=1e-5)
+
+
+def evaluation(case):
+    stock, ours = case.models()
+    with torch.no_grad():
+        wanted, got = (m.eval()(**case.batch()) for m in (stock, ours))
+    torch.testing.assert_close(got.loss, wanted.loss)
+    torch.testing.assert_close(real_logits(got.logits), wanted.logits, rtol=1e-5, atol=1e-5)
+    case.called()
+
+
+def no_labels(case):
+    stock, ours = case.models()
+    ids = case.batch()["input_ids"]
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            wanted, got = (m(input_ids=ids) for m in (stock, ours))
+        assert got.loss is wanted.loss is None
+        torch.testing.assert_close(real_logits(got.logits), wanted.logits, rtol=1e-5, atol=1e-5)
+    case.called(times=3, head=0)
+
+
+def generate(case):
+    # the loss of routers fails in steps of generation before transformers 5.18
+    stock, ours = case.models()
+    for model in (stock, ours):
+        if getattr(model.config, "output_router_logits", False):
+            model.config.output_router_logits = False
+    ids = case.batch()["input_ids"][:, :5]
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    wanted, got = (m.eval().generate(ids, **arguments) for m in (stock, ours))
+    assert torch.equal(got, wanted)
+    assert case.calls["rope"] == 2 * (got.shape[1] - 5)
+    assert case.calls["rms_norm"] == case.known.counts["rms_norm"] * (got.shape[1] - 5)
+    assert not case.calls[HEAD]
+
+
+def gradient_checkpointing(case):
+    stock, ours = case.models()
+    for model in (stock, ours):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same_training(stock, ours, lambda m: m(**case.batch(), use_cache=False).loss)
+    layers = {op: 2 * n for op, n in case.known.calls.items() if op != HEAD}
+    layers["rms_norm"] -= 1  # the last one stands outside of the layers
+    assert dict(case.calls) == layers | {HEAD: 1}
+
+
+def autocast_bf16(case):
+    def run(model):
+        return model(**case.batch()).loss
+
+    def cast(model):
+        with torch.autocast(case.device.type, dtype=torch.bfloat16):
+            return run(model)
+
+    stock, ours = case.models()
+    assert_as_exact(stock, ours, copy.deepcopy(stock), cast, run)
+    case.called()
+
+
+def bf16_weights_and_deepcopy(case):
+    def run(model):
+        return model(**case.batch()).loss
+
+    stock, ours = case.models(torch.bfloat16)
+    assert_as_exact(stock, copy.deepcopy(ours), copy.deepcopy(stock).float(), run, run)
+    case.called()
+
+
+def save_and_load(case):
+    stock, ours = case.models()
+    ours.save_pretrained(case.tmp_path)
+    loaded = type(stock).from_pretrained(case.tmp_path).to(case.device).train()
+    assert loaded.config.architectures == [type(stock).__name__]
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in stock.modules()]
+    patch(loaded, strict=True)
+    case.same_training((stock, loaded), lambda m: m(**case.batch()).loss)
+
+
+def compiled(case):
+    config, inputs = {"num_hidden_layers": case.known.fewest_layers}, case.batch()
+    release = version.parse(transformers.__version__)
+    if release < version.parse("5.1"):
+        inputs["use_cache"] = False  # its caches break the graph of stock
+    if release < version.parse("5.18") and "output_router_logits" in case.known.config:
+        config["experts_implementation"] = "batched_mm"  # the default breaks the graph of stock
+    stock, ours = case.models(**config)
+    ours(**inputs)  # transformers hooks the routers at the first call, which no graph can hold
+    graphs = Graphs()
+    run = torch.compile(ours, fullgraph=True, backend=graphs)
+    assert_same_training(stock, ours, lambda m: (run if m is ours else m)(**inputs).loss)
+    assert (graphs.count, graphs.rows) == (1, 0)
+    for op in ("rms_norm", HEAD):
+        assert any(f"liger_multi.{op}_forward" in target for target in graphs.targets)
+    for op in case.known.calls.keys() - {"rms_norm", HEAD}:  # traced into the graph
+        assert f"ops/{op}.py" in graphs.traces
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(request):
+    yield
+    if "compiled" in request.node.name:
+        torch._dynamo.reset()
+
+
+SITUATIONS = (
+    labels,
+    num_items_in_batch,
+    custom_loss_on_logits,
+    logits_to_keep_int,
+    logits_to_keep_tensor,
+    attentions_and_hidden_states,
+    tuple_output,
+    evaluation,
+    no_labels,
+    generate,
+    gradient_checkpointing,
+    autocast_bf16,
+    bf16_weights_and_deepcopy,
+    save_and_load,
+    compiled,
+)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_situation(kind, situation, device, monkeypatch, tmp_path):
+    situation(Case(kind, device, monkeypatch, tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_report_names_what_runs(kind):
+    known = ARCHITECTURES[kind]
+    report = patch(copy.deepcopy(built(kind)), strict=True)
+    by = {entry.op: entry.replaced_by for entry in report.entries}
+    assert by["rope"] == f"rope[{known.rope}]"
+    if "geglu" in by:
+        assert by["geglu"] == "geglu[tanh]"
+    if "swiglu" in by:
+        assert by["swiglu"] == ("swiglu_packed" if known.packed else "swiglu")
+    text = str(report)
+    assert "model.layers.*.self_attn" in text
+    absent = {s.op for s in report.skipped}
+    assert absent == (set() if {"swiglu", "geglu"} & set(by) else {"swiglu", "geglu"})
