@@ -376,11 +376,11 @@ def test_every_operator_has_work_and_a_plain_formula():
 def test_scaled_samples_fit_and_keep_their_form(op):
     for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
         shapes, full = found.shapes, case(op, found.sample.name).shapes
-        assert found.sample.elements * 2 <= 16e6
         for name in shapes:
             assert len(shapes[name]) == len(full[name])
         rows = {shapes[n][0] for n in found.row_tensors}
         assert len(rows) == 1, "rows must stay equal"
+        assert found.sample.elements * 2 <= 16e6 or rows == {1}, "one row is the least"
         if "weight" in shapes:
             assert shapes["weight"][-1] == full["weight"][-1], "widths are not rows"
 
