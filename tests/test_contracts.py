@@ -11,6 +11,7 @@ import liger_multi
 from liger_multi import ops, samples
 from liger_multi.op import OPS
 from liger_multi.registry import module, operators
+from liger_multi.tolerance import excess
 
 SECTIONS = ("Math:", "Shapes:", "Dtypes:", "Memory:", "Raises:", "Source:")
 IDS = [(op, s) for op in operators() for s in samples.of(op) if s.size == "small"]
@@ -109,7 +110,8 @@ def test_compiled_equals_eager(device, op, sample):
         ones = {n: torch.ones_like(t) for n, t in result.items()}
         results.append((*result.values(), *grads(result, tensors, ones).values()))
     for eager, graph in zip(*results, strict=True):
-        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+        # on a device, a traced operator is the reference and the other a kernel
+        assert excess(graph.detach(), eager.detach(), torch.float32) <= 1
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.25, 1.0])

@@ -32,11 +32,18 @@ class BackwardKnobs:
     stages: int
 
 
-def forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
-    """Tiles of about 4096 elements, 16 or more of them a thread."""
+def forward_knobs(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> RowKnobs:
+    """Tiles of about 4096 elements, 16 or more of them a thread.
+
+    Args:
+        info: Limits of the device.
+        rows: Rows.
+        cols: Columns.
+        sums: Values a lane keeps along a row that is walked in steps.
+    """
     block = power_of_2(cols)
     if block > WIDEST_FORWARD:
-        return RowKnobs(1, 8192, warps(info.max_threads, info.warp_size))
+        return RowKnobs(1, 8192 // sums, warps(info.max_threads // sums, info.warp_size))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
     threads = min(per_tile * block // 16, info.max_threads)
     return RowKnobs(per_tile, block, warps(threads, info.warp_size))
