@@ -178,6 +178,15 @@ def test_channels_far_apart(device):
         assert got.stride(-1) == 1
 
 
+def test_backward_keeps_the_angles_and_nothing_else(device):
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x), bound():
+        ops.rope(q, k, cos, sin)
+    assert [x.data_ptr() for x in kept] == [cos.data_ptr(), sin.data_ptr()]
+
+
 def test_an_output_nobody_uses_has_no_gradient(device):
     cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
     q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
