@@ -75,16 +75,19 @@ def rotate(
             return turned
         return torch.cat((turned, x[..., rotary_dim:].to(dtype)), -1)
     out = dense(x, order, dtype)
-    axis = 3 - head_axis if x.ndim == 4 else 0
-    tokens = x.shape[axis]
+    axis = (3 - head_axis if x.ndim == 4 else 0) - x.ndim
+    tokens, passes = x.shape[axis], rotary_dim < x.shape[-1]
     token_bytes = 3 * (x.numel() // max(tokens, 1)) * statistics_dtype(x.dtype).itemsize
     for block in row_blocks(tokens, token_bytes):
-        of, count = block.start, block.stop - block.start
-        here, there = x.narrow(axis, of, count), out.narrow(axis, of, count)
-        c, s = (t.narrow(axis - x.ndim, of, count) for t in (cos, sin))
-        wide, added = _terms(here[..., :rotary_dim], c, s, *how)
-        _rotate_into(there[..., :rotary_dim], wide, c, added)
-        there[..., rotary_dim:] = here[..., rotary_dim:]
+        here, there, c, s = (x, out, cos, sin)
+        if block != slice(0, tokens):
+            of, count = block.start, block.stop - block.start
+            here, there, c, s = (t.narrow(axis, of, count) for t in (x, out, cos, sin))
+        turns, room = (t[..., :rotary_dim] if passes else t for t in (here, there))
+        wide, added = _terms(turns, c, s, *how)
+        _rotate_into(room, wide, c, added)
+        if passes:
+            there[..., rotary_dim:] = here[..., rotary_dim:]
     return out
 
 

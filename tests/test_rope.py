@@ -164,6 +164,32 @@ def test_outputs_and_gradients_keep_the_layout_of_their_inputs(device, axes, sty
         assert out.stride() == grad.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.parametrize("axes", [1, 2, 0])
+def test_blocks_of_tokens_are_the_whole(monkeypatch, axes):
+    """The reference takes some tokens at a time; one after the other gives the same."""
+    from liger_multi.reference import rope as reference
+
+    cos, sin = angles(WIDTH - 4, torch.float32, 1 if axes == 0 else BATCH)
+    inputs = queries_and_keys(torch.float32, axes or 2)
+    if axes == 0:
+        inputs, cos, sin = [x[0].detach().requires_grad_() for x in inputs], cos[0], sin[0]
+    results = []
+    for count in (TOKENS, 4, 1):
+        monkeypatch.setattr(
+            reference,
+            "row_blocks",
+            lambda rows, _, count=count: [
+                slice(i, min(i + count, rows)) for i in range(0, rows, count)
+            ],
+        )
+        outs = ops.rope(*inputs, cos, sin, unsqueeze_dim=axes or 1)
+        grads = torch.autograd.grad(outs, inputs, [x.detach() + 1 for x in outs])
+        results.append((*outs, *grads))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert torch.equal(got, want)
+
+
 def test_channels_far_apart(device):
     """The last axis need not be the innermost one."""
     cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
@@ -176,6 +202,15 @@ def test_channels_far_apart(device):
     for got, want in zip(found, right, strict=True):
         assert torch.equal(got, want)
         assert got.stride(-1) == 1
+
+
+def test_backward_keeps_the_angles_and_nothing_else(device):
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x), bound():
+        ops.rope(q, k, cos, sin)
+    assert [x.data_ptr() for x in kept] == [cos.data_ptr(), sin.data_ptr()]
 
 
 def test_an_output_nobody_uses_has_no_gradient(device):
@@ -266,7 +301,7 @@ cos, sin = torch.randn(1, 6, 16), torch.randn(1, 6, 16)
 three = (torch.randn(6, 4, 16), torch.randn(6, 2, 16))
 BAD = {
     "q of integers": ((q.long(), k, cos, sin), {}, "q must be a floating-point tensor"),
-    "no k": ((q, None, cos, sin), {}, "k must be a floating-point tensor, got NoneType"),
+    "no k": ((q, None, cos, sin), {}, "k must be a floating-point tensor, got None"),
     "no sin": ((q, k, cos, None), {}, "sin must be a floating-point tensor"),
     "axis no integer": ((q, k, cos, sin), {"unsqueeze_dim": 1.0}, "an integer, got float 1.0"),
     "two devices": ((q, k, cos.to("meta"), sin), {}, "one device, got cos on meta"),
