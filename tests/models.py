@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging import version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -177,6 +178,16 @@ def batch(
         k: v.to(device)
         for k, v in {"input_ids": ids, "labels": labels, "attention_mask": mask}.items()
     }
+
+
+def graph_batch(labels: bool = True, **arguments: Any) -> dict[str, Any]:
+    """A batch for compiled models; the caches of transformers 5.0 break the graph of stock."""
+    made: dict[str, Any] = batch(**arguments)
+    if not labels:
+        del made["labels"]
+    if version.parse(transformers.__version__) < version.parse("5.1"):
+        made["use_cache"] = False
+    return made
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

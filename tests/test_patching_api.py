@@ -303,11 +303,24 @@ def test_models_built_on_meta_are_recognised():
     assert type(model.lm_head) is not nn.Linear
 
 
-def test_probes_leave_the_random_state_and_the_module_alone():
-    from liger_multi.patching import mlp, norms
+def test_models_of_fake_tensors_are_recognised_and_remembered_rightly():
+    """Probes compared fake numbers, which raised, and remembered that as a refusal."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    norms._known.clear()
-    mlp._known.clear()
+    from liger_multi.patching import mlp, norms, rotary
+
+    for memory in (norms._known, mlp._known, rotary._known):
+        memory.clear()
+    with FakeTensorMode():
+        patch(build("gemma"), strict=True)
+    patch(build("gemma"), strict=True)
+
+
+def test_probes_leave_the_random_state_and_the_module_alone():
+    from liger_multi.patching import mlp, norms, rotary
+
+    for memory in (norms._known, mlp._known, rotary._known):
+        memory.clear()
     model = build("qwen3")
     calls = []
     for module in model.modules():

@@ -13,7 +13,16 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from models import VOCABULARY, FusedCalls, Graphs, assert_same_training, batch, build, pair
+from models import (
+    VOCABULARY,
+    FusedCalls,
+    Graphs,
+    assert_same_training,
+    batch,
+    build,
+    graph_batch,
+    pair,
+)
 
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.lazy import LazyLogits
@@ -34,7 +43,7 @@ def test_the_stock_graph_holds_all_logits():
     """What the matrix counts in graphs of patched models is there to be counted."""
     graphs = Graphs()
     stock = build("llama", num_hidden_layers=1)
-    torch.compile(stock, fullgraph=True, backend=graphs)(**batch(rows=4)).loss.backward()
+    torch.compile(stock, fullgraph=True, backend=graphs)(**graph_batch(rows=4)).loss.backward()
     assert (graphs.count, graphs.rows) == (1, 44)
 
 
@@ -42,7 +51,7 @@ def test_compiled_model_returns_usable_logits():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    inputs = batch()
+    inputs = graph_batch()
     wanted, got = stock(**inputs).logits, compiled(**inputs).logits
     assert (got.shape, got.dtype, got.ndim) == (wanted.shape, wanted.dtype, wanted.ndim)
     torch.testing.assert_close(real_logits(got), wanted, rtol=1e-4, atol=1e-5)
@@ -59,7 +68,7 @@ def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     optimizer = torch.optim.Adam(ours.parameters(), fused=fused_optimizer)
     for _ in range(2):
-        out, unread = compiled(**batch()), compiled(**batch())
+        out, unread = compiled(**graph_batch()), compiled(**graph_batch())
         out.loss.backward()
         assert (out.logits + 0).isfinite().all()
         optimizer.step()
@@ -70,7 +79,7 @@ def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
 def test_compiled_logits_have_no_gradient_after_the_fused_loss_and_pickle():
     ours = pair("llama", num_hidden_layers=1)[1]
     patch(ours)
-    out = torch.compile(ours, fullgraph=True, backend="eager")(**batch())
+    out = torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
     with pytest.raises(RuntimeError, match="real_logits"):
         torch.autograd.grad(out.loss, out.logits, allow_unused=True)
     assert torch.equal(pickle.loads(pickle.dumps(out.logits)), real_logits(out.logits))
@@ -80,10 +89,11 @@ def test_compiled_logits_have_no_gradient_after_the_fused_loss_and_pickle():
 def test_compile_with_a_custom_loss_inside_the_graph():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours)
-    ids = batch()["input_ids"]
+    inputs = graph_batch(labels=False)
+    ids = inputs["input_ids"]
 
     def step(model):
-        logits = model(input_ids=ids).logits
+        logits = model(**inputs).logits
         logits = torch.tanh(logits / 5.0) * 5.0
         plain = logits[:, :-1].float().reshape(-1, VOCABULARY)
         return (
@@ -100,7 +110,7 @@ def test_compile_without_gradients():
     patch(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        wanted, got = stock(**batch()), compiled(**batch())
+        wanted, got = stock(**graph_batch()), compiled(**graph_batch())
     torch.testing.assert_close(got.loss, wanted.loss)
     torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
 
@@ -120,7 +130,9 @@ def test_compile_real_logits_with_our_cross_entropy():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**batch()).loss)
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
+    )
 
 
 @pytest.mark.slow
@@ -128,10 +140,12 @@ def test_a_bound_backend_breaks_the_graph_and_is_right():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours, rms_norm="reference")
     compiled = torch.compile(ours, backend="aot_eager")
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**batch()).loss)
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
+    )
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"use liger_multi\.configure"):
-        torch.compile(ours, fullgraph=True, backend="aot_eager")(**batch())
+    with pytest.raises(Exception, match=r"use liger_multi\.configure|_run_scoped"):
+        torch.compile(ours, fullgraph=True, backend="aot_eager")(**graph_batch())
 
 
 def test_accelerate_convert_outputs_to_fp32(fused):
