@@ -52,7 +52,7 @@ def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     offset = float(casting == "gemma")
     y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
-    fused_add_rms_norm.backward(y, s, s, weight, rstd, offset, casting, True, True, True)
+    fused_add_rms_norm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
 
 
 def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:

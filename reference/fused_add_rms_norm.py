@@ -19,9 +19,9 @@ def forward(
 
 
 def backward(
+    new_residual: Tensor,
     dy: Optional[Tensor],
     dnew_residual: Optional[Tensor],
-    new_residual: Tensor,
     weight: Optional[Tensor],
     rstd: Tensor,
     offset: float,

@@ -22,7 +22,7 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor], dnew_residual: Optional[Tensor], new_residual: Tensor,
+    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
     weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
     needs_residual: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

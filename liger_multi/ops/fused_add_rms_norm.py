@@ -42,9 +42,9 @@ def forward(
 
 @op.backward(returns="dx dweight", shared={"residual": "x"})
 def backward(
+    new_residual: Tensor,  # first, since DTensor of torch 2.7 looks for a mesh there only
     dy: Optional[Tensor],
     dnew_residual: Optional[Tensor],
-    new_residual: Tensor,
     weight: Optional[Tensor],
     rstd: Tensor,
     offset: float,
