@@ -2,6 +2,9 @@
 
 import fnmatch
 import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +83,32 @@ def selected_device(config: pytest.Config) -> torch.device:
     named = config.getoption("--backend")
     found = device_of(selected_backends(config)[0]) if named else None
     return found or torch.device("cpu")
+
+
+# --- processes ---
+
+
+def in_two_processes(folder: Path, body: str) -> None:
+    """Run a script as ranks 0 and 1, with its rank and a file to meet at; each says "done"."""
+    script, meeting = folder / "rank.py", folder / "meeting"
+    script.write_text(textwrap.dedent(body))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(meeting)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, text
+        assert "done" in text
 
 
 # --- poison ---

@@ -3,15 +3,12 @@
 The last part runs the row-wise operators on DTensors in two real processes.
 """
 
-import subprocess
-import sys
-import textwrap
-
 import models
 import pytest
 import torch
 import torch.nn.functional as F
 
+import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.tolerance import excess
@@ -377,22 +374,4 @@ print("done")
 
 def test_dtensors_in_two_processes(tmp_path):
     """Rows sharded on any leading axis run locally and right; a sharded last axis is refused."""
-    script, meeting = tmp_path / "dtensors.py", tmp_path / "meeting"
-    script.write_text(textwrap.dedent(DTENSORS))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(meeting)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, text
-        assert "done" in text
+    harness.in_two_processes(tmp_path, DTENSORS)

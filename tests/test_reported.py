@@ -3,15 +3,12 @@
 ``docs/regressions.md`` lists every case with its threads, its tests and what makes them fail.
 """
 
-import subprocess
-import sys
-import textwrap
-
 import models
 import pytest
 import torch
 import torch.nn.functional as F
 
+import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.tolerance import excess
@@ -158,22 +155,4 @@ print("done")
 
 def test_sequence_parallel_norms_in_two_processes(tmp_path):
     """Rows stay on their rank; a sharded hidden axis is right in a model, and no operator's."""
-    script, meeting = tmp_path / "norms.py", tmp_path / "meeting"
-    script.write_text(textwrap.dedent(SEQUENCE_PARALLEL))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(meeting)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, text
-        assert "done" in text
+    harness.in_two_processes(tmp_path, SEQUENCE_PARALLEL)
