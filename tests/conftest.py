@@ -6,6 +6,7 @@ that can run on this machine is under test.
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -102,3 +103,12 @@ def default_configuration():
     from liger_multi.config import configure
 
     configure(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """No test meets what the compiler learned, or gave up on, in another one."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if hasattr(dynamo, "reset"):
+        dynamo.reset()
