@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -59,7 +58,7 @@ def halves(kernels: Activation) -> tuple[Callable[..., Any], Callable[..., Any]]
         dup_weight = _product(dup, x, needs_up_weight)
         dx = gate.new_empty(0)
         if needs_x and gate_weight is not None and up_weight is not None:
-            dx = torch.addmm(dgate @ gate_weight, dup, up_weight)
+            dx = (dgate @ gate_weight).addmm_(dup, up_weight)
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (upstream, needs_down_bias))
         return dx, dgate_weight, dup_weight, ddown_weight, *[_sum(*b) for b in biases]  # type: ignore[return-value]
