@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 32 * 2**20  # fp32 temporaries of one block of rows in the reference
-AUTO_BYTES = 2**30  # largest automatic chunk of logits
+AUTO_BYTES = 5 * 2**28  # largest automatic chunk of logits: 4096 rows of 151 936 columns in bf16
 FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
 MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
 
@@ -56,7 +56,9 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
 
     A given number of rows or a byte budget is kept to. Without one, all rows are one chunk where
     their logits cost no more than the fp32 accumulator of the weight's gradient would, and
-    otherwise at least two chunks share an eighth of the free memory, at most 1 GiB.
+    otherwise at least two chunks share an eighth of the free memory, at most 1.25 GiB, by powers of
+    two, which tiles of products fill (16384x2048x151936 on an H200: 52.4 ms with 3328 rows, 47.9
+    with 4096, 49.6 with 2048).
     """
     size = hidden.element_size()
     row_bytes = max(1, vocabulary * size)
@@ -66,9 +68,10 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
         return chunk or max(1, budget // row_bytes)
     free = free_bytes(hidden.device)
     fit = min(AUTO_BYTES, free // FREE_SHARE if free else AUTO_BYTES // 16) // row_bytes
-    half = -(-rows // 2)  # rounded up, and the budget down, to what products like
-    half = half if half < MIN_ROWS else -(-half // MIN_ROWS) * MIN_ROWS
-    return max(1, min(half, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS))
+    half = -(-rows // 2)
+    if min(half, fit) < MIN_ROWS:
+        return max(1, min(half, fit))
+    return min(1 << (half - 1).bit_length(), 1 << (fit.bit_length() - 1))
 
 
 def is_whole(
