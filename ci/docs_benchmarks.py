@@ -12,10 +12,10 @@ ROOT = Path(__file__).parent.parent
 BAR = 24  # characters of the longest bar
 HEAD = """# Benchmarks
 
-Generated from the files in the folder `benchmarks` by `make docs`; what each column means stands in
-`benchmarks/README.md`, what was tried and why in [Performance](performance.md). Times are medians of
-one run beside each other; bar and ratio hold an implementation against ours in that run. Compare
-nothing across runs but ratios; `python -m ci.compare OLD NEW` does that.
+Generated from the files in the folder `benchmarks` by `make docs`; what each column means stands
+in `benchmarks/README.md`, what was tried and why in [Performance](performance.md). Times are
+medians of one run beside each other; bar and ratio hold an implementation against ours in that
+run. Compare nothing across runs but ratios; `python -m ci.compare OLD NEW` does that.
 """
 
 
