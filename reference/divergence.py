@@ -35,7 +35,9 @@ def _distribution(raw: Tensor, form: str, scale: float, lse: Tensor) -> tuple[Te
 def _terms(goal: Goal, log_q: Tensor, q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, ...]:
     """Loss, ``q r`` and ``r`` of every class, without the constant in r where it cancels."""
     if goal.kind == "tvd":
-        r = torch.sign(q - p) / 2
+        # logarithms that differ may have equal exponentials, and the other way round
+        a, b = (q, p) if goal.form == goal.teacher_form == "prob" else (log_q, log_p)
+        r = ((a > b).to(q.dtype) - (a < b).to(q.dtype)) / 2
         return (q - p).abs() / 2, q * r, r
     gap = torch.where(q == p, 0, log_p - log_q)  # both may be 0
     if goal.kind == "forward":
