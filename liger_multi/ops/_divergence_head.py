@@ -245,7 +245,7 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
             {**four, "vocabulary": "common"},
         ),
         Sample(
-            "larger-student", heads(8, 16, 24, 50, teacher_classes=41, bias=True),
+            "larger-student", heads(7, 16, 24, 50, teacher_classes=43, bias=True),
             {**four, "vocabulary": "common"},
         ),
         Sample("frozen-weight", heads(10, 16, 24, 50, bias=True, frozen=("weight",)), four),
