@@ -30,16 +30,24 @@ class Pairs(Chunks):
         every = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
         ignored = -1 if target is None else goal.ignore_index
         objective = Objective(ignored, 0.0, 0.0, None, goal.scale)
-        budget = student_budget(plan.budget)
-        plan = Plan(plan.chunk, budget, plan.compute_dtype, plan.compact and target is not None)
+        whole_budget = plan.budget
+        plan = Plan(
+            plan.chunk,
+            student_budget(whole_budget),
+            plan.compute_dtype,
+            plan.compact and target is not None,
+        )
         super().__init__(hidden, weight, every, bias, objective, plan)
         self.objective, self.marked = objective, target is not None
         kind = plan.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
         self.teacher_weight = teacher[1].to(kind)
         self.teacher_bias = None if teacher[2] is None else teacher[2].to(kind)
-        part = -(-self.step // SHARE)
-        self.part = min(self.step, max(MIN_ROWS, -(-part // MIN_ROWS) * MIN_ROWS))
+        part = max(MIN_ROWS, self.step // SHARE // MIN_ROWS * MIN_ROWS)
+        if plan.budget:  # what the student's logits left of it
+            row = max(1, weight.shape[0] * kind.itemsize)
+            part = min(part, max(1, (whole_budget - self.buffer.nbytes) // row))
+        self.part = min(self.step, part)
         shape = (min(self.part, self.rows), weight.shape[0])
         self.teacher_buffer = self.teacher_weight.new_empty(shape)
 
