@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference import divergence as rows_of
-from liger_multi.reference.divergence_rows import DivergenceKernels, goal_of
+from liger_multi.reference.divergence_rows import DivergenceKernels, Rows, goal_of
 from liger_multi.reference.reduction import divide
 
 
@@ -55,7 +55,7 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
             loss = dloss.new_empty(student.shape[0])
             dloss = divide(dloss, valid_rows(target, loss, ignore_index))
         out = student.new_empty(student.shape)
-        rows = rows_of.Rows(lse.new_empty(0), lse, teacher_lse, slope)
+        rows = Rows(lse.new_empty(0), lse, teacher_lse, slope)
         kernels.gradient_into(out, student, teacher, target, rows, goal, dloss)
         return out
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.bench import divergences
+
 Formula = Callable[..., Any]
 LIGER_MODULE = "liger_kernel.transformers.functional"
 
@@ -254,6 +256,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "aten": _linear_log_prob_aten,
         "products": _log_prob_products,
     },
+    **divergences.TABLE,
 }
 FLOORS = ("products",)
 
@@ -303,4 +306,5 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
         _liger_log_prob,
     ),
+    **divergences.LIGER,
 }
