@@ -15,6 +15,9 @@ from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
+from liger_multi.ops.selective_log_softmax import selective_log_softmax
+from liger_multi.ops.softmax import softmax
+from liger_multi.ops.sparsemax import sparsemax
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 from liger_multi.ops.tvd import tvd
@@ -37,6 +40,9 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope",
+    "selective_log_softmax",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
     "tvd",
