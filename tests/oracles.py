@@ -257,3 +257,7 @@ def sparsemax(x, dim=-1):
     total = fallen.cumsum(-1) - 1
     k = (fallen * count > total).sum(-1, keepdim=True)
     return (x - total.gather(-1, k - 1) / k).clamp(min=0).movedim(-1, dim)
+
+
+def embedding(index, weight, padding_idx=None, *, scale=1.0):
+    return F.embedding(index, weight, padding_idx) * scale

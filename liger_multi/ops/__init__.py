@@ -2,6 +2,7 @@
 
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_multi.ops.embedding import embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
@@ -27,6 +28,7 @@ __all__ = [
     "FusedAddRMSNormOutput",
     "LogProbOutput",
     "cross_entropy",
+    "embedding",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_jsd",
