@@ -32,12 +32,12 @@ class TileKnobs:
 
 
 def tile_knobs(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileKnobs:
-    """Tiles of about 4096 elements, 16 of each of ``arrays`` inputs a thread, wide ones more."""
+    """Tiles of about 4096 elements, 16 of all ``arrays`` inputs a thread, of wide ones more."""
     block = power_of_2(cols)
     if block * arrays > 32768:
         return TileKnobs(1, 8192, warps(info.max_threads, info.warp_size))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
-    threads = min(max(per_tile * block // 16, 32), info.max_threads)
+    threads = min(max(per_tile * block * arrays // 16, 32), info.max_threads)
     return TileKnobs(per_tile, block, warps(threads, info.warp_size))
 
 

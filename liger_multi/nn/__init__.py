@@ -1,13 +1,11 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
-from liger_multi.nn.divergences import (
+from liger_multi.nn.divergence_heads import (
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
     FusedLinearTVDLoss,
-    JSDLoss,
-    KLDivLoss,
-    TVDLoss,
 )
+from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
 from liger_multi.nn.losses import (
     CrossEntropyLoss,
     FusedLinearCrossEntropyLoss,
@@ -15,10 +13,12 @@ from liger_multi.nn.losses import (
 )
 from liger_multi.nn.mlp import GEGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
 from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
+from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 
 __all__ = [
     "GEGLUMLP",
     "CrossEntropyLoss",
+    "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
     "FusedLinearJSDLoss",
@@ -31,6 +31,8 @@ __all__ = [
     "LayerNorm",
     "PackedSwiGLUMLP",
     "RMSNorm",
+    "Softmax",
+    "Sparsemax",
     "SwiGLUMLP",
     "TVDLoss",
 ]
