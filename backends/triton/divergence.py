@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton import cross_entropy_inplace
 from liger_multi.backends.triton import divergence_walks as walks
 from liger_multi.backends.triton.common import LN2, LOG2E, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled
@@ -194,5 +195,14 @@ class TritonPairs:
     def loss_and_gradient_(
         student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
     ) -> Tensor:
-        """Losses of rows; the student, whose columns are adjacent, becomes its gradient."""
-        return _rows(student, _columns(teacher), target, goal, factor).loss
+        """Losses of rows; the student becomes its gradient."""
+        wide = _columns(student)
+        loss = _rows(wide, _columns(teacher), target, goal, factor).loss
+        if wide is not student:
+            student.copy_(wide)
+        return loss
+
+
+def scale_(dloss: Tensor, student: Tensor) -> None:
+    """Scale the gradient in ``student`` by the upstream gradient, unless that is 1."""
+    cross_entropy_inplace.backward(dloss, student)

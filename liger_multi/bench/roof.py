@@ -90,6 +90,9 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "kl_div": _elementwise(2, 3),
     "jsd": _elementwise(2, 3),
     "tvd": _elementwise(2, 3),
+    "kl_div_inplace": _elementwise(2, 3),
+    "jsd_inplace": _elementwise(2, 3),
+    "tvd_inplace": _elementwise(2, 3),
     # both logits, and two products for the gradients of the student
     "fused_linear_kl_div": _linear_pair,
     "fused_linear_jsd": _linear_pair,
