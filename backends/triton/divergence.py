@@ -37,8 +37,11 @@ class PairKnobs:
     num_warps: int
 
 
-def pair_knobs(info: DeviceInfo, rows: int, cols: int) -> PairKnobs:
-    """8 columns of both a thread; wide rows take all threads, so that few are in the cache."""
+def pair_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+    """8 columns of both a thread; wide rows take all threads, so that few are in the cache.
+
+    ``logits`` says for launch tables whether rows are walked more than once.
+    """
     block = min(power_of_2(cols), 8192 if cols > 65536 else 4096)
     return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
@@ -147,13 +150,15 @@ def _constants(goal: Goal, block: int) -> tuple[int, ...]:
 
 
 def _rows(
-    student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor | None
-) -> Rows:
+    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal,
+    factor: Tensor | None,
+) -> Rows:  # fmt: skip
     rows, (count, cols) = Rows.room(student.shape[0], goal, student), student.shape
     if not count:
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
-    k = knobs("divergence.forward", pair_knobs, student.device, rows=count, cols=cols)
+    shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+    k = knobs(f"{name}.forward", pair_knobs, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
@@ -165,16 +170,23 @@ def _rows(
 
 
 class TritonPairs:
-    """Row kernels over rows of a student and a teacher."""
+    """Row kernels over rows of a student and a teacher.
 
-    @staticmethod
-    def statistics(student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal) -> Rows:
+    Args:
+        name: Of the divergence, by which launch tables speak of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def statistics(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal
+    ) -> Rows:
         """Losses and residuals of rows."""
-        return _rows(_columns(student), _columns(teacher), target, goal, None)
+        return _rows(self.name, _columns(student), _columns(teacher), target, goal, None)
 
-    @staticmethod
     def gradient_into(
-        out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
+        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
         goal: Goal, factor: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient times ``factor``."""
@@ -182,7 +194,8 @@ class TritonPairs:
         if not student.numel():
             return
         student, teacher = _columns(student), _columns(teacher)
-        k = knobs("divergence.backward", pair_knobs, student.device, rows=count, cols=cols)
+        shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+        k = knobs(f"{self.name}.backward", pair_knobs, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
@@ -191,13 +204,12 @@ class TritonPairs:
             _constants(goal, k.block), k.num_warps,
         )  # fmt: skip
 
-    @staticmethod
     def loss_and_gradient_(
-        student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
     ) -> Tensor:
         """Losses of rows; the student becomes its gradient."""
         wide = _columns(student)
-        loss = _rows(wide, _columns(teacher), target, goal, factor).loss
+        loss = _rows(self.name, wide, _columns(teacher), target, goal, factor).loss
         if wide is not student:
             student.copy_(wide)
         return loss

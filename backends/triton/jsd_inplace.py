@@ -3,4 +3,4 @@
 from liger_multi.backends.triton.divergence import TritonPairs, scale_
 from liger_multi.reference.divergence_halves import overwriting
 
-forward, backward = overwriting("jsd", TritonPairs()), scale_
+forward, backward = overwriting("jsd", TritonPairs("jsd")), scale_

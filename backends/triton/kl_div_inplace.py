@@ -3,4 +3,4 @@
 from liger_multi.backends.triton.divergence import TritonPairs, scale_
 from liger_multi.reference.divergence_halves import overwriting
 
-forward, backward = overwriting("kl_div", TritonPairs()), scale_
+forward, backward = overwriting("kl_div", TritonPairs("kl_div")), scale_
