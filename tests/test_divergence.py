@@ -409,6 +409,7 @@ BAD = [
     (lambda: ops.tvd(X[:, :0], Y[:, :0]), ValueError, "V >= 1"),
     (lambda: ops.tvd(X.long(), Y), TypeError, "student must be a floating-point tensor"),
     (lambda: fused("jsd", X, W, Y, W[:, :5]), ValueError, "of the teacher: the last axis of hid"),
+    (lambda: fused("jsd", [1.0], W, Y, W), TypeError, "hidden must be a floating-point tensor"),
     (lambda: fused("jsd", X, W, Y[:3], W), ValueError, "must have the rows of hidden"),
     (lambda: fused("jsd", X, W, Y, W[:0]), ValueError, "ZeRO-3 shard"),
     (lambda: fused("jsd", X, W, Y, W.bfloat16()), TypeError, "of the teacher: hidden, weight and"),

@@ -135,6 +135,25 @@ def test_past_two_to_the_31_elements(device):
     assert float(grad.sum(dtype=torch.float32)) == 3 * width
 
 
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "selective_log_softmax"])
+def test_rows_past_two_to_the_31_elements(device, name):
+    """The last rows' results are those of the rows alone."""
+    if device.type == "cpu":
+        pytest.skip("needs a device with room for 2^31 elements, four times")
+    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free memory")
+    rows, classes = 2**31 // 128000 + 8, 128000
+    x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
+    last, index = x.detach()[-3:].clone().requires_grad_(), torch.arange(rows, device=device)
+    beside = ((index,), (index[-3:],)) if name == "selective_log_softmax" else ((), ())
+    y, right = (getattr(ops, name)(z, *more) for z, more in zip((x, last), beside, strict=True))
+    assert torch.equal(y[-3:], right)
+    up = torch.zeros_like(y)
+    up[-3:] = torch.randn_like(right)
+    found = torch.autograd.grad(y, x, up)[0][-3:]
+    assert torch.equal(found, torch.autograd.grad(right, last, up[-3:])[0])
+
+
 # --- probabilities of rows ---
 
 

@@ -16,17 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy_inplace
-from liger_multi.backends.triton import divergence_walks as walks
 from liger_multi.backends.triton.common import LN2, LOG2E, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero
+from liger_multi.backends.triton.divergence_walks import (
+    FORWARD,
+    LOGITS,
+    REVERSE,
+    normalise,
+    sums,
+    write_gradient,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.divergence_rows import Goal, Rows
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
-FORWARD, REVERSE, TVD, LOGITS = walks.FORWARD, walks.REVERSE, walks.TVD, walks.LOGITS
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def _divergence_forward_kernel(
     loss = 0.0
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
-        s_shift, t_shift, loss = walks.normalise(
+        s_shift, t_shift, loss = normalise(
             student_ptr, teacher_ptr, cols, base, KIND, FORM, TEACHER_FORM, BLOCK
         )
         loss *= LN2
@@ -87,7 +93,7 @@ def _divergence_forward_kernel(
     if DONE:
         slope = -1.0 if KIND == FORWARD else loss
     elif not LATER:
-        loss, slope = walks.sums(
+        loss, slope = sums(
             student_ptr, teacher_ptr, cols, base, s_shift, t_shift, beta, KIND, FORM, TEACHER_FORM,
             BLOCK,
         )  # fmt: skip
@@ -95,7 +101,7 @@ def _divergence_forward_kernel(
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
         if FORM == LOGITS:
             factor *= scale
-        found = walks.write_gradient(
+        found = write_gradient(
             student_ptr, teacher_ptr, student_ptr, cols, base, s_shift, t_shift, slope, factor,
             beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
         )  # fmt: skip
@@ -130,7 +136,7 @@ def _divergence_backward_kernel(
         factor *= scale
     if TEACHER_FORM == LOGITS:
         t_shift = tl.load(teacher_lse_ptr + row) * LOG2E
-    walks.write_gradient(
+    write_gradient(
         student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, out_ptr, cols,
         scale * LOG2E, s_shift, t_shift, slope, factor, beta, KIND, FORM, TEACHER_FORM, False,
         BLOCK,
