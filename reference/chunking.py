@@ -62,13 +62,11 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
     row_bytes = max(1, vocabulary * size)
     if is_whole(rows, hidden.shape[1], vocabulary, size, chunk, budget):
         return max(1, rows)
-    if chunk > 0:
-        return chunk
-    if budget:
+    if chunk > 0 or budget:
         fit = budget // row_bytes
-        return max(1, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS)
-    free = free_bytes(hidden.device)
-    fit = min(AUTO_BYTES, free // FREE_SHARE if free else AUTO_BYTES // 16) // row_bytes
+        return chunk or max(1, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS)
+    share = free_bytes(hidden.device) // FREE_SHARE or AUTO_BYTES // 16
+    fit = min(AUTO_BYTES, share) // row_bytes
     half = -(-rows // 2)
     if min(half, fit) < MIN_ROWS:
         return max(1, min(half, fit))
