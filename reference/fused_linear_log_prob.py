@@ -82,6 +82,7 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         return tuple(scale_to(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
 
+    forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
     return forward, backward
 
 

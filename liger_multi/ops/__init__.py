@@ -12,6 +12,7 @@ from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
+from liger_multi.ops.token_log_prob import token_log_prob
 
 __all__ = [
     "CrossEntropyOutput",
@@ -28,4 +29,5 @@ __all__ = [
     "rope",
     "swiglu",
     "swiglu_packed",
+    "token_log_prob",
 ]
