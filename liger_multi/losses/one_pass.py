@@ -129,7 +129,9 @@ class _OnePass(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
         with torch._C._DisableAutocast(), _device(hidden):
-            loss, rows, gradients = walk(*job, ctx.needs_input_grad[:3])
+            kernels, args, formula, columns = job
+            needs = ctx.needs_input_grad[:3]
+            loss, rows, gradients = walk(kernels, args, formula, columns, needs)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(*rows)
@@ -204,7 +206,8 @@ def _slopes(
             x.detach().requires_grad_() if x.numel() == target.numel() else None
             for x in (made.log_prob, made.entropy, made.lse)
         ]
-        seen = LogProbOutput(*leaves, made.argmax if made.argmax.numel() else None)
+        own, entropy, lse = leaves
+        seen = LogProbOutput(own, entropy, lse, made.argmax if made.argmax.numel() else None)
         value = _masked(formula(seen, columns), target, ignore_index).sum()
         given = [x for x in leaves if x is not None]
         if not value.requires_grad:  # a formula whose coefficients are all constants

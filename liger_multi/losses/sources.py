@@ -174,9 +174,7 @@ def _given(
             "do not bring; give a losses.Head, logits, or an ops.LogProbOutput that has them"
         )
     fill = LogProbOutput(0.0, 0.0, 0.0, -1)  # type: ignore[arg-type]
-    made = {
-        key: torch.where(valid, getattr(found, key), getattr(fill, key)) for key in outputs
-    }
+    made = {key: torch.where(valid, getattr(found, key), getattr(fill, key)) for key in outputs}
     return LogProbOutput(**made)
 
 

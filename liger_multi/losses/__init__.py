@@ -1,0 +1,30 @@
+"""Losses on log-probabilities of tokens: preferences, policies, distillation, sequences."""
+
+from liger_multi.losses.kto import KTOMetrics, KTOOptions, kto_divergence, kto_loss
+from liger_multi.losses.margins import CPOOptions, cpo_loss
+from liger_multi.losses.one_pass import token_sum
+from liger_multi.losses.pairs import PreferenceMetrics
+from liger_multi.losses.policies import PolicyOptions
+from liger_multi.losses.preference import DPOOptions, dpo_loss
+from liger_multi.losses.reinforcement import PolicyMetrics, policy_loss
+from liger_multi.losses.sources import Head, Logits, Source, tokens
+
+__all__ = [
+    "CPOOptions",
+    "DPOOptions",
+    "Head",
+    "KTOMetrics",
+    "KTOOptions",
+    "Logits",
+    "PolicyMetrics",
+    "PolicyOptions",
+    "PreferenceMetrics",
+    "Source",
+    "cpo_loss",
+    "dpo_loss",
+    "kto_divergence",
+    "kto_loss",
+    "policy_loss",
+    "token_sum",
+    "tokens",
+]
