@@ -14,6 +14,7 @@ class Toy(torch.nn.Module):
     def __init__(self, hidden, weight, bias=None, temperature=1.0, softcap=None, scale=None):
         super().__init__()
         self.hidden = hidden
+        self.others = []  # other inputs and what they give
         self.lm_head = torch.nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
         del self.lm_head.weight
         self.lm_head.weight = weight  # a plain leaf, so that gradients reach the test's tensors
@@ -27,11 +28,12 @@ class Toy(torch.nn.Module):
 
         add_fused_lm_head(self, temperature=temperature, outputs=OUTPUTS)
 
-    def forward(self, **_):
+    def forward(self, *_, **__):
         return SimpleNamespace(logits=self.lm_head(self.hidden))
 
     def base_model(self, input_ids=None, **_):
-        return SimpleNamespace(last_hidden_state=self.hidden)
+        other = [h for ids, h in self.others if ids is input_ids]
+        return SimpleNamespace(last_hidden_state=other[0] if other else self.hidden)
 
     def get_output_embeddings(self):
         return self.lm_head

@@ -30,6 +30,7 @@ from liger_multi.losses.sources import IGNORED, Source
 def _log_odds(log_p: Tensor) -> Tensor:
     """``log(p / (1 - p))`` of a probability given by its logarithm."""
     # log(1 - e^x) in two branches; the other one is kept finite, for its gradient
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)  # a certain answer has finite odds
     near = log_p > -math.log(2)
     small = torch.log(-torch.expm1(torch.where(near, log_p, -1.0)))
     large = torch.log1p(-torch.exp(torch.where(near, -1.0, log_p)))
