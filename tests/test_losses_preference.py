@@ -392,7 +392,11 @@ def test_kto_is_trl(options, labels):
     leaves, frozen, ids, mask = batch(bias=True)
     desirable = torch.tensor(labels, dtype=torch.bool)
     other_ids, other_mask = ids.roll(1, 0).clone(), mask.roll(1, 0)
-    others = (other_ids, other_mask, *[x[0].detach() * s for x, s in ((leaves, 0.4), (frozen, 1.3))])
+    others = (
+        other_ids,
+        other_mask,
+        *[x[0].detach() * s for x, s in ((leaves, 0.4), (frozen, 1.3))],
+    )
     theirs, log = trl_kto(leaves, frozen, ids, mask, desirable, others, **options)
     head, target = shifted(leaves, ids, mask, chunk=7)
     kl = None

@@ -95,7 +95,7 @@ def _fused(
     )
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     # the range of float16 does not hold sums whose upstream gradient is not known yet
-    narrow = (args[11] or hidden.dtype) == torch.float16
+    narrow = (args[10] or hidden.dtype) == torch.float16
     kernels = None
     if plain and (grad or passes == "one") and not narrow:
         kernels = getattr(resolve(op.fwd, args), "kernels", None)
