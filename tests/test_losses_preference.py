@@ -217,7 +217,7 @@ def test_smoothed_labels_and_rpo():
     flipped = target.view(2, 3, -1).flip(0).flatten(0, 1)
     back = [losses.Head(s.hidden.view(2, 3, *s.hidden.shape[1:]).flip(0).flatten(0, 1), s.weight)
             for s in (head, reference)]  # fmt: skip
-    plain, metrics = losses.dpo_loss(head, target, reference)
+    plain, _ = losses.dpo_loss(head, target, reference)
     turned, _ = losses.dpo_loss(back[0], flipped, back[1])
     rows = losses.tokens(head, target).log_prob[:3]
     nll = -(rows.sum(-1) / (target[:3] >= 0).sum(-1)).mean()
@@ -249,7 +249,7 @@ def test_options_that_do_not_fit_are_errors(options, message):
 
 
 def test_unknown_options_are_errors():
-    leaves, frozen, ids, mask = batch()
+    leaves, _, ids, mask = batch()
     head, target = shifted(leaves, ids, mask)
     for call in (losses.dpo_loss, losses.cpo_loss):
         with pytest.raises(TypeError, match="beta"):
@@ -436,7 +436,7 @@ def test_no_chunk_and_no_dtype_moves_kto(chunk, dtype):
 
 
 def test_kto_says_what_it_misses():
-    leaves, frozen, ids, mask = batch()
+    leaves, _, ids, mask = batch()
     head, target = shifted(leaves, ids, mask)
     good = torch.ones(6, dtype=torch.bool)
     with pytest.raises(ValueError, match="needs kl"):

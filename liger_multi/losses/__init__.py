@@ -6,7 +6,15 @@ from liger_multi.losses.one_pass import token_sum
 from liger_multi.losses.pairs import PreferenceMetrics
 from liger_multi.losses.policies import PolicyOptions
 from liger_multi.losses.preference import DPOOptions, dpo_loss
+from liger_multi.losses.reductions import segments_of
 from liger_multi.losses.reinforcement import PolicyMetrics, policy_loss
+from liger_multi.losses.sequence import (
+    MTPMetrics,
+    SequenceMetrics,
+    SequenceOptions,
+    mtp_loss,
+    sequence_loss,
+)
 from liger_multi.losses.sources import Head, Logits, Source, tokens
 
 __all__ = [
@@ -16,15 +24,21 @@ __all__ = [
     "KTOMetrics",
     "KTOOptions",
     "Logits",
+    "MTPMetrics",
     "PolicyMetrics",
     "PolicyOptions",
     "PreferenceMetrics",
+    "SequenceMetrics",
+    "SequenceOptions",
     "Source",
     "cpo_loss",
     "dpo_loss",
     "kto_divergence",
     "kto_loss",
+    "mtp_loss",
     "policy_loss",
+    "segments_of",
+    "sequence_loss",
     "token_sum",
     "tokens",
 ]

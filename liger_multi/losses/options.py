@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 from liger_multi import checks
 from liger_multi.errors import unknown
@@ -12,13 +11,18 @@ from liger_multi.errors import unknown
 class Options:
     """Base of the dataclasses of options; an unknown name is an error that names the nearest."""
 
+    NAMES: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Keep the names: compilers do not follow ``dataclasses.fields``."""
+        cls.NAMES = tuple(cls.__annotations__)
+
     @classmethod
     def of(cls, **given: Any) -> Any:
         """Options by name."""
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for key in given:
-            if key not in known:
-                raise TypeError(f"{cls.title()}: {unknown('option', key, known)}")
+            if key not in cls.NAMES:
+                raise TypeError(f"{cls.title()}: {unknown('option', key, cls.NAMES)}")
         return cls(**given)
 
     @classmethod

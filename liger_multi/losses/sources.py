@@ -31,7 +31,8 @@ class Head:
     Args:
         hidden: Hidden states ``(..., H)``, of the positions that predict the targets.
         weight: The head's weight ``(V, H)``; or the head itself, whose own call then gathers its
-            weight (FSDP, ZeRO-3) and whose LoRA adapter is computed.
+            weight (FSDP, ZeRO-3) and whose LoRA adapter is computed; or a function that calls
+            another one with hidden states, weight and bias.
         bias: The head's bias; with a module its own is taken.
         temperature: Logits are divided by it, after the softcap.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
@@ -43,7 +44,7 @@ class Head:
     """
 
     hidden: Tensor
-    weight: Tensor | nn.Module
+    weight: Tensor | nn.Module | Callable[[Tensor, Callable[..., Any]], Any]
     bias: Tensor | None = None
     temperature: float = 1.0
     softcap: float | None = None
@@ -67,6 +68,8 @@ class Head:
 
     def run(self, function: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``function(hidden, weight, bias)`` with the weight that belongs to the call."""
+        if not isinstance(self.weight, nn.Module | Tensor):
+            return self.weight(self.hidden, function)
         if isinstance(self.weight, nn.Module):
             if self.bias is not None:
                 raise ValueError("Head: a module brings its own bias, got a bias beside it")
@@ -127,13 +130,12 @@ def _from_lazy(source: Logits) -> Head | Logits:
     found = lazy() if callable(lazy) else None
     if found is None:
         return source
-    hidden, head, scale, cap = found
-    if cap is not None and (source.softcap is not None or source.logit_scale != 1.0):
+    if found["softcap"] is None:  # the source's scale and cap come after the model's own
+        scale = found["logit_scale"] * source.logit_scale
+        found |= {"softcap": source.softcap, "logit_scale": scale}
+    elif source.softcap is not None or source.logit_scale != 1.0:
         return source
-    return Head(
-        hidden, head, None, source.temperature, source.softcap if cap is None else cap,
-        source.logit_scale * scale, validate=source.validate,
-    )  # fmt: skip
+    return Head(**found, temperature=source.temperature, validate=source.validate)
 
 
 def tokens(
