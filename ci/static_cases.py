@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
+    divergence,
     fused_add_rms_norm,
     fused_linear_log_prob,
     geglu,
@@ -26,6 +27,7 @@ from liger_multi.backends.triton import (
     swiglu,
     swiglu_packed,
 )
+from liger_multi.reference.divergence_rows import Goal
 from liger_multi.reference.log_prob import Upstream
 from liger_multi.reference.rows import Objective, Rows
 
@@ -134,6 +136,17 @@ def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
 
 
+def _divergence(kind: str, cols: int, dtype: torch.dtype, form: str, teacher_form: str) -> None:
+    student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
+    target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
+    goal, kernels = Goal(kind, 0.5, form, teacher_form, 0.5), divergence.TritonPairs
+    rows = kernels.statistics(student, teacher, target, goal)
+    kernels.gradient_into(
+        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor
+    )
+    kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -184,5 +197,16 @@ def calls() -> dict[str, Callable[[], None]]:
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
         found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
+    for kind in divergence.KINDS:
+        for dtype in (BF16, FP32):
+            label = f"divergence {kind} 128256 {_name(dtype)}"
+            found[label] = part(_divergence, kind, 128256, dtype, "logits", "logits")
+        found[f"divergence {kind} log_prob"] = part(
+            _divergence, kind, 128256, FP32, "log_prob", "log_prob"
+        )
+    found["divergence forward prob"] = part(
+        _divergence, "forward", 128256, FP32, "log_prob", "prob"
+    )
+    found["divergence tvd prob"] = part(_divergence, "tvd", 32000, BF16, "prob", "prob")
     found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)
     return found

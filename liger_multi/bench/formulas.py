@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.bench import divergences
+
 Formula = Callable[..., Any]
 LIGER_MODULE = "liger_kernel.transformers.functional"
 
@@ -270,6 +272,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "products": _log_prob_products,
     },
     "token_log_prob": {"torch": _token_log_prob, "aten": _token_log_prob_aten},
+    **divergences.TABLE,
 }
 FLOORS = ("products",)
 
@@ -319,4 +322,5 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
         _liger_log_prob,
     ),
+    **divergences.LIGER,
 }

@@ -46,6 +46,14 @@ def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(once, 2 * once, product, 3 * product)
 
 
+def _linear_pair(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
+    mine, theirs = (rows + classes) * width * size, (rows + classes) * other * size
+    product, teacher = (2.0 * rows * classes * w for w in (width, other))
+    return Work(mine + theirs, 2 * mine + theirs, product + teacher, 3 * product + teacher)
+
+
 WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
@@ -67,6 +75,14 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "fused_linear_log_prob": _linear,
     # logits read; read again, and the gradient written
     "token_log_prob": _elementwise(1, 3),
+    # student and teacher read; the gradient written, which one pass can do
+    "kl_div": _elementwise(2, 3),
+    "jsd": _elementwise(2, 3),
+    "tvd": _elementwise(2, 3),
+    # both logits, and two products for the gradients of the student
+    "fused_linear_kl_div": _linear_pair,
+    "fused_linear_jsd": _linear_pair,
+    "fused_linear_tvd": _linear_pair,
 }
 
 

@@ -1,5 +1,13 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
+from liger_multi.nn.divergences import (
+    FusedLinearJSDLoss,
+    FusedLinearKLDivLoss,
+    FusedLinearTVDLoss,
+    JSDLoss,
+    KLDivLoss,
+    TVDLoss,
+)
 from liger_multi.nn.losses import (
     CrossEntropyLoss,
     FusedLinearCrossEntropyLoss,
@@ -13,10 +21,16 @@ __all__ = [
     "CrossEntropyLoss",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
+    "FusedLinearJSDLoss",
+    "FusedLinearKLDivLoss",
     "FusedLinearLogProb",
+    "FusedLinearTVDLoss",
     "GemmaRMSNorm",
+    "JSDLoss",
+    "KLDivLoss",
     "LayerNorm",
     "PackedSwiGLUMLP",
     "RMSNorm",
     "SwiGLUMLP",
+    "TVDLoss",
 ]

@@ -4,15 +4,21 @@ from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers 
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
+from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
+from liger_multi.ops.fused_linear_tvd import fused_linear_tvd
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
+from liger_multi.ops.jsd import jsd
+from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 from liger_multi.ops.token_log_prob import token_log_prob
+from liger_multi.ops.tvd import tvd
 
 __all__ = [
     "CrossEntropyOutput",
@@ -21,13 +27,19 @@ __all__ = [
     "cross_entropy",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "fused_linear_kl_div",
     "fused_linear_log_prob",
+    "fused_linear_tvd",
     "geglu",
     "geglu_packed",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "rms_norm",
     "rope",
     "swiglu",
     "swiglu_packed",
     "token_log_prob",
+    "tvd",
 ]
