@@ -1,5 +1,11 @@
 """Losses on log-probabilities of tokens: preferences, policies, distillation, sequences."""
 
+from liger_multi.losses.distillation import (
+    DistillationMetrics,
+    DistillationOptions,
+    TopK,
+    distillation_loss,
+)
 from liger_multi.losses.kto import KTOMetrics, KTOOptions, kto_divergence, kto_loss
 from liger_multi.losses.margins import CPOOptions, cpo_loss
 from liger_multi.losses.one_pass import token_sum
@@ -20,6 +26,8 @@ from liger_multi.losses.sources import Head, Logits, Source, tokens
 __all__ = [
     "CPOOptions",
     "DPOOptions",
+    "DistillationMetrics",
+    "DistillationOptions",
     "Head",
     "KTOMetrics",
     "KTOOptions",
@@ -31,7 +39,9 @@ __all__ = [
     "SequenceMetrics",
     "SequenceOptions",
     "Source",
+    "TopK",
     "cpo_loss",
+    "distillation_loss",
     "dpo_loss",
     "kto_divergence",
     "kto_loss",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_multi import checks
-from liger_multi.losses.sources import IGNORED, Head, Source, tokens, understood
+from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
 from liger_multi.plan import resolve
@@ -29,6 +29,9 @@ from liger_multi.plan import resolve
 Columns = Mapping[str, Tensor]
 Formula = Callable[[LogProbOutput, Columns], Tensor]
 """The loss of every token, weighted, from its statistics and its entries of named columns."""
+
+Walker = Callable[[tuple[bool, ...]], tuple[Tensor, tuple[Tensor, ...], Any]]
+"""From what needs gradients to the sum, statistics of rows, and the gradients of the sum."""
 
 PASSES = ("auto", "one", "two")
 
@@ -50,7 +53,8 @@ def token_sum(
         source: The policy.
         target: Token ids ``(...)``; ignored tokens cost nothing.
         formula: Acts on every token by itself; one pass calls it with a chunk of rows at a time.
-        columns: Constants of every token, of the target's shape.
+        columns: Constants of every token, of the target's shape, or with one axis more. With a
+            column ``ids`` of classes, the formula finds their log-probabilities as ``picked``.
         outputs: Statistics that the formula reads or that the caller wants.
         passes: One, two, or auto: one where the source is a head and something needs a gradient.
         ignore_index: Targets that cost nothing.
@@ -72,8 +76,23 @@ def token_sum(
         if done is not None:
             return done[0], LogProbOutput(*done[1:])
     made = tokens(found, target, outputs, ignore_index=ignore_index, name=name)
+    if "ids" in columns:
+        columns = {**columns, "picked": _picked(name, found, made, columns["ids"])}
     loss = _masked(formula(made, columns), target, ignore_index).sum()
     return loss, LogProbOutput._make(None if x is None else x.detach() for x in made)
+
+
+def _picked(name: str, source: Any, made: LogProbOutput, ids: Tensor) -> Tensor:
+    if not isinstance(source, Logits):
+        raise ValueError(
+            f"{name}: classes are picked from given logits, or from a losses.Head in one pass, "
+            f"got {type(source).__name__}"
+        )
+    assert made.lse is not None
+    z = source.logits.gather(-1, ids.clamp(min=0)).to(made.lse.dtype) * source.logit_scale
+    if source.softcap is not None:
+        z = source.softcap * torch.tanh(z / source.softcap)
+    return z / source.temperature - made.lse.unsqueeze(-1)
 
 
 def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -105,20 +124,31 @@ def _fused(
             raise ValueError(f"one pass is not available for {reason}; use passes='auto'")
         return None
     flat = {key: _flat(key, column, target) for key, column in columns.items()}
-    apply: Any = _OnePass.apply
-    found = apply(args[0], args[1], args[3], (kernels, args, formula, flat))
+    found = in_one_pass(
+        args[0], args[1], args[3], lambda needs: walk(kernels, args, formula, flat, needs)
+    )
     shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
     asked = dict(zip(OUTPUTS, shaped, strict=True))
     return (found[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
 
 
 def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
-    if column.shape != target.shape:
+    shape = target.shape
+    if column.shape[: target.ndim] != shape or column.ndim > target.ndim + 1:
         raise ValueError(
-            f"the column {key} must have the shape {tuple(target.shape)} of the targets, got "
-            f"{checks.describe(column)}"
+            f"the column {key} must have the shape {tuple(shape)} of the targets (and one axis "
+            f"more, if any), got {checks.describe(column)}"
         )
-    return column.reshape(-1)
+    return column.reshape(target.numel(), *column.shape[target.ndim :])
+
+
+def in_one_pass(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, walker: Walker
+) -> tuple[Tensor, ...]:
+    """The loss and the statistics of a walk that makes gradients as it goes."""
+    apply: Any = _OnePass.apply
+    found: tuple[Tensor, ...] = apply(hidden, weight, bias, walker)
+    return found
 
 
 class _OnePass(torch.autograd.Function):
@@ -126,12 +156,10 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: tuple[Any, ...]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, walker: Walker
     ) -> tuple[Tensor, ...]:
         with torch._C._DisableAutocast(), _device(hidden):
-            kernels, args, formula, columns = job
-            needs = ctx.needs_input_grad[:3]
-            loss, rows, gradients = walk(kernels, args, formula, columns, needs)
+            loss, rows, gradients = walker(ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(*rows)
@@ -185,7 +213,8 @@ def walk(
         made = kernels.statistics(raw, t, None, goal, outputs)
         rows.put(where, made)
         part = {key: column[where] for key, column in columns.items()}
-        value, slopes = _slopes(formula, made, part, t, ignore_index)
+        picked = picked_logits(raw, part["ids"], goal) if "ids" in part else None
+        value, slopes, dpicked = _slopes(formula, made, part, t, ignore_index, picked)
         total += value
         if any(needs):
             upstream = upstream_of(
@@ -193,14 +222,27 @@ def walk(
                 objective=goal,
             )  # fmt: skip
             kernels.log_prob_gradient_(raw, t, made.lse, goal, upstream.at(slice(None)))
+            if dpicked is not None and picked is not None:
+                if goal.softcap is not None:
+                    dpicked = dpicked * (1 - (picked / goal.softcap).square())
+                dpicked = (dpicked * goal.logit_scale).to(raw.dtype)
+                raw.scatter_add_(1, part["ids"].clamp(min=0), dpicked)
             into.add(place, where, h, raw)
     return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), into.gradients
 
 
+def picked_logits(raw: Tensor, ids: Tensor, goal: Any) -> Tensor:
+    """Logits of a few classes of every row, as the objective makes them; negative ids pick any."""
+    from liger_multi.reference.objective import scaled
+
+    return scaled(raw.gather(1, ids.clamp(min=0)), goal)
+
+
 def _slopes(
-    formula: Formula, made: Any, columns: Columns, target: Tensor, ignore_index: int
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum over a chunk, and its derivatives by log_prob, entropy and lse of every row."""
+    formula: Formula, made: Any, columns: Columns, target: Tensor, ignore_index: int,
+    picked: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:  # fmt: skip
+    """The sum over a chunk; its derivatives by log_prob, entropy, lse, and the logits picked."""
     with torch.enable_grad():
         leaves = [
             x.detach().requires_grad_() if x.numel() == target.numel() else None
@@ -208,10 +250,17 @@ def _slopes(
         ]
         own, entropy, lse = leaves
         seen = LogProbOutput(own, entropy, lse, made.argmax if made.argmax.numel() else None)
+        if picked is not None:
+            assert lse is not None
+            picked = picked.detach().requires_grad_()
+            leaves.append(picked)
+            columns = {**columns, "picked": picked - lse.unsqueeze(1)}
         value = _masked(formula(seen, columns), target, ignore_index).sum()
         given = [x for x in leaves if x is not None]
         if not value.requires_grad:  # a formula whose coefficients are all constants
-            return value, [torch.zeros_like(given[0]), None, None]
+            return value, [torch.zeros_like(given[0]), None, None], None
         found = iter(torch.autograd.grad(value, given, allow_unused=True))
         slopes = [None if x is None else next(found) for x in leaves]
-    return value.detach(), slopes
+    if all(slope is None for slope in slopes[:3]):
+        slopes[0] = torch.zeros_like(made.lse)
+    return value.detach(), slopes[:3], slopes[3] if picked is not None else None
