@@ -150,7 +150,7 @@ def test_several_heads_predict_further_ahead():
     more = [torch.randn(2, 8, 16).requires_grad_() for _ in range(2)]
     segments = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
     sources = [losses.Head(h, *leaves[1:], chunk=3) for h in (leaves[0], *more)]
-    ours, metrics = losses.mtp_loss(sources, target, weight=0.6, segments=segments)
+    ours, metrics = losses.mtp_loss(sources, target, ahead_weight=0.6, segments=segments)
     right, seen = 0.0, []
     for k, hidden in enumerate((leaves[0], *more)):
         total, count = 0.0, 0

@@ -3,6 +3,7 @@
 from liger_multi.losses.distillation import (
     DistillationMetrics,
     DistillationOptions,
+    Teacher,
     TopK,
     distillation_loss,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "SequenceMetrics",
     "SequenceOptions",
     "Source",
+    "Teacher",
     "TopK",
     "cpo_loss",
     "distillation_loss",

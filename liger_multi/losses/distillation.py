@@ -54,10 +54,10 @@ class DistillationMetrics(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A divergence: the operator of two heads, that of rows, what they take, and the source."""
+    """The operator of two heads, that of rows (or a formula), what they take, and the source."""
 
-    fused: Callable[..., Tensor] | None
-    rows: Callable[..., Tensor]
+    fused: str | None
+    rows: str | Callable[..., Tensor]
     keywords: Callable[[Any], dict[str, Any]]
     source: str
 
@@ -73,17 +73,17 @@ def _jsd(share: float | None) -> Callable[[Any], dict[str, Any]]:
 
 DIVERGENCES: dict[str, Divergence] = {
     "forward_kl": Divergence(
-        ops.fused_linear_jsd, ops.jsd, _jsd(0.0), "KL(p, q), Hinton et al., arXiv:1503.02531"
+        "fused_linear_jsd", "jsd", _jsd(0.0), "KL(p, q), Hinton et al., arXiv:1503.02531"
     ),
     "reverse_kl": Divergence(
-        ops.fused_linear_jsd, ops.jsd, _jsd(1.0), "KL(q, p), MiniLLM, arXiv:2306.08543"
+        "fused_linear_jsd", "jsd", _jsd(1.0), "KL(q, p), MiniLLM, arXiv:2306.08543"
     ),
     "jsd": Divergence(
-        ops.fused_linear_jsd, ops.jsd, _jsd(None),
+        "fused_linear_jsd", "jsd", _jsd(None),
         "beta KL(p, m) + (1 - beta) KL(q, m), GKD, arXiv:2306.13649 eq. 1",
     ),
     "tvd": Divergence(
-        ops.fused_linear_tvd, ops.tvd, lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"
+        "fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"
     ),
     "cosine": Divergence(None, cosine, lambda o: {}, "1 - cos of logits, PKD, arXiv:1908.09355"),
 }  # fmt: skip
@@ -226,7 +226,7 @@ def _of_head(
 
     def run(t_hidden: Tensor, t_weight: Tensor, t_bias: Tensor | None) -> Tensor:
         if plain and kind.fused is not None:
-            return kind.fused(
+            return getattr(ops, kind.fused)(  # type: ignore[no-any-return]
                 hidden, weight, t_hidden.detach(), t_weight.detach(), target, bias, t_bias,
                 temperature=student.temperature / student.logit_scale, vocabulary=o.vocabulary,
                 ignore_index=ignore_index, reduction="sum", chunk=student.chunk,
@@ -260,9 +260,9 @@ def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
     def rows(student: Tensor, teacher: Tensor) -> Tensor:
         classes = min(student.shape[-1], teacher.shape[-1])
         student, teacher = student[..., :classes], teacher[..., :classes]
-        if kind.fused is None:
+        if callable(kind.rows):
             return kind.rows(student, teacher)
-        return kind.rows(
+        return getattr(ops, kind.rows)(  # type: ignore[no-any-return]
             student, teacher, form="logits", teacher_form="logits", reduction="none",
             **kind.keywords(o),
         )  # fmt: skip
@@ -331,7 +331,8 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
             q, p = (torch.cat((x, _remainder(x)), -1) for x in sides)
         else:
             q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
-        each = kind.rows(
+        assert isinstance(kind.rows, str)
+        each = getattr(ops, kind.rows)(
             q, p.detach(), form="log_prob", teacher_form="log_prob", reduction="none",
             **kind.keywords(o),
         )  # fmt: skip

@@ -196,7 +196,7 @@ def mtp_loss(
     heads: Sequence[Source],
     target: Tensor,
     *,
-    weight: float = 0.3,
+    ahead_weight: float = 0.3,
     segments: Tensor | None = None,
     num_items: Tensor | float | None = None,
     processes: int = 1,
@@ -206,14 +206,14 @@ def mtp_loss(
 ) -> tuple[Tensor, MTPMetrics]:
     """The next token, and tokens further ahead by more heads (multi-token prediction).
 
-    ``loss = L_0 + weight / D sum_k L_k``, where head k of D predicts the token k + 1 positions
-    ahead (DeepSeek-V3, arXiv:2412.19437 eq. 24 and 25; with weight D Gloeckle et al.,
+    ``loss = L_0 + ahead_weight / D sum_k L_k``, where head k of D predicts the token k + 1 positions
+    ahead (DeepSeek-V3, arXiv:2412.19437 eq. 24 and 25; with ahead_weight D Gloeckle et al.,
     arXiv:2404.19737).
 
     Args:
         heads: The main head's tokens, and those of every head ahead, at the same positions.
         target: Ids ``(..., T)`` of the next token, already shifted; prompts and padding ignored.
-        weight: Factor of the mean over the heads ahead.
+        ahead_weight: Factor of the mean over the heads ahead.
         segments: Numbers of the packed sequences of a row; no head looks into the next one.
         num_items: As in :func:`sequence_loss`, of the main head; every head divides by it.
         processes: Ranks whose gradients are averaged, with num_items.
@@ -223,7 +223,7 @@ def mtp_loss(
     """
     if not heads:
         raise ValueError("MTP: heads must have at least the main one, got none")
-    checks.number("MTP", "weight", weight, 0.0)
+    checks.number("MTP", "ahead_weight", ahead_weight, 0.0)
     count = {"num_items": num_items, "processes": processes, "group": group}
     own = segments if options.get("reduction") == "sequence" else None
     loss, first = sequence_loss(
@@ -235,7 +235,7 @@ def mtp_loss(
         part, metrics = sequence_loss(
             head, aim, segments=own, ignore_index=ignore_index, **count, **options
         )
-        loss = loss + weight / (len(heads) - 1) * part
+        loss = loss + ahead_weight / (len(heads) - 1) * part
         ahead.append(metrics.nll)
     return loss, MTPMetrics(first, tuple(ahead))
 

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from liger_multi import checks
+from liger_multi import checks, ops
 from liger_multi.losses.heads import through
-from liger_multi.ops import LogProbOutput, fused_linear_log_prob, token_log_prob
+from liger_multi.ops import LogProbOutput
 
 IGNORED = -100
 
@@ -152,12 +152,12 @@ def tokens(
         return _given(name, found, target != ignore_index, outputs)
     if isinstance(found, Logits):
         options = {k: v for k, v in vars(found).items() if k != "logits"}
-        return token_log_prob(
+        return ops.token_log_prob(
             found.logits, target, ignore_index=ignore_index, outputs=outputs, **options
         )
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
-        return fused_linear_log_prob(
+        return ops.fused_linear_log_prob(
             hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
             **found.options(),
         )  # fmt: skip
