@@ -252,3 +252,29 @@ def _of_heads(rows_of):
 
 
 fused_linear_kl_div, fused_linear_jsd, fused_linear_tvd = map(_of_heads, (kl_div, jsd, tvd))
+
+
+def selective_log_softmax(logits, index, *, temperature=1.0, ignore_index=-100, **_):
+    log_p = torch.log_softmax(logits / temperature, -1)
+    several = index.ndim == logits.ndim
+    places = index if several else index.unsqueeze(-1)
+    valid = places != ignore_index
+    found = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
+    return found if several else found.squeeze(-1)
+
+
+def softmax(x, dim=-1):
+    return torch.softmax(x, dim)
+
+
+def sparsemax(x, dim=-1):
+    x = x.movedim(dim, -1)
+    fallen = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    total = fallen.cumsum(-1) - 1
+    k = (fallen * count > total).sum(-1, keepdim=True)
+    return (x - total.gather(-1, k - 1) / k).clamp(min=0).movedim(-1, dim)
+
+
+def embedding(index, weight, padding_idx=None, *, scale=1.0):
+    return F.embedding(index, weight, padding_idx) * scale

@@ -249,6 +249,36 @@ def _log_prob_products(
     return (found,) * len(outputs) if len(outputs) > 1 else found
 
 
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _sparsemax(x: Tensor) -> Tensor:
+    z = x.float()
+    fallen = z.sort(-1, descending=True).values
+    count = torch.arange(1, z.shape[-1] + 1, device=z.device)
+    total = fallen.cumsum(-1) - 1
+    k = (fallen * count > total).sum(-1, keepdim=True)
+    return (z - total.gather(-1, k - 1) / k).clamp(min=0).to(x.dtype)
+
+
+def _selective(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
+    log_p = torch.log_softmax(logits.float() / temperature, -1)
+    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return log_p.gather(-1, places).view(index.shape)
+
+
+def _selective_aten(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
+    z = logits.float() / temperature
+    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return (z.gather(-1, places) - z.logsumexp(-1, keepdim=True)).view(index.shape)
+
+
+def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    y = F.embedding(index, weight)
+    return y if scale == 1.0 else y * torch.tensor(scale, dtype=y.dtype, device=y.device)
+
+
 TABLE: dict[str, dict[str, Formula]] = {
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
     "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
@@ -272,6 +302,10 @@ TABLE: dict[str, dict[str, Formula]] = {
         "products": _log_prob_products,
     },
     "token_log_prob": {"torch": _token_log_prob, "aten": _token_log_prob_aten},
+    "softmax": {"torch": _softmax},
+    "sparsemax": {"torch": _sparsemax},
+    "selective_log_softmax": {"torch": _selective, "aten": _selective_aten},
+    "embedding": {"torch": _embedding},
     **divergences.TABLE,
 }
 FLOORS = ("products",)
@@ -321,6 +355,12 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     "fused_linear_log_prob": (
         "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
         _liger_log_prob,
+    ),
+    "softmax": ("liger_softmax", lambda f: lambda x: f(x)),
+    "sparsemax": ("liger_sparsemax", lambda f: lambda x: f(x, -1)),
+    "embedding": (
+        "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply",
+        lambda f: lambda index, weight: f(weight, index),
     ),
     **divergences.LIGER,
 }

@@ -1,13 +1,11 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
-from liger_multi.nn.divergences import (
+from liger_multi.nn.divergence_heads import (
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
     FusedLinearTVDLoss,
-    JSDLoss,
-    KLDivLoss,
-    TVDLoss,
 )
+from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
 from liger_multi.nn.losses import (
     CrossEntropyLoss,
     FusedLinearCrossEntropyLoss,
@@ -26,6 +24,7 @@ from liger_multi.nn.objectives import (
     SequenceLoss,
     SimPOLoss,
 )
+from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 
 __all__ = [
     "GEGLUMLP",
@@ -33,6 +32,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DPOLoss",
     "DistillationLoss",
+    "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
     "FusedLinearJSDLoss",
@@ -51,6 +51,8 @@ __all__ = [
     "RMSNorm",
     "SequenceLoss",
     "SimPOLoss",
+    "Softmax",
+    "Sparsemax",
     "SwiGLUMLP",
     "TVDLoss",
 ]

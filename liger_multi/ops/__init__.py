@@ -2,6 +2,7 @@
 
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_multi.ops.embedding import embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
@@ -15,6 +16,9 @@ from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
+from liger_multi.ops.selective_log_softmax import selective_log_softmax
+from liger_multi.ops.softmax import softmax
+from liger_multi.ops.sparsemax import sparsemax
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
 from liger_multi.ops.token_log_prob import token_log_prob
@@ -25,6 +29,7 @@ __all__ = [
     "FusedAddRMSNormOutput",
     "LogProbOutput",
     "cross_entropy",
+    "embedding",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_jsd",
@@ -38,6 +43,9 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope",
+    "selective_log_softmax",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
     "token_log_prob",
