@@ -206,8 +206,8 @@ def mtp_loss(
 ) -> tuple[Tensor, MTPMetrics]:
     """The next token, and tokens further ahead by more heads (multi-token prediction).
 
-    ``loss = L_0 + ahead_weight / D sum_k L_k``, where head k of D predicts the token k + 1 positions
-    ahead (DeepSeek-V3, arXiv:2412.19437 eq. 24 and 25; with ahead_weight D Gloeckle et al.,
+    ``loss = L_0 + ahead_weight / D sum_k L_k``, where head k of D predicts the token k + 1
+    positions ahead (DeepSeek-V3, arXiv:2412.19437 eq. 24 and 25; with D Gloeckle et al.,
     arXiv:2404.19737).
 
     Args:

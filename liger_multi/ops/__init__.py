@@ -9,6 +9,7 @@ from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
 from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
 from liger_multi.ops.fused_linear_tvd import fused_linear_tvd
+from liger_multi.ops.gated_mlp import gated_mlp
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.jsd import jsd
@@ -36,6 +37,7 @@ __all__ = [
     "fused_linear_kl_div",
     "fused_linear_log_prob",
     "fused_linear_tvd",
+    "gated_mlp",
     "geglu",
     "geglu_packed",
     "jsd",
