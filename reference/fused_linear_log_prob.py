@@ -35,6 +35,7 @@ class LogProbKernels(Protocol):
 class ReferenceRows:
     """Row kernels in plain PyTorch."""
 
+    scale = staticmethod(scale_to)
     statistics = staticmethod(rows_of.statistics)
     log_prob_gradient_ = staticmethod(gradient_)
 

@@ -254,6 +254,30 @@ def test_one_pass_multiplies_three_times(passes, products):
     assert seen.get_total_flops() == 2 * rows * 16 * 53 * products
 
 
+@pytest.mark.parametrize(("keep", "products"), [("1MiB", 3), (10, 4), (0, 4)])
+def test_logits_that_may_stay_are_computed_once(keep, products):
+    """For losses that look at more than a token; above the budget they are computed again."""
+    b = Batch(5, 11, empty=False)
+    theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, given=("old",))
+    with inline_ops(), FlopCounterMode(display=False) as seen:
+        ours, _ = ours_policy(b, {"loss_type": "gspo", "beta": 0.1}, ("old",), b.head(keep=keep))
+        first = torch.autograd.grad(ours, b.leaves, retain_graph=True)
+    assert seen.get_total_flops() == 2 * int(b.mask.sum()) * 16 * 53 * products
+    for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
+        assert torch.equal(x, y)  # of a second backward, which has no logits any more
+    both(ours, theirs, b)
+
+
+@pytest.mark.parametrize("dtype", [WIDE, HALF, torch.float16])
+def test_logits_that_stay_are_exact(dtype):
+    b = Batch(6, 13, dtype=dtype)
+    options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
+    wide = b.wide()
+    theirs, _ = trl_policy(b, options, wide, given=("old",))
+    ours, _ = ours_policy(b, options, ("old",), b.head(keep="1MiB"))
+    both(ours, theirs, b, dtype, wide)
+
+
 def test_one_pass_is_refused_where_tokens_look_at_others():
     b = Batch()
     for options in ({"loss_type": "gspo"}, {"top_entropy": 0.5}, {"loss_type": "vespo"}):

@@ -109,15 +109,11 @@ def _fused(
     args = prepared(
         hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs, **head.options()
     )
-    plain = not torch.compiler.is_compiling() and all(
-        type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors if x is not None
-    )
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     # the range of float16 does not hold sums whose upstream gradient is not known yet
     narrow = (args[10] or hidden.dtype) == torch.float16
-    kernels = None
-    if plain and (grad or passes == "one") and not narrow:
-        kernels = getattr(resolve(op.fwd, args), "kernels", None)
+    wanted = (grad or passes == "one") and not narrow
+    kernels = row_kernels(tensors, args) if wanted else None
     if kernels is None:
         if passes == "one":
             reason = "float16" if narrow else "these tensors, or the backend that they resolve to"
@@ -125,8 +121,9 @@ def _fused(
         return None
     flat = {key: _flat(key, column, target) for key, column in columns.items()}
     found = in_one_pass(
-        args[0], args[1], args[3], lambda needs: walk(kernels, args, formula, flat, needs)
-    )
+        args[0], args[1], args[3], kernels.scale,
+        lambda needs: walk(kernels, args, formula, flat, needs),
+    )  # fmt: skip
     shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
     asked = dict(zip(OUTPUTS, shaped, strict=True))
     return (found[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
@@ -142,12 +139,22 @@ def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
     return column.reshape(target.numel(), *column.shape[target.ndim :])
 
 
+def row_kernels(tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """The row kernels of the backend that serves these tensors; None where operators must."""
+    if torch.compiler.is_compiling() or any(
+        x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta)
+        for x in tensors
+    ):
+        return None
+    return getattr(resolve(op.fwd, args), "kernels", None)
+
+
 def in_one_pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, walker: Walker
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
 ) -> tuple[Tensor, ...]:
     """The loss and the statistics of a walk that makes gradients as it goes."""
     apply: Any = _OnePass.apply
-    found: tuple[Tensor, ...] = apply(hidden, weight, bias, walker)
+    found: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, walker)
     return found
 
 
@@ -156,10 +163,11 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, walker: Walker
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
     ) -> tuple[Tensor, ...]:
-        with torch._C._DisableAutocast(), _device(hidden):
+        with torch._C._DisableAutocast(), on_device(hidden):
             loss, rows, gradients = walker(ctx.needs_input_grad[:3])
+        ctx.scale = scale
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(*rows)
@@ -170,17 +178,16 @@ class _OnePass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 4
-        from liger_multi.reference.gradients import scale_to
-
-        found: list[Tensor | None] = [None] * 4
-        for i, gradient in enumerate(ctx.saved_tensors):
-            if ctx.needs_input_grad[i]:
-                found[i] = scale_to(gradient, dloss, ctx.dtypes[i])
+            return (None,) * 5
+        found: list[Tensor | None] = [None] * 5
+        with on_device(dloss):
+            for i, gradient in enumerate(ctx.saved_tensors):
+                if ctx.needs_input_grad[i]:
+                    found[i] = ctx.scale(gradient, dloss, ctx.dtypes[i])
         return tuple(found)
 
 
-def _device(x: Tensor) -> Any:
+def on_device(x: Tensor) -> Any:
     """The device of ``x`` as the current one, where its kind has several."""
     import contextlib
 

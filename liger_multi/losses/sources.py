@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from liger_multi import checks, ops
 from liger_multi.losses.heads import through
 from liger_multi.ops import LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import prepared
 
 IGNORED = -100
 
@@ -41,6 +42,8 @@ class Head:
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the product.
         validate: Raise for targets out of range on a device too (a sync).
+        keep: Bytes of logits, or a budget such as "2GiB", that may stay from forward to backward:
+            within it losses of pairs and sequences compute the logits once, not twice.
     """
 
     hidden: Tensor
@@ -53,6 +56,7 @@ class Head:
     accumulate: torch.dtype = torch.float32
     compact: bool = True
     validate: bool = False
+    keep: int | str = 0
 
     def options(self) -> dict[str, Any]:
         """What the operator takes by name."""
@@ -157,6 +161,16 @@ def tokens(
         )
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
+        if found.keep and torch.is_grad_enabled():
+            from liger_multi.losses.kept import kept_tokens
+
+            args = prepared(
+                hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
+                **found.options(),
+            )  # fmt: skip
+            made = kept_tokens((hidden, weight, bias), args, target, found.keep)
+            if made is not None:
+                return made
         return ops.fused_linear_log_prob(
             hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
             **found.options(),

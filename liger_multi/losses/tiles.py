@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.losses.one_pass import in_one_pass
+from liger_multi.losses.one_pass import in_one_pass, row_kernels
 from liger_multi.losses.sources import Head
 from liger_multi.ops.fused_linear_log_prob import prepared
 
@@ -53,7 +53,13 @@ def tiled_sum(
     def walker(needs: tuple[bool, ...]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         return _walk(head, args, teacher, flat, function, needs)
 
-    return in_one_pass(args[0], args[1], args[3], walker)[0]
+    kernels = row_kernels(tensors, args)
+    if kernels is None:
+        raise ValueError(
+            "a loss of rows of logits without an operator of its own (a softcap, two scales, or "
+            "cosine) is not available under a compiler, nor for tensors that are no plain ones"
+        )
+    return in_one_pass(args[0], args[1], args[3], kernels.scale, walker)[0]
 
 
 def _walk(
