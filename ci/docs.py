@@ -273,7 +273,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         ROOT / "ci" / "mkdocs.yml": nav,
         docs / "index.md": lambda old: front(),
         docs / "ops" / "index.md": lambda old: operators_page(),
-        docs / "losses.md": lambda old: docs_losses.page(NOTE),
+        docs / "losses.md": docs_losses.page,
         docs / "nn.md": lambda old: modules_page(),
         docs / "regressions.md": lambda old: regressions.page(),
         docs / "verification.md": lambda old: docs_status.page(),
