@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 PLACE = "<!-- losses:{} -->"
@@ -37,7 +38,7 @@ def arguments(documented: Any) -> dict[str, str]:
     return found
 
 
-def rows(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
+def rows(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
     """A table in Markdown."""
     made = [header, ("---",) * len(header), *lines]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in made]

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import harness
 import liger_multi
 from liger_multi import losses
+from liger_multi.op import inline_ops
 from liger_multi.tolerance import excess
 
 OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
@@ -63,6 +66,37 @@ def given(kind, device):
         "teacher": losses.Head(*teacher), "few": losses.TopK(top.indices, top.values.to(wide)),
     }  # fmt: skip
     return leaves, target.to(device), beside
+
+
+class Widest(TorchDispatchMode):
+    """The largest tensor that an operation makes, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_never_rows_by_vocabulary(device, name):
+    """48 rows and 70 classes in chunks of 5: nothing is larger than weight, or a chunk."""
+    leaves, target, beside = given(torch.float32, device)
+    leaves[0] = leaves[0].detach().repeat(1, 2, 1).requires_grad_()
+    target, beside["old"] = target.repeat(1, 2), beside["old"].repeat(1, 2)
+    teacher, few = beside["teacher"], beside["few"]
+    beside["teacher"] = losses.Head(teacher.hidden.repeat(1, 2, 1), teacher.weight)
+    beside["few"] = losses.TopK(few.ids.repeat(1, 2, 1), few.log_prob.repeat(1, 2, 1))
+    with inline_ops(), Widest() as seen:
+        loss, _ = LOSSES[name](losses.Head(*leaves, chunk=5), target, beside)
+        torch.autograd.grad(loss, leaves)
+    assert seen.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
+    assert seen.elements < 48 * 70
 
 
 @pytest.mark.parametrize("source", ["head", "kept", "logits"])

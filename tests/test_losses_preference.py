@@ -113,7 +113,7 @@ def test_dpo_is_trl(options):
     head, target = shifted(leaves, ids, mask, chunk=7)
     reference, _ = shifted(frozen, ids, mask)
     ours, metrics = losses.dpo_loss(
-        head, target, reference, metrics=("entropy", "token_accuracy"), **options
+        head, target, reference, metrics=("entropy", "token_accuracy", "logits"), **options
     )
     both(ours, theirs, leaves)
     names = {
@@ -123,6 +123,8 @@ def test_dpo_is_trl(options):
         "rewards/margins": metrics.margin,
         "entropy": metrics.entropy,
         "mean_token_accuracy": metrics.token_accuracy,
+        "logits/chosen": metrics.chosen_logit,
+        "logits/rejected": metrics.rejected_logit,
     }
     names |= {"logps/chosen": metrics.chosen_log_prob, "logps/rejected": metrics.rejected_log_prob}
     for key, value in names.items():
@@ -157,11 +159,17 @@ def test_dpo_edges(kind):
 def test_dpo_under_softcap_scale_and_temperature():
     leaves, frozen, ids, mask = batch()
     options = {"temperature": 0.7, "softcap": 3.0}
-    theirs, _ = trl_dpo(leaves, frozen, ids, mask, {}, scale=0.6, **options)
+    theirs, log = trl_dpo(leaves, frozen, ids, mask, {}, scale=0.6, **options)
     options["logit_scale"] = 0.6
-    head, target = shifted(leaves, ids, mask, **options)
-    ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask, **options)[0])
+    head, target = shifted(leaves, ids, mask, chunk=5, **options)
+    reference, _ = shifted(frozen, ids, mask, **options)
+    ours, metrics = losses.dpo_loss(head, target, reference, metrics=("logits",))
     both(ours, theirs, leaves)
+    assert metrics.chosen_logit.item() == pytest.approx(log["logits/chosen"], rel=1e-4)
+    given = losses.Logits(head.hidden @ leaves[1].T, 0.7, 3.0, 0.6)
+    _, again = losses.dpo_loss(given, target, reference, metrics=("logits",))
+    assert again.rejected_logit.item() == pytest.approx(metrics.rejected_logit.item(), rel=1e-4)
+    assert again.rejected_logit.item() == pytest.approx(log["logits/rejected"], rel=1e-4)
 
 
 # --- where references and policies come from ---
@@ -408,7 +416,13 @@ def test_kto_is_trl(options, labels):
         kl = losses.kto_divergence(*sums)
         assert kl > 0
     ours, metrics = losses.kto_loss(
-        head, target, desirable, shifted(frozen, ids, mask)[0], kl, metrics=("entropy",), **options
+        head,
+        target,
+        desirable,
+        shifted(frozen, ids, mask)[0],
+        kl,
+        metrics=("entropy", "logits"),
+        **options,
     )
     both(ours, theirs, leaves)
     assert metrics.kl.item() == pytest.approx(log["kl"], rel=1e-5)
@@ -416,9 +430,10 @@ def test_kto_is_trl(options, labels):
     for key, value in (
         ("rewards/chosen", metrics.chosen_reward), ("rewards/rejected", metrics.rejected_reward),
         ("logps/chosen", metrics.chosen_log_prob), ("rewards/margins", metrics.margin),
+        ("logits/chosen", metrics.chosen_logit), ("logits/rejected", metrics.rejected_logit),
     ):  # fmt: skip
         assert key not in log or value.item() == pytest.approx(log[key], rel=1e-5)
-        assert key in log or value.isnan()
+        assert key in log or value.isnan() or (key[:6] == "logits" and value == 0)
 
 
 @pytest.mark.parametrize("dtype", [WIDE, HALF])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.losses.options import Options
-from liger_multi.losses.pairs import EXTRA, policy_tokens, reference_sums
+from liger_multi.losses.pairs import EXTRA, logit_means, policy_tokens, reference_sums
 from liger_multi.losses.reductions import masked_mean
 from liger_multi.losses.sources import IGNORED, Source
 
@@ -28,6 +28,8 @@ class KTOMetrics(NamedTuple):
     kl: Tensor
     entropy: Tensor | None = None
     token_accuracy: Tensor | None = None
+    chosen_logit: Tensor | None = None
+    rejected_logit: Tensor | None = None
 
 
 class Single(NamedTuple):
@@ -52,7 +54,7 @@ class KTOOptions(Options):
         beta: Strength of the reference.
         desirable_weight: Factor of the desirable answers' losses.
         undesirable_weight: Factor of the others'.
-        metrics: Further metrics: entropy, token_accuracy.
+        metrics: Further metrics: entropy, token_accuracy, logits (their means).
     """
 
     loss_type: str = "kto"
@@ -133,6 +135,7 @@ def kto_loss(
             good.numel() - count, zero,
             None if own.entropy is None else masked_mean(own.entropy, mask),
             None if hits is None else masked_mean(hits, mask & good.unsqueeze(1)),
+            *logit_means("KTO", policy, target, o.metrics, ignore_index, (good, ~good)),
         )  # fmt: skip
     return loss, metrics
 

@@ -16,7 +16,9 @@ from liger_multi.losses.pairs import (
     EXTRA,
     Pairs,
     PreferenceMetrics,
+    halves_of,
     logistic,
+    logit_means,
     pair_mask,
     pair_metrics,
     paired,
@@ -93,7 +95,7 @@ class CPOOptions(Options):
         alpha: Shape of the reward (AlphaPO, arXiv:2501.03884); 0 is the log-probability.
         length_normalised: Whether log-probabilities of sequences are means over their tokens;
             None for what the loss type's paper says.
-        metrics: Further metrics: entropy, token_accuracy.
+        metrics: Further metrics: entropy, token_accuracy, logits (their means).
     """
 
     loss_type: str = "sigmoid"
@@ -165,4 +167,6 @@ def cpo_loss(
         rewarded = pairs._replace(
             chosen=_alpha_reward(pairs.chosen, o), rejected=_alpha_reward(pairs.rejected, o)
         )
-    return loss, pair_metrics(rewarded, own, mask, target, o.beta)
+    metrics = pair_metrics(rewarded, own, mask, target, o.beta)
+    means = logit_means("CPO", policy, target, o.metrics, ignore_index, halves_of(target))
+    return loss, metrics._replace(chosen_logit=means[0], rejected_logit=means[1])

@@ -12,15 +12,17 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.reductions import lengths, masked_mean
 from liger_multi.losses.sources import Source, tokens
+from liger_multi.losses.tiles import mean_logits
 from liger_multi.ops import LogProbOutput
 
-EXTRA = ("entropy", "token_accuracy")
+EXTRA = ("entropy", "token_accuracy", "logits")
 
 
 class PreferenceMetrics(NamedTuple):
     """What trainers log of pairs: means over the batch, without gradients.
 
-    ``entropy`` and ``token_accuracy`` (of the chosen answers) are None unless asked for.
+    ``entropy``, ``token_accuracy`` (of the chosen answers) and the means of logits are None unless
+    asked for.
     """
 
     chosen_reward: Tensor
@@ -32,6 +34,8 @@ class PreferenceMetrics(NamedTuple):
     nll: Tensor
     entropy: Tensor | None = None
     token_accuracy: Tensor | None = None
+    chosen_logit: Tensor | None = None
+    rejected_logit: Tensor | None = None
 
 
 class Pairs(NamedTuple):
@@ -86,7 +90,7 @@ def policy_tokens(
 ) -> LogProbOutput:
     """The policy's log-probabilities, and what further metrics need."""
     needs = {"entropy": "entropy", "token_accuracy": "argmax"}
-    outputs = ("log_prob", *[needs[m] for m in metrics])
+    outputs = ("log_prob", *[needs[m] for m in metrics if m in needs])
     return tokens(policy, target, outputs, ignore_index=ignore_index, name=name)
 
 
@@ -127,6 +131,25 @@ def paired(
     return Pairs(
         c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll
     )  # fmt: skip
+
+
+def logit_means(
+    name: str, policy: Source, target: Tensor, metrics: tuple[str, ...], ignore_index: int,
+    rows: tuple[Tensor, Tensor],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The means of logits over the tokens of two groups of answers, where somebody asks."""
+    if "logits" not in metrics:
+        return None, None
+    each = mean_logits(policy, target, ignore_index, name)
+    mask = target != ignore_index
+    chosen, rejected = (masked_mean(each, mask & part.unsqueeze(1)) for part in rows)
+    return chosen, rejected
+
+
+def halves_of(target: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are chosen, and which rejected."""
+    first = torch.arange(target.shape[0], device=target.device) < target.shape[0] // 2
+    return first, ~first
 
 
 def pair_metrics(

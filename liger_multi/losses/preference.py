@@ -21,7 +21,9 @@ from liger_multi.losses.pairs import (
     EXTRA,
     Pairs,
     PreferenceMetrics,
+    halves_of,
     logistic,
+    logit_means,
     pair_mask,
     pair_metrics,
     paired,
@@ -166,7 +168,7 @@ class DPOOptions(Options):
         weighting: Weigh pairs by how likely the policy finds them (WPO, arXiv:2406.11827 eq. 2).
         rpo_alpha: Factor of the chosen answers' mean negative log-likelihood a token (RPO,
             arXiv:2404.19733 eq. 3).
-        metrics: Further metrics: entropy, token_accuracy.
+        metrics: Further metrics: entropy, token_accuracy, logits (their means).
     """
 
     loss_type: str | tuple[str, ...] = "sigmoid"
@@ -262,7 +264,9 @@ def dpo_loss(
     if o.rpo_alpha:
         mean = sequences(own.log_prob, mask, None, True).chunk(2)[0]
         loss = loss - o.rpo_alpha * mean.mean()
-    return loss, pair_metrics(pairs, own, mask, target, o.beta)
+    metrics = pair_metrics(pairs, own, mask, target, o.beta)
+    means = logit_means("DPO", policy, target, o.metrics, ignore_index, halves_of(target))
+    return loss, metrics._replace(chosen_logit=means[0], rejected_logit=means[1])
 
 
 def _reference(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_multi.losses.one_pass import in_one_pass, row_kernels
-from liger_multi.losses.sources import Head
+from liger_multi.losses.sources import Head, Logits, Source, understood
+from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import prepared
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -91,3 +92,44 @@ def _walk(
         if any(needs):
             into.add(place, where, h, raw)
     return total, (), into.gradients
+
+
+def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) -> Tensor:
+    """The mean of every token's logits, without gradients; 0 where the target is ignored."""
+    found = understood(name, source, target)
+    if isinstance(found, LogProbOutput):
+        raise ValueError(f"{name}: the mean of logits needs a losses.Head or logits, got neither")
+    valid = target != ignore_index
+    with torch.no_grad():
+        if isinstance(found, Logits):
+            return torch.where(valid, curved(found.logits, found).mean(-1), 0)
+        head = found
+
+        def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if head.softcap is None:  # linear, so one product with the mean of the classes
+                mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+                mean = mean if bias is None else mean + bias.float().mean()
+                return torch.where(valid, mean * (head.logit_scale / head.temperature), 0)
+            return _mean_rows(head, (hidden, weight, bias), target, ignore_index)
+
+        made: Tensor = head.run(run)
+        return made
+
+
+def _mean_rows(
+    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, ignore_index: int
+) -> Tensor:
+    from liger_multi.reference.fused_linear import Chunks, Plan
+    from liger_multi.reference.rows import Objective
+
+    hidden, weight, bias = tensors
+    args = prepared(
+        hidden, weight, target, bias, ignore_index=ignore_index, outputs=("lse",), **head.options()
+    )
+    goal = Objective(ignore_index, 0.0, 0.0, None)
+    plan = Plan(args[7], args[8], args[10], args[11])
+    found = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
+    with torch._C._DisableAutocast():
+        for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], goal, plan):
+            found[where] = curved(raw, head).mean(-1).float()
+    return torch.where(target != ignore_index, found.view(target.shape), 0)
