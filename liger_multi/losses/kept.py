@@ -23,9 +23,16 @@ def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
     """Statistics of tokens with gradients; None where the logits are too large to keep."""
-    hidden, weight, kind = args[0], args[1], args[10] or args[0].dtype
-    limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
-    if hidden.shape[0] * weight.shape[0] * kind.itemsize > limit:
+    from liger_multi.reference.chunking import is_whole
+
+    hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
+    if keep == "auto":
+        rows, width = hidden.shape
+        fits = is_whole(rows, width, weight.shape[0], size, args[7], args[8])
+    else:
+        limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
+        fits = hidden.shape[0] * weight.shape[0] * size <= limit
+    if not fits:
         return None
     kernels = row_kernels(tensors, args)
     if kernels is None:
@@ -48,7 +55,7 @@ class _Kept(torch.autograd.Function):
         from liger_multi.reference.reduction import check_targets
         from liger_multi.reference.rows import Rows
 
-        ctx.kernels, ctx.args, ctx.raw = kernels, args, None
+        ctx.kernels, ctx.rest, ctx.raw = kernels, args[4:], None
         target, outputs = args[2], args[-1]
         check_targets(target, weight.shape[0], args[4], args[12])
         with torch._C._DisableAutocast(), on_device(hidden):
@@ -60,7 +67,7 @@ class _Kept(torch.autograd.Function):
             for _, where, _, t, raw in chunks:
                 rows.put(where, kernels.statistics(raw, t, None, chunks.goal, outputs))
                 ctx.raw = raw
-        ctx.save_for_backward(rows.entropy, rows.lse)
+        ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
@@ -73,12 +80,12 @@ class _Kept(torch.autograd.Function):
 
         if all(g is None for g in grads[:3]):
             return (None,) * 5
-        hidden, weight, target, bias = ctx.args[:4]
-        entropy, lse = ctx.saved_tensors
+        *tensors, entropy, lse = ctx.saved_tensors
+        hidden, weight, target, bias = tensors
         logits, ctx.raw = ctx.raw, None  # a second backward multiplies again
         with torch._C._DisableAutocast(), on_device(hidden):
-            chunks = _chunks(ctx.args)
-            into = Accumulator(chunks, hidden, weight, ctx.args[9], ctx.needs_input_grad[:3])
+            chunks = _chunks((*tensors, *ctx.rest))
+            into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
                 *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
                 objective=chunks.goal,

@@ -110,14 +110,13 @@ def kto_loss(
             + ("needs kl (0.0 if nobody estimates it)" if kl is None else "does not read kl")
         )
     mask, good = target != ignore_index, desirable.to(torch.bool)
+    before: Tensor | float = 0.0
+    if reference is not None:  # first, so that its logits are gone when the policy's come
+        before = reference_sums("KTO", reference, target, mask, ignore_index, lambda x: x.sum(-1))
     own = policy_tokens("KTO", policy, target, o.metrics, ignore_index)
     assert own.log_prob is not None
     sums = own.log_prob.sum(-1)
-    ratio = sums
-    if reference is not None:
-        ratio = sums - reference_sums(
-            "KTO", reference, target, mask, ignore_index, lambda x: x.sum(-1)
-        )
+    ratio = sums - before
     zero = torch.as_tensor(0.0 if kl is None else kl, device=sums.device).detach().to(sums.dtype)
     sign = torch.where(good, 1.0, -1.0)
     weight = torch.where(good, o.desirable_weight, o.undesirable_weight)

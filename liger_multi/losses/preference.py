@@ -247,9 +247,10 @@ def dpo_loss(
     """
     o = DPOOptions.of(**options)
     mask = pair_mask("DPO", target, ignore_index)
+    # first, so that its logits are gone when the policy's come, which may stay
+    before = _reference("DPO", reference, target, mask, o, ignore_index)
     own = policy_tokens("DPO", policy, target, o.metrics, ignore_index)
     sums = sequences(own.log_prob, mask, o.tail, o.length_normalised)
-    before = _reference("DPO", reference, target, mask, o, ignore_index)
     nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])  # type: ignore[union-attr]
     pairs = paired(sums, before, mask, nll, lambda t: SCORES[o.divergence](t, o))
     factor: Tensor | float = 1.0

@@ -43,7 +43,9 @@ class Head:
         compact: Drop ignored rows before the product.
         validate: Raise for targets out of range on a device too (a sync).
         keep: Bytes of logits, or a budget such as "2GiB", that may stay from forward to backward:
-            within it losses of pairs and sequences compute the logits once, not twice.
+            within it losses of pairs and sequences compute the logits once, not twice. ``auto``:
+            where backward would hold all of them at once anyway, because they cost no more than an
+            fp32 gradient of the weight.
     """
 
     hidden: Tensor
@@ -56,7 +58,7 @@ class Head:
     accumulate: torch.dtype = torch.float32
     compact: bool = True
     validate: bool = False
-    keep: int | str = 0
+    keep: int | str = "auto"
 
     def options(self) -> dict[str, Any]:
         """What the operator takes by name."""
