@@ -23,6 +23,7 @@ from torch import Tensor
 
 from liger_multi import losses
 from liger_multi.bench import report
+from liger_multi.bench.cases import error
 from liger_multi.bench.formulas import TABLE
 from liger_multi.bench.measure import (
     Clock,
@@ -34,7 +35,6 @@ from liger_multi.bench.measure import (
 )
 from liger_multi.bench.providers import Provider
 from liger_multi.memory.measure import format_bytes, resolve_device
-from liger_multi.tolerance import excess
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 1024  # of an answer
@@ -90,6 +90,14 @@ def dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor, **o: Any) -
     return losses.dpo_loss(_head(hidden, weight, **o), target, old)[0]
 
 
+def dpo_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor, **o: Any
+) -> Tensor:
+    """DPO with a second model's head."""
+    reference = losses.Head(other, other_weight)
+    return losses.dpo_loss(_head(hidden, weight, **o), target, reference)[0]
+
+
 def grpo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor, **o: Any
 ) -> Tensor:
@@ -134,6 +142,15 @@ def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Te
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def torch_dpo_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+) -> Tensor:
+    """The same, eager."""
+    with torch.no_grad():
+        before = _rows(other, other_weight, target)
+    return torch_dpo(hidden, weight, target, before)
+
+
 def torch_grpo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
 ) -> Tensor:
@@ -173,13 +190,22 @@ def _peer(module: str, name: str) -> Any:
 
 
 def liger_dpo() -> Loss:
-    """Its reference needs hidden states and a weight of its own, so it does without one."""
-    loss = _peer("dpo_loss", "LigerFusedLinearDPOLoss")(use_ref_model=False, compute_nll_loss=False)
+    """Its DPO, which wants the reference's hidden states and weight."""
+    loss = _peer("dpo_loss", "LigerFusedLinearDPOLoss")(compute_nll_loss=False)
 
-    def call(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
-        return loss(weight, hidden, target)[0]  # type: ignore[no-any-return]
+    def call(
+        hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+    ) -> Tensor:
+        return loss(  # type: ignore[no-any-return]
+            weight, hidden, target, ref_input=other, ref_weight=other_weight
+        )[0]
 
     return call
+
+
+def nobody() -> Loss:
+    """No such loss."""
+    raise ImportError("has no such loss (its DPO wants the reference's head)")
 
 
 def liger_grpo() -> Loss:
@@ -243,7 +269,10 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "dpo": Case(dpo, torch_dpo, liger_dpo, ("target", "old")),
+    "dpo": Case(dpo, torch_dpo, nobody, ("target", "old")),
+    "dpo-reference": Case(
+        dpo_reference, torch_dpo_reference, liger_dpo, ("target", "other", "other_weight"), True
+    ),
     "grpo": Case(grpo, torch_grpo, liger_grpo, ("target", "advantages", "old")),
     "gspo": Case(gspo, torch_gspo, liger_gspo, ("target", "advantages", "old")),
     "jsd": Case(jsd, torch_jsd, liger_jsd, ("target", "other", "other_weight"), True),
@@ -330,14 +359,14 @@ def _available(case: Case, names: Sequence[str], rows: dict[str, dict[str, Any]]
 
 
 def _right(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients in fp32 of the same rounded inputs, on the host."""
+    """Loss and gradients in fp32 of the same rounded inputs."""
     wide = {
         n: (x.detach().float() if x.is_floating_point() else x).requires_grad_(x.requires_grad)
         for n, x in inputs.items()
     }
     loss = case.ours(**wide, chunk=512, keep=0)
     grads = torch.autograd.grad(loss, (wide["hidden"], wide["weight"]))
-    return loss.detach(), {"hidden": grads[0].cpu(), "weight": grads[1].cpu()}
+    return loss.detach(), {"hidden": grads[0], "weight": grads[1]}
 
 
 def _alone(
@@ -348,7 +377,7 @@ def _alone(
     if not runner.provider.floor:
         found["loss"], found["right"] = float(loss), float(right[0])
         kind = runner.tensors["weight"].dtype
-        found["error"] = max(excess(g.cpu(), right[1][n], kind) for n, g in grads.items())
+        found["error"] = max(error(g, right[1][n], kind)[0] for n, g in grads.items())
     del loss, grads
     release(device)
     found["extra_bytes"], found["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
@@ -360,10 +389,10 @@ def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | Non
     if row["status"] != "ok":
         return f"{name:24s} {provider:10s} {row['status']}"
     ratio = f"{row['both_ms'] / floor_ms:6.3f}" if floor_ms else "     -"
-    error = f"error {row['error']:8.2f}" if "error" in row else " " * 14
+    wrong = f"error {row['error']:8.2f}" if "error" in row else " " * 14
     return (
         f"{name:24s} {provider:10s} {row['both_ms']:9.3f} ms  {ratio} x products  "
-        f"extra {format_bytes(row['extra_bytes']):>10s}  {error}"
+        f"extra {format_bytes(row['extra_bytes']):>10s}  {wrong}"
     )
 
 
