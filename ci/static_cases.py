@@ -173,7 +173,7 @@ def _embedding(rows: int, classes: int, cols: int, dtype: torch.dtype, scale: fl
 def _divergence(kind: str, cols: int, dtype: torch.dtype, form: str, teacher_form: str) -> None:
     student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
     target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
-    goal, kernels = Goal(kind, 0.5, form, teacher_form, 0.5), divergence.TritonPairs
+    goal, kernels = Goal(kind, 0.5, form, teacher_form, 0.5), divergence.TritonPairs("jsd")
     rows = kernels.statistics(student, teacher, target, goal)
     kernels.gradient_into(
         _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor

@@ -60,3 +60,25 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
         return out
 
     return forward, backward
+
+
+def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
+    """Forward of the contract ``name`` in place; backward scales what stands in the student."""
+
+    def forward(
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
+        teacher_form: str, scale: float, ignore_index: int, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        goal = goal_of(name, beta, form, teacher_form, scale, ignore_index)
+        count = valid_rows(target, Rows.room(student.shape[0], goal, student).loss, ignore_index)
+        one = torch.ones_like(count)
+        factor = divide(one, count) if reduction == "mean" else one
+        loss = kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+        return reduced(loss, count, reduction)
+
+    return forward
+
+
+def scale_(dloss: Tensor, student: Tensor) -> None:
+    """Scale the gradient that stands in ``student`` by the upstream gradient."""
+    student.mul_(dloss.unsqueeze(1) if dloss.ndim else dloss)

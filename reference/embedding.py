@@ -8,8 +8,6 @@ from torch import Tensor
 from liger_multi.reference.chunking import row_blocks, statistics_dtype
 from liger_multi.reference.reduction import check_targets
 
-NOBODY = -(2**62)  # an id that nobody asks to ignore
-
 
 @functools.cache
 def rounded(scale: float, dtype: torch.dtype) -> float:
@@ -25,7 +23,7 @@ def forward(
     weight: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float, validate: bool
 ) -> Tensor:
     """A gather and a product."""
-    check_targets(index, classes, NOBODY, validate)
+    check_targets(index, classes, None, validate, "index")
     inside = _inside(index, classes)
     if not classes:
         return weight.new_full((index.shape[0], weight.shape[1]), float("nan"))

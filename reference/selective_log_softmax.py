@@ -19,7 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and the normaliser of every row."""
     count, classes = logits.shape
-    check_targets(index.flatten(), classes, ignore_index, validate)
+    check_targets(index, classes, ignore_index, validate, "index")
     kind = statistics_dtype(logits.dtype)
     found, lse = logits.new_empty(index.shape, dtype=kind), logits.new_empty(count, dtype=kind)
     for block in row_blocks(count, classes * 8):

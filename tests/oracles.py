@@ -249,6 +249,9 @@ def tvd(student, teacher, target=None, *, form="prob", teacher_form=None, **opti
     return _divergence(student, teacher, target, _variation, form, teacher_form, options)
 
 
+kl_div_inplace, jsd_inplace, tvd_inplace = kl_div, jsd, tvd
+
+
 def _of_heads(rows_of):
     def oracle(
         hidden, weight, teacher_hidden, teacher_weight, target=None, bias=None, teacher_bias=None,

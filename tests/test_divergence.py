@@ -14,6 +14,7 @@ from liger_multi.op import inline_ops
 from liger_multi.tolerance import excess
 
 NAMES = ("kl_div", "jsd", "tvd")
+INPLACE = tuple(f"{name}_inplace" for name in NAMES)
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 LOGITS = {"form": "logits", "teacher_form": "logits"}
 every = pytest.mark.parametrize("name", NAMES)
@@ -23,7 +24,9 @@ every = pytest.mark.parametrize("name", NAMES)
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
     if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(**{n: ["triton", "reference"] for n in (*NAMES, "fused_linear_*")}):
+        with liger_multi.use(
+            **{n: ["triton", "reference"] for n in (*NAMES, *INPLACE, "fused_linear_*")}
+        ):
             yield
     else:
         yield
@@ -174,6 +177,35 @@ def test_a_second_backward_is_right(name, device):
         first = torch.autograd.grad(loss, (x, w), up, retain_graph=True)
         again = torch.autograd.grad(loss, (x, w), up)
         assert all(map(torch.equal, first, again))
+
+
+@every
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_overwriting_is_told_to_autograd(name, device, reduction):
+    """Who saved the student's rows, and a second backward, raise instead of being wrong."""
+    x, y = torch.randn(2, 4, 30, device=device).unbind(0)
+    x.requires_grad_()
+    options = {**LOGITS, "reduction": reduction}
+    right = getattr(ops, name)(x, y, **options)
+    up = torch.rand_like(right)
+    student = x * 1
+    loss = getattr(ops, name)(student, y, **options, inplace=True)
+    torch.testing.assert_close(loss, right)
+    wanted = torch.autograd.grad(right, x, up)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, x, up, retain_graph=True)[0], wanted)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, up)
+    saved = torch.softmax(x, -1)
+    other = saved.square().sum()
+    getattr(ops, name)(saved, y, form="prob", teacher_form="logits", inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    with pytest.raises(ValueError, match="must come from an operation, got a leaf"):
+        getattr(ops, name)(x, y, **options, inplace=True)
+    with torch.no_grad():  # nothing to overwrite with
+        before = x.detach().clone()
+        getattr(ops, name)(x, y, **options, inplace=True)
+    assert torch.equal(x, before)
 
 
 # --- heads ---
@@ -377,6 +409,7 @@ BAD = [
     (lambda: ops.tvd(X[:, :0], Y[:, :0]), ValueError, "V >= 1"),
     (lambda: ops.tvd(X.long(), Y), TypeError, "student must be a floating-point tensor"),
     (lambda: fused("jsd", X, W, Y, W[:, :5]), ValueError, "of the teacher: the last axis of hid"),
+    (lambda: fused("jsd", [1.0], W, Y, W), TypeError, "hidden must be a floating-point tensor"),
     (lambda: fused("jsd", X, W, Y[:3], W), ValueError, "must have the rows of hidden"),
     (lambda: fused("jsd", X, W, Y, W[:0]), ValueError, "ZeRO-3 shard"),
     (lambda: fused("jsd", X, W, Y, W.bfloat16()), TypeError, "of the teacher: hidden, weight and"),

@@ -15,17 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton import divergence_walks as walks
+from liger_multi.backends.triton import cross_entropy_inplace
 from liger_multi.backends.triton.common import LN2, LOG2E, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero
+from liger_multi.backends.triton.divergence_walks import (
+    FORWARD,
+    LOGITS,
+    REVERSE,
+    normalise,
+    sums,
+    write_gradient,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.divergence_rows import Goal, Rows
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
-FORWARD, REVERSE, TVD, LOGITS = walks.FORWARD, walks.REVERSE, walks.TVD, walks.LOGITS
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,11 @@ class PairKnobs:
     num_warps: int
 
 
-def pair_knobs(info: DeviceInfo, rows: int, cols: int) -> PairKnobs:
-    """8 columns of both a thread; wide rows take all threads, so that few are in the cache."""
+def pair_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+    """8 columns of both a thread; wide rows take all threads, so that few are in the cache.
+
+    ``logits`` says for launch tables whether rows are walked more than once.
+    """
     block = min(power_of_2(cols), 8192 if cols > 65536 else 4096)
     return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
@@ -74,7 +84,7 @@ def _divergence_forward_kernel(
     loss = 0.0
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
-        s_shift, t_shift, loss = walks.normalise(
+        s_shift, t_shift, loss = normalise(
             student_ptr, teacher_ptr, cols, base, KIND, FORM, TEACHER_FORM, BLOCK
         )
         loss *= LN2
@@ -83,7 +93,7 @@ def _divergence_forward_kernel(
     if DONE:
         slope = -1.0 if KIND == FORWARD else loss
     elif not LATER:
-        loss, slope = walks.sums(
+        loss, slope = sums(
             student_ptr, teacher_ptr, cols, base, s_shift, t_shift, beta, KIND, FORM, TEACHER_FORM,
             BLOCK,
         )  # fmt: skip
@@ -91,7 +101,7 @@ def _divergence_forward_kernel(
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
         if FORM == LOGITS:
             factor *= scale
-        found = walks.write_gradient(
+        found = write_gradient(
             student_ptr, teacher_ptr, student_ptr, cols, base, s_shift, t_shift, slope, factor,
             beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
         )  # fmt: skip
@@ -126,7 +136,7 @@ def _divergence_backward_kernel(
         factor *= scale
     if TEACHER_FORM == LOGITS:
         t_shift = tl.load(teacher_lse_ptr + row) * LOG2E
-    walks.write_gradient(
+    write_gradient(
         student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, out_ptr, cols,
         scale * LOG2E, s_shift, t_shift, slope, factor, beta, KIND, FORM, TEACHER_FORM, False,
         BLOCK,
@@ -146,13 +156,15 @@ def _constants(goal: Goal, block: int) -> tuple[int, ...]:
 
 
 def _rows(
-    student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor | None
-) -> Rows:
+    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal,
+    factor: Tensor | None,
+) -> Rows:  # fmt: skip
     rows, (count, cols) = Rows.room(student.shape[0], goal, student), student.shape
     if not count:
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
-    k = knobs("divergence.forward", pair_knobs, student.device, rows=count, cols=cols)
+    shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+    k = knobs(f"{name}.forward", pair_knobs, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
@@ -164,16 +176,23 @@ def _rows(
 
 
 class TritonPairs:
-    """Row kernels over rows of a student and a teacher."""
+    """Row kernels over rows of a student and a teacher.
 
-    @staticmethod
-    def statistics(student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal) -> Rows:
+    Args:
+        name: Of the divergence, by which launch tables speak of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def statistics(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal
+    ) -> Rows:
         """Losses and residuals of rows."""
-        return _rows(_columns(student), _columns(teacher), target, goal, None)
+        return _rows(self.name, _columns(student), _columns(teacher), target, goal, None)
 
-    @staticmethod
     def gradient_into(
-        out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
+        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
         goal: Goal, factor: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient times ``factor``."""
@@ -181,7 +200,8 @@ class TritonPairs:
         if not student.numel():
             return
         student, teacher = _columns(student), _columns(teacher)
-        k = knobs("divergence.backward", pair_knobs, student.device, rows=count, cols=cols)
+        shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+        k = knobs(f"{self.name}.backward", pair_knobs, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
@@ -190,9 +210,17 @@ class TritonPairs:
             _constants(goal, k.block), k.num_warps,
         )  # fmt: skip
 
-    @staticmethod
     def loss_and_gradient_(
-        student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
     ) -> Tensor:
-        """Losses of rows; the student, whose columns are adjacent, becomes its gradient."""
-        return _rows(student, _columns(teacher), target, goal, factor).loss
+        """Losses of rows; the student becomes its gradient."""
+        wide = _columns(student)
+        loss = _rows(self.name, wide, _columns(teacher), target, goal, factor).loss
+        if wide is not student:
+            student.copy_(wide)
+        return loss
+
+
+def scale_(dloss: Tensor, student: Tensor) -> None:
+    """Scale the gradient in ``student`` by the upstream gradient, unless that is 1."""
+    cross_entropy_inplace.backward(dloss, student)

@@ -138,9 +138,10 @@ def normalise(
         )  # fmt: skip
     s_log = tl.log2(s_total)
     t_log = tl.log2(t_total)
-    loss = cross / t_total + (s_log - t_log)
+    # the logarithm of a quotient near 1 has more digits than a difference of logarithms
+    loss = cross / t_total + tl.log2(s_total / t_total)
     if KIND == REVERSE:
-        loss = cross / s_total + (t_log - s_log)
+        loss = cross / s_total + tl.log2(t_total / s_total)
     return s_anchor + s_log, t_anchor + t_log, loss
 
 

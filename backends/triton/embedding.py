@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_multi.backends.triton.common import cdiv, power_of_2, round_to, warps
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
-from liger_multi.reference.embedding import NOBODY, rounded
+from liger_multi.reference.embedding import rounded
 from liger_multi.reference.reduction import check_targets
 
 
@@ -133,7 +133,7 @@ def forward(
     weight: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float, validate: bool
 ) -> Tensor:
     """A gather and a product."""
-    check_targets(index, classes, NOBODY, validate)
+    check_targets(index, classes, None, validate, "index")
     count, cols = index.shape[0], weight.shape[1]
     y, weight = weight.new_empty(count, cols), _columns(weight)
     if not y.numel():

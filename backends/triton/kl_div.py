@@ -3,4 +3,4 @@
 from liger_multi.backends.triton.divergence import TritonPairs
 from liger_multi.reference.divergence_halves import halves
 
-forward, backward = halves("kl_div", TritonPairs())
+forward, backward = halves("kl_div", TritonPairs("kl_div"))

@@ -107,7 +107,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and the normaliser of every row."""
     (count, cols), choices = logits.shape, index.shape[1]
-    check_targets(index.flatten(), cols, ignore_index, validate)
+    check_targets(index, cols, ignore_index, validate, "index")
     found = logits.new_empty(index.shape, dtype=torch.float32)
     lse, logits = logits.new_empty(count, dtype=torch.float32), _columns(logits)
     if count:

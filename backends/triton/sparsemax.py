@@ -4,47 +4,59 @@
 
 The sum is convex and falls with tau, so that Newton's method from ``max - 1``, which is not above
 the root, comes to it from below and ends at it exactly: each step takes the elements above tau as
-the support, and the support only shrinks. A tile of rows is read once; wider rows again a step,
-from the cache. Backward is that of softmax.py.
+the support, and the support only shrinks. A row is read once; wider ones again a step, from the
+cache. Backward is that of softmax.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to
+from liger_multi.backends.triton.common import as_rows, power_of_2, round_to, warps
 from liger_multi.backends.triton.cross_entropy_walks import row_maximum
 from liger_multi.backends.triton.launching import launch
-from liger_multi.backends.triton.softmax import backward_of, tile_knobs
-from liger_multi.launch import knobs
+from liger_multi.backends.triton.softmax import backward_of
+from liger_multi.launch import DeviceInfo, knobs
+
+
+@dataclass(frozen=True)
+class StepKnobs:
+    """Columns a step, one step where they hold the row, and warps a program."""
+
+    block: int
+    num_warps: int
+
+
+def row_knobs(info: DeviceInfo, rows: int, cols: int) -> StepKnobs:
+    """16 columns a thread, up to 16384 in registers."""
+    block = power_of_2(cols)
+    if block > 16384:
+        return StepKnobs(8192, warps(info.max_threads, info.warp_size))
+    return StepKnobs(block, warps(min(max(block // 16, 32), info.max_threads), info.warp_size))
 
 
 @triton.jit
-def _sparsemax_forward_kernel(
-    x_ptr, y_ptr, x_stride, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.arange(0, ROWS)
+def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr):
+    # one row a program: triton 3.3 cannot carry the tau of several through a while loop
+    row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
-    mask = (first + row < rows)[:, None] & (col < cols)[None, :]
-    x_offset = row[:, None] * x_stride + col[None, :]
-    x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=float("-inf"))
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < cols, other=float("-inf"))
     x = x.to(tl.float32)
-    z = x - tl.max(x, axis=1)[:, None]
-    tau = tl.full([ROWS], -1.0, tl.float32)
-    before = tl.zeros([ROWS], tl.int32) + (cols + 1)
+    z = x - tl.max(x, axis=0)
+    tau = -1.0
     going = 1
-    while going > 0:
-        above = z > tau[:, None]
-        count = tl.sum(above.to(tl.int32), axis=1)
-        tau = (tl.sum(tl.where(above, z, 0.0), axis=1) - 1.0) / count.to(tl.float32)
-        going = tl.max((count < before).to(tl.int32), axis=0)
-        before = count
-    y = tl.where(z <= tau[:, None], 0.0, z - tau[:, None])  # NaN stays
-    y_offset = row[:, None] * cols + col[None, :]
-    tl.store(y_ptr + first * cols + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    while going > 0:  # the same support has the same sum, so that tau rises until it stands
+        above = z > tau
+        total = tl.sum(tl.where(above, z, 0.0), axis=0)
+        higher = (total - 1.0) / tl.sum(above.to(tl.float32), axis=0)
+        going = (higher > tau).to(tl.int32)
+        tau = tl.where(higher > tau, higher, tau)
+    y = tl.where(z <= tau, 0.0, z - tau)  # NaN stays
+    tl.store(y_ptr + row * cols + col, round_to(y, y_ptr.dtype.element_ty), mask=col < cols)
 
 
 @triton.jit
@@ -54,7 +66,6 @@ def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.const
     y_ptr += row * cols
     largest = row_maximum(x_ptr, cols, None, None, BLOCK)
     tau = -1.0
-    before = cols + 1
     going = 1
     while going > 0:
         total = tl.zeros([BLOCK], tl.float32)
@@ -65,10 +76,9 @@ def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.const
             z = x.to(tl.float32) - largest
             total += tl.where(z > tau, z, 0.0)
             counts += (z > tau).to(tl.int32)
-        count = tl.sum(counts, axis=0)
-        tau = (tl.sum(total, axis=0) - 1.0) / count.to(tl.float32)
-        going = (count < before).to(tl.int32)
-        before = count
+        higher = (tl.sum(total, axis=0) - 1.0) / tl.sum(counts, axis=0).to(tl.float32)
+        going = (higher > tau).to(tl.int32)
+        tau = tl.where(higher > tau, higher, tau)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
@@ -84,15 +94,10 @@ def forward(x: Tensor) -> Tensor:
     count, cols = rows.shape
     if not y.numel():
         return y
-    k = knobs("sparsemax.forward", tile_knobs, x.device, rows=count, cols=cols, arrays=2)
-    if k.block < cols:
-        args = (rows, y, rows.stride(0), cols)
-        launch(_sparsemax_forward_wide_kernel, count, args, (k.block,), k.num_warps)
-        return y
-    launch(
-        _sparsemax_forward_kernel, cdiv(count, k.rows), (rows, y, rows.stride(0), count, cols),
-        (k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+    k = knobs("sparsemax.forward", row_knobs, x.device, rows=count, cols=cols)
+    wide = k.block < cols
+    kernel = _sparsemax_forward_wide_kernel if wide else _sparsemax_forward_kernel
+    launch(kernel, count, (rows, y, rows.stride(0), cols), (k.block,), k.num_warps)
     return y
 
 

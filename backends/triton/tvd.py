@@ -3,4 +3,4 @@
 from liger_multi.backends.triton.divergence import TritonPairs
 from liger_multi.reference.divergence_halves import halves
 
-forward, backward = halves("tvd", TritonPairs())
+forward, backward = halves("tvd", TritonPairs("tvd"))

@@ -94,6 +94,9 @@ TABLE: dict[str, dict[str, Formula]] = {
     "kl_div": {"torch": _of_rows(_kl_rows), "aten": _kl_aten},
     "jsd": {"torch": _of_rows(_jsd_rows)},
     "tvd": {"torch": _of_rows(_tvd_rows)},
+    "kl_div_inplace": {"torch": _of_rows(_kl_rows), "aten": _kl_aten},
+    "jsd_inplace": {"torch": _of_rows(_jsd_rows)},
+    "tvd_inplace": {"torch": _of_rows(_tvd_rows)},
     "fused_linear_kl_div": {"torch": _of_heads(_kl_rows), "products": _products},
     "fused_linear_jsd": {"torch": _of_heads(_jsd_rows), "products": _products},
     "fused_linear_tvd": {"torch": _of_heads(_tvd_rows), "products": _products},
@@ -140,3 +143,4 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         ),
     ),
 }
+LIGER |= {f"{name}_inplace": LIGER[name] for name in ("kl_div", "jsd", "tvd")}

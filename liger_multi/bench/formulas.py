@@ -6,6 +6,7 @@ sample sets an option that a formula has not, the provider is skipped with that 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,12 @@ def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return found
 
 
+def _cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    peer = importlib.import_module("cut_cross_entropy")
+    found: Tensor = peer.linear_cross_entropy(hidden, weight, target)
+    return found
+
+
 class _Products(torch.autograd.Function):
     """The three matrix products of a linear loss and nothing else."""
 
@@ -307,6 +314,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "torch": _linear_cross_entropy,
         "aten": _linear_cross_entropy_aten,
         "torch-fused": _torch_fused,
+        "cce": _cut_cross_entropy,
         "products": _products,
     },
     "fused_linear_log_prob": {
@@ -322,6 +330,7 @@ TABLE: dict[str, dict[str, Formula]] = {
     **divergences.TABLE,
 }
 FLOORS = ("products",)
+PEERS = {"cce": "cut_cross_entropy"}  # modules that formulas import
 
 # Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
 # arguments.

@@ -46,6 +46,14 @@ def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(once, 2 * once, product, 3 * product)
 
 
+def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # beside the products: gate and up read, one written; then three read, three written
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
+
+
 def _linear_pair(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
@@ -59,14 +67,6 @@ def _embedding(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     gathered, table = rows * width * size, math.prod(shapes["weight"]) * size
     # rows read and written; what arrives read, and the gradient written, most of it zeros
     return Work(2 * gathered, 3 * gathered + table)
-
-
-def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
-    inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
-    product = 2.0 * rows * inner * (2 * width + outer)
-    # beside the products: gate and up read, one written; then three read, three written
-    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
 WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
@@ -101,6 +101,9 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "kl_div": _elementwise(2, 3),
     "jsd": _elementwise(2, 3),
     "tvd": _elementwise(2, 3),
+    "kl_div_inplace": _elementwise(2, 3),
+    "jsd_inplace": _elementwise(2, 3),
+    "tvd_inplace": _elementwise(2, 3),
     # both logits, and two products for the gradients of the student
     "fused_linear_kl_div": _linear_pair,
     "fused_linear_jsd": _linear_pair,

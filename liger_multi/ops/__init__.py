@@ -1,6 +1,11 @@
 """The operators; each module is the contract of one."""
 
-from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
+from liger_multi.ops import (  # noqa: F401  register the operators behind inplace=True
+    cross_entropy_inplace as _cross_entropy_inplace,
+)
+from liger_multi.ops import jsd_inplace as _jsd_inplace  # noqa: F401
+from liger_multi.ops import kl_div_inplace as _kl_div_inplace  # noqa: F401
+from liger_multi.ops import tvd_inplace as _tvd_inplace  # noqa: F401
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.embedding import embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.op import OPS, Op
+from liger_multi.ops._overwrite import writable_rows
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -65,6 +66,30 @@ def declare(op: Op) -> None:
     op.backward(returns="dstudent")(backward)
 
 
+def declare_inplace(op: Op) -> None:
+    """Both halves of a divergence whose gradient replaces the student."""
+
+    def forward(
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
+        """Shape rule."""
+        return statistics(student, (student.shape[0],) if reduction == "none" else ())
+
+    def backward(dloss: Tensor, student: Tensor) -> None:
+        """Shape rule: ``student`` holds the gradient and is scaled where it stands."""
+
+    op.forward(returns="loss")(forward)
+    op.backward(returns="")(backward)
+
+
 def run(
     op: Op,
     student: Tensor,
@@ -76,6 +101,7 @@ def run(
     temperature: float,
     ignore_index: int,
     reduction: str,
+    inplace: bool,
 ) -> Tensor:
     """Check the arguments of a divergence of given rows, and call it."""
     name = op.name
@@ -98,8 +124,13 @@ def run(
             f"(form {form!r}, teacher_form {teacher_form or form!r})"
         )
     rows, lead = student.shape[:-1].numel(), student.shape[:-1]
+    overwrite = inplace and student.requires_grad and torch.is_grad_enabled()
+    if overwrite and not torch.compiler.is_compiling():
+        op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
+    else:
+        given = student.reshape(rows, student.shape[-1])
     found: Tensor = op(
-        student.reshape(rows, student.shape[-1]),
+        given,
         teacher.reshape(rows, student.shape[-1]),
         None if target is None else target.reshape(-1).to(torch.int64),
         beta,
@@ -191,4 +222,20 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample("8192x128256", pair(8192, 128256), logs, size="bench"),
         Sample("logits-8192x32000", pair(8192, 32000), logits, size="bench"),
         Sample("logits-4096x128256", pair(4096, 128256), logits, size="bench"),
+    )
+
+
+_INPLACE = (
+    "mean", "sum", "none", "quarter-ignored", "all-ignored", "cold", "log-prob", "log-prob-none",
+    "prob", "logits-and-prob", "one-row", "sliced", "row-gaps", "three-axes", "large-vocabulary",
+    "large-vocabulary-log-prob",
+)  # fmt: skip
+
+
+def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Those of the functional form that reach what is different about overwriting."""
+    return tuple(
+        Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
+        for s in samples
+        if s.name in _INPLACE or s.size == "bench" or s.name.startswith("beta-")
     )

@@ -128,12 +128,13 @@ def run(
     compact: bool,
 ) -> Tensor:
     """Check the arguments of a divergence of two heads, and call it."""
-    name, lead = op.name, hidden.shape[:-1]
+    name = op.name
     checks.floating(
         name, hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
         teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias,
     )  # fmt: skip
     head.shapes_fit(name, hidden, weight, accumulate)
+    lead = hidden.shape[:-1]
     head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight, accumulate)
     if teacher_hidden.shape[:-1] != lead:
         raise ValueError(

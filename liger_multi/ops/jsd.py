@@ -22,6 +22,7 @@ def jsd(
     temperature: float = 1.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    inplace: bool = False,
 ) -> Tensor:
     """Divergence of Jensen and Shannon of a student and a teacher, a number a row.
 
@@ -49,11 +50,14 @@ def jsd(
     Memory:
         Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
         for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        ``inplace=True`` permits writing the gradient over the student's rows, which must then have
+        no other reader: one pass over both, nothing kept, no second tensor. The permission is not
+        used under ``torch.compile``.
 
     Raises:
         TypeError: Wrong kinds of arguments.
         ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
-        teacher that wants a gradient.
+        teacher that wants a gradient; ``inplace`` on a leaf.
 
     Source:
         Generalised knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649).
@@ -61,7 +65,7 @@ def jsd(
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)
     return run(
         op, student, teacher, target, share, form, teacher_form, temperature, ignore_index,
-        reduction,
+        reduction, inplace,
     )  # fmt: skip
 
 

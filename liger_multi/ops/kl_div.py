@@ -19,6 +19,7 @@ def kl_div(
     temperature: float = 1.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    inplace: bool = False,
 ) -> Tensor:
     """Divergence of Kullback and Leibler of a student from a teacher, a number a row.
 
@@ -43,18 +44,21 @@ def kl_div(
     Memory:
         Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
         for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        ``inplace=True`` permits writing the gradient over the student's rows, which must then have
+        no other reader: one pass over both, nothing kept, no second tensor. The permission is not
+        used under ``torch.compile``.
 
     Raises:
         TypeError: Wrong kinds of arguments.
         ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
-        teacher that wants a gradient.
+        teacher that wants a gradient; ``inplace`` on a leaf.
 
     Source:
         ``torch.nn.functional.kl_div``; distillation: Hinton et al. 2015 (arXiv:1503.02531).
     """
     return run(
         op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction,
+        reduction, inplace,
     )  # fmt: skip
 
 

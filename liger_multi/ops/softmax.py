@@ -7,7 +7,7 @@ from liger_multi.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("softmax", rows=("x",))
+op = Op("softmax", rows=("x", "dy"))
 
 
 @op.forward(returns="y")

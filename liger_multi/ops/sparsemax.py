@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_multi.op import Op
 from liger_multi.ops.softmax import along, samples_of
 
-op = Op("sparsemax", rows=("x",))
+op = Op("sparsemax", rows=("x", "dy"))
 
 
 @op.forward(returns="y")

@@ -19,6 +19,7 @@ def tvd(
     temperature: float = 1.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    inplace: bool = False,
 ) -> Tensor:
     """Total variation distance of a student from a teacher, a number a row.
 
@@ -42,11 +43,14 @@ def tvd(
     Memory:
         Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
         for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        ``inplace=True`` permits writing the gradient over the student's rows, which must then have
+        no other reader: one pass over both, nothing kept, no second tensor. The permission is not
+        used under ``torch.compile``.
 
     Raises:
         TypeError: Wrong kinds of arguments.
         ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
-        teacher that wants a gradient.
+        teacher that wants a gradient; ``inplace`` on a leaf.
 
     Source:
         Half of ``torch.nn.functional.l1_loss``, summed over classes; distillation: Wen et al.
@@ -54,7 +58,7 @@ def tvd(
     """
     return run(
         op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction,
+        reduction, inplace,
     )  # fmt: skip
 
 
