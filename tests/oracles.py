@@ -164,7 +164,24 @@ def fused_linear_log_prob(
     outputs=LogProb._fields,
     **_,
 ):
-    z = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
+    logits = hidden @ weight.mT + (0 if bias is None else bias)
+    return token_log_prob(
+        logits, target, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        ignore_index=ignore_index, outputs=outputs,
+    )  # fmt: skip
+
+
+def token_log_prob(
+    logits,
+    target,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    ignore_index=-100,
+    outputs=LogProb._fields,
+):
+    z = logits * logit_scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     valid = target != ignore_index
     log_p = torch.log_softmax(z, -1)

@@ -164,6 +164,21 @@ def _linear_cross_entropy_aten(
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
 
 
+def _token_log_prob(
+    logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
+) -> Any:
+    log_p = torch.log_softmax(logits.float(), -1)
+    found = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (found, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else found
+
+
+def _token_log_prob_aten(
+    logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
+) -> Any:
+    found = -F.cross_entropy(logits, target, reduction="none")
+    return (found, torch.special.entr(logits.softmax(-1)).sum(-1)) if len(outputs) > 1 else found
+
+
 def _linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -307,6 +322,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "aten": _linear_log_prob_aten,
         "products": _log_prob_products,
     },
+    "token_log_prob": {"torch": _token_log_prob, "aten": _token_log_prob_aten},
     "softmax": {"torch": _softmax},
     "sparsemax": {"torch": _sparsemax},
     "selective_log_softmax": {"torch": _selective, "aten": _selective_aten},

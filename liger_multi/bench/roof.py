@@ -89,6 +89,8 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "fused_linear_cross_entropy": _linear,
     # three products: whoever computes the logits twice, to save memory, does four
     "fused_linear_log_prob": _linear,
+    # logits read; read again, and the gradient written
+    "token_log_prob": _elementwise(1, 3),
     # x read, y written; dy and y read, dx written
     "softmax": _elementwise(2, 5),
     "sparsemax": _elementwise(2, 5),

@@ -13,11 +13,25 @@ from liger_multi.nn.losses import (
 )
 from liger_multi.nn.mlp import GEGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
 from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
+from liger_multi.nn.objectives import (
+    CPOLoss,
+    DistillationLoss,
+    DPOLoss,
+    KTOLoss,
+    MTPLoss,
+    ORPOLoss,
+    PolicyLoss,
+    SequenceLoss,
+    SimPOLoss,
+)
 from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 
 __all__ = [
     "GEGLUMLP",
+    "CPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
+    "DistillationLoss",
     "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
@@ -28,9 +42,15 @@ __all__ = [
     "GemmaRMSNorm",
     "JSDLoss",
     "KLDivLoss",
+    "KTOLoss",
     "LayerNorm",
+    "MTPLoss",
+    "ORPOLoss",
     "PackedSwiGLUMLP",
+    "PolicyLoss",
     "RMSNorm",
+    "SequenceLoss",
+    "SimPOLoss",
     "Softmax",
     "Sparsemax",
     "SwiGLUMLP",

@@ -27,6 +27,7 @@ from liger_multi.ops.softmax import softmax
 from liger_multi.ops.sparsemax import sparsemax
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_packed import swiglu_packed
+from liger_multi.ops.token_log_prob import token_log_prob
 from liger_multi.ops.tvd import tvd
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "sparsemax",
     "swiglu",
     "swiglu_packed",
+    "token_log_prob",
     "tvd",
 ]
