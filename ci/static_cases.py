@@ -21,9 +21,12 @@ from liger_multi.backends.triton import (
     geglu,
     geglu_packed,
     layer_norm,
+    relu_squared,
     rms_norm,
     rope,
     swiglu,
+    swiglu_clamped,
+    swiglu_clamped_packed,
     swiglu_packed,
 )
 from liger_multi.reference.log_prob import Upstream
@@ -63,12 +66,30 @@ def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
 
 def _swiglu(dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
-    swiglu.backward(swiglu.forward(gate, gate), gate, gate, True, True)
+    for by in ((1.0, 1.0), (0.5, 2.0)):
+        swiglu.backward(swiglu.forward(gate, gate, *by), gate, gate, *by, True, True)
 
 
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
-    swiglu_packed.backward(swiglu_packed.forward(gate_up), gate_up)
+    swiglu_packed.backward(swiglu_packed.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0)
+
+
+def _clamped(dtype: torch.dtype) -> None:
+    gate, by = _meta(32768, 2880, dtype=dtype), (7.0, 1.702, 1.0)
+    y = swiglu_clamped.forward(gate, gate, *by)
+    swiglu_clamped.backward(y, gate, gate, *by, True, True)
+
+
+def _clamped_packed(interleaved: bool) -> None:
+    gate_up, by = _meta(32768, 5760), (7.0, 1.702, 1.0)
+    y = swiglu_clamped_packed.forward(gate_up, *by, interleaved)
+    swiglu_clamped_packed.backward(y, gate_up, *by, interleaved)
+
+
+def _relu_squared(dtype: torch.dtype) -> None:
+    x = _meta(8192, 16384, dtype=dtype)
+    relu_squared.backward(relu_squared.forward(x), x)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
@@ -160,7 +181,12 @@ def calls() -> dict[str, Callable[[], None]]:
         found[label] = part(_layer_norm, rows, cols, dtype)
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
+        found[f"swiglu_clamped 32768x2880 {_name(dtype)}"] = part(_clamped, dtype)
+        found[f"relu_squared 8192x16384 {_name(dtype)}"] = part(_relu_squared, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
+    for interleaved in (True, False):
+        label = "interleaved" if interleaved else "halves"
+        found[f"swiglu_clamped_packed 32768x2880 {label}"] = part(_clamped_packed, interleaved)
     for approximate in ("tanh", "none"):
         for dtype in (BF16, FP32):
             label = f"geglu {approximate} 8192x14336 {_name(dtype)}"

@@ -27,13 +27,31 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
     return n * (1 if weight is None else weight) + (0 if bias is None else bias)
 
 
-def swiglu(gate, up):
-    return gate * torch.sigmoid(gate) * up
+def swiglu(gate, up, *, gate_multiplier=1.0, down_multiplier=1.0):
+    scaled = gate * gate_multiplier
+    return scaled * torch.sigmoid(scaled) * up * down_multiplier
 
 
-def swiglu_packed(gate_up):
+def swiglu_packed(gate_up, **options):
     half = gate_up.shape[-1] // 2
-    return swiglu(gate_up[..., :half], gate_up[..., half:])
+    return swiglu(gate_up[..., :half], gate_up[..., half:], **options)
+
+
+def swiglu_clamped(gate, up, *, limit=7.0, alpha=1.702, up_offset=1.0):
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+def swiglu_clamped_packed(gate_up, *, interleaved=True, **options):
+    half = gate_up.shape[-1] // 2
+    first, second = (slice(None, None, 2), slice(1, None, 2))
+    if not interleaved:
+        first, second = slice(0, half), slice(half, None)
+    return swiglu_clamped(gate_up[..., first], gate_up[..., second], **options)
+
+
+def relu_squared(x):
+    return torch.relu(x) ** 2
 
 
 def geglu(gate, up, approximate="tanh"):

@@ -66,13 +66,34 @@ def _layer_norm_aten(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def _swiglu(
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    if gate_multiplier == down_multiplier == 1.0:
+        return F.silu(gate) * up
+    return F.silu(gate * gate_multiplier) * up * down_multiplier
 
 
 def _swiglu_packed(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def _swiglu_clamped(
+    gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
+) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _swiglu_clamped_packed(gate_up: Tensor, *, interleaved: bool = True) -> Tensor:
+    if interleaved:
+        return _swiglu_clamped(gate_up[..., ::2], gate_up[..., 1::2])
+    return _swiglu_clamped(*gate_up.chunk(2, dim=-1))
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
 
 
 def _geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -240,6 +261,9 @@ TABLE: dict[str, dict[str, Formula]] = {
     "swiglu_packed": {"torch": _swiglu_packed},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},
+    "swiglu_clamped": {"torch": _swiglu_clamped},
+    "swiglu_clamped_packed": {"torch": _swiglu_clamped_packed},
+    "relu_squared": {"torch": _relu_squared},
     "rope": {"torch": _rope},
     "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
     "cross_entropy_inplace": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
@@ -286,6 +310,10 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         lambda f: lambda gate_up: f(gate_up),
     ),
     "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
+    "relu_squared": (
+        "liger_kernel.ops:LigerReLUSquaredFunction.apply",
+        lambda f: lambda x: f(x),
+    ),
     "rope": (
         "liger_kernel.transformers.rope:liger_rotary_pos_emb",
         lambda f: lambda q, k, cos, sin: f(q, k, cos, sin),

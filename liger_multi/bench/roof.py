@@ -57,6 +57,10 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "swiglu_packed": _gated_packed,
     "geglu": _elementwise(3, 8),
     "geglu_packed": _gated_packed,
+    "swiglu_clamped": _elementwise(3, 8),
+    "swiglu_clamped_packed": _gated_packed,
+    # x read, y written; dy and x read, dx written
+    "relu_squared": _elementwise(2, 5),
     # q, k, cos and sin read, q and k written, twice
     "rope": _rope,
     # logits read; the gradient written, which one pass can do

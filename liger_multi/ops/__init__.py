@@ -8,9 +8,12 @@ from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_lo
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.layer_norm import layer_norm
+from liger_multi.ops.relu_squared import relu_squared
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
 from liger_multi.ops.swiglu import swiglu
+from liger_multi.ops.swiglu_clamped import swiglu_clamped
+from liger_multi.ops.swiglu_clamped_packed import swiglu_clamped_packed
 from liger_multi.ops.swiglu_packed import swiglu_packed
 
 __all__ = [
@@ -24,8 +27,11 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "layer_norm",
+    "relu_squared",
     "rms_norm",
     "rope",
     "swiglu",
+    "swiglu_clamped",
+    "swiglu_clamped_packed",
     "swiglu_packed",
 ]
