@@ -66,6 +66,44 @@ def geglu_packed(gate_up, approximate="tanh"):
     return geglu(gate_up[..., :half], gate_up[..., half:], approximate)
 
 
+def dyt(x, alpha, weight=None, bias=None):
+    return (1 if weight is None else weight) * torch.tanh(alpha * x) + (0 if bias is None else bias)
+
+
+def gated_rms_norm(
+    x,
+    gate=None,
+    weight=None,
+    eps=1e-6,
+    *,
+    group_size=None,
+    norm_before_gate=True,
+    activation="silu",
+    offset=0.0,
+    casting="llama",
+):
+    act = 1
+    if gate is not None:
+        act = torch.sigmoid(gate) * (gate if activation == "silu" else 1)
+    u = x if norm_before_gate else x * act
+    parts = u.unflatten(-1, (-1, group_size or max(x.shape[-1], 1)))
+    n = rms_norm(parts, None, eps).flatten(-2)
+    y = n if weight is None else n * (weight + offset)
+    return y * act if norm_before_gate else y
+
+
+def modulated_rms_norm(x, scale, shift=None, weight=None, eps=1e-6, **options):
+    n = rms_norm(x, weight, eps, **options)
+    if x.numel() == 0:
+        return n * (1 + 0 * scale.sum()) + (0 if shift is None else 0 * shift.sum())
+    each = x.numel() // scale.numel()
+    scale, shift = (
+        0 if t is None else t.reshape(-1, x.shape[-1]).repeat_interleave(each, 0).view(x.shape)
+        for t in (scale, shift)
+    )
+    return n * (1 + scale) + shift
+
+
 def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
     width = rotary_dim or cos.shape[-1]
     first, second = slice(0, width // 2), slice(width // 2, width)

@@ -2,12 +2,15 @@
 
 from liger_multi.ops import cross_entropy_inplace as _  # noqa: F401  registers the operator behind inplace=True
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_multi.ops.dyt import dyt
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
+from liger_multi.ops.gated_rms_norm import gated_rms_norm
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.layer_norm import layer_norm
+from liger_multi.ops.modulated_rms_norm import modulated_rms_norm
 from liger_multi.ops.relu_squared import relu_squared
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
@@ -21,12 +24,15 @@ __all__ = [
     "FusedAddRMSNormOutput",
     "LogProbOutput",
     "cross_entropy",
+    "dyt",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_log_prob",
+    "gated_rms_norm",
     "geglu",
     "geglu_packed",
     "layer_norm",
+    "modulated_rms_norm",
     "relu_squared",
     "rms_norm",
     "rope",
