@@ -16,11 +16,16 @@ from torch import Tensor
 from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
+    dyt,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    gated_rms_norm,
     geglu,
     geglu_packed,
+    group_norm,
     layer_norm,
+    modulated_rms_norm,
+    poly_norm,
     relu_squared,
     rms_norm,
     rope,
@@ -62,6 +67,41 @@ def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     y, mean, rstd = layer_norm.forward(x, weight, weight, 1e-5)
     layer_norm.backward(y, x, weight, mean, rstd, dtype, True, True, True)
+
+
+def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight, alpha = (_meta(*s, dtype=dtype) for s in ((rows, cols), (cols,), (1,)))
+    y = dyt.forward(x, alpha, weight, weight)
+    dyt.backward(y, x, alpha, weight, dtype, True, True, True, True)
+
+
+def _gated_norm(
+    rows: int, cols: int, size: int, *, first: bool = False, dtype: torch.dtype = BF16,
+    casting: str = "llama",
+) -> None:  # fmt: skip
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    how = (float(casting == "gemma"), casting, size, not first)
+    y, rstd = gated_rms_norm.forward(x, x, weight, 1e-6, *how, "silu")
+    gated_rms_norm.backward(y, x, x, weight, rstd, *how, "silu", True, True, True)
+
+
+def _modulated_norm(shape: tuple[int, ...], by: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, scale, weight = (_meta(*s, dtype=dtype) for s in (shape, by, shape[-1:]))
+    y, rstd = modulated_rms_norm.forward(x, scale, scale, weight, 1e-6, 0.0, "llama")
+    rest = (rstd, 0.0, "llama", True, True, True, True)
+    modulated_rms_norm.backward(y, x, scale, dtype, weight, *rest)
+
+
+def _poly_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight, bias = (_meta(*s, dtype=dtype) for s in ((rows, cols), (3,), (1,)))
+    y, rstd = poly_norm.forward(x, weight, bias, 1e-6)
+    poly_norm.backward(y, x, weight, rstd, dtype, True, True, True)
+
+
+def _group_norm(shape: tuple[int, ...], groups: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(*shape, dtype=dtype), _meta(shape[1], dtype=dtype)
+    y, mean, rstd = group_norm.forward(x, groups, weight, weight, 1e-5)
+    group_norm.backward(y, x, groups, weight, mean, rstd, dtype, True, True, True)
 
 
 def _swiglu(dtype: torch.dtype) -> None:
@@ -155,6 +195,33 @@ def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
 
 
+def _norm_calls() -> dict[str, Callable[[], None]]:
+    """Those of the norms beside the three plain ones."""
+    part = functools.partial
+    found: dict[str, Callable[[], None]] = {}
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
+        (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        shape = f"{rows}x{cols} {_name(dtype)}"
+        found[f"dyt {shape}"] = part(_dyt, rows, cols, dtype)
+        found[f"poly_norm {shape}"] = part(_poly_norm, rows, cols, dtype)
+        for first in (False, True):
+            label = f"gated_rms_norm {shape} {'after' if first else 'before'} the gate"
+            found[label] = part(_gated_norm, rows, cols, cols, first=first, dtype=dtype)
+        label = f"modulated_rms_norm {shape}"
+        found[label] = part(_modulated_norm, (8, rows // 8, cols), (8, cols), dtype)
+        found[f"{label} every row"] = part(_modulated_norm, (rows, cols), (rows, cols), dtype)
+    found["gated_rms_norm 262144x128"] = part(_gated_norm, 262144, 128, 128)
+    found["gated_rms_norm 8192x8192 groups"] = part(_gated_norm, 8192, 8192, 1024, first=True)
+    found["gated_rms_norm gemma groups"] = part(_gated_norm, 8192, 4096, 512, casting="gemma")
+    for *image, groups in ((8, 320, 64, 64, 32), (8, 1280, 16, 16, 32), (128, 2048, 512, 128)):
+        for dtype in (BF16, FP32):
+            label = f"group_norm {'x'.join(map(str, image))} {_name(dtype)}"
+            found[label] = part(_group_norm, tuple(image), groups, dtype)
+    return found
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -179,6 +246,7 @@ def calls() -> dict[str, Callable[[], None]]:
     ):  # fmt: skip
         label = f"layer_norm {rows}x{cols} {_name(dtype)}"
         found[label] = part(_layer_norm, rows, cols, dtype)
+    found |= _norm_calls()
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
         found[f"swiglu_clamped 32768x2880 {_name(dtype)}"] = part(_clamped, dtype)

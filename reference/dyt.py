@@ -20,7 +20,8 @@ def forward(
     kind, rows, dtype = _kind(x, alpha, weight, bias), as_rows(x), x.dtype
     for t in (alpha, weight, bias):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
-    a, w, b = (None if t is None else t.to(kind) for t in (alpha.reshape(1), weight, bias))
+    w, b = (None if t is None else t.to(kind) for t in (weight, bias))
+    a = alpha.reshape(1).to(kind)
     y = rows.new_empty(rows.shape, dtype=dtype)
     for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
         t = torch.tanh(a * rows[block].to(kind))

@@ -20,7 +20,8 @@ def _slabs(modulations: int, each: int, row_bytes: int) -> Iterator[tuple[slice,
 def _split(x: Tensor, modulations: int) -> Tensor:
     """(modulations, rows of each, H)."""
     rows = as_rows(x)
-    return rows.unflatten(0, (modulations, rows.shape[0] // max(modulations, 1)))
+    parts: Tensor = rows.unflatten(0, (modulations, rows.shape[0] // max(modulations, 1)))
+    return parts
 
 
 def forward(
@@ -37,7 +38,7 @@ def forward(
     scales = as_rows(scale if dtype != torch.float64 else scale.double())
     parts, rooms = _split(n, scales.shape[0]), _split(y, scales.shape[0])
     factors, terms = 1 + scales, None if shift is None else as_rows(shift)
-    for some, rows in _slabs(*parts.shape[:2], 2 * parts.shape[2] * dtype.itemsize):
+    for some, rows in _slabs(parts.shape[0], parts.shape[1], 2 * parts.shape[2] * dtype.itemsize):
         made = parts[some, rows] * factors[some, None]
         rooms[some, rows] = made if terms is None else made + terms[some, None]
     return y, rstd
@@ -60,7 +61,7 @@ def backward(
         count = scales.shape[0]
         xs, dys, rstds = (_split(t, count) for t in (x, dy, rstd.reshape(-1, 1)))
         room, factors = _split(dx, count) if needs_x else none, 1 + scales.to(kind)
-        for some, rows in _slabs(*xs.shape[:2], 5 * xs.shape[2] * kind.itemsize):
+        for some, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * kind.itemsize):
             n, g = xs[some, rows].to(kind) * rstds[some, rows], dys[some, rows].to(kind)
             rounded = n.to(x.dtype).to(kind) if casting == "llama" else n
             if needs_shift:

@@ -104,6 +104,22 @@ def modulated_rms_norm(x, scale, shift=None, weight=None, eps=1e-6, **options):
     return n * (1 + scale) + shift
 
 
+def poly_norm(x, weight, bias=None, eps=1e-6):
+    terms = [weight[i] * rms_norm(x**power, None, eps) for i, power in enumerate((3, 2, 1))]
+    return sum(terms) + (0 if bias is None else bias)
+
+
+def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+    if x.numel() == 0:
+        return x * (1 if weight is None else weight[:, None]) + (
+            0 if bias is None else bias[:, None]
+        )
+    n = layer_norm(x.reshape(x.shape[0], num_groups, -1), None, None, eps).view(x.shape)
+    each = (-1, *[1] * (x.ndim - 2))
+    n = n if weight is None else n * weight.view(each)
+    return n if bias is None else n + bias.view(each)
+
+
 def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
     width = rotary_dim or cos.shape[-1]
     first, second = slice(0, width // 2), slice(width // 2, width)

@@ -19,11 +19,16 @@ from liger_multi.backends.triton.gated_rms_norm_kernels import (
     _gated_rms_norm_forward_wide_kernel,
 )
 from liger_multi.backends.triton.launching import launch
-from liger_multi.backends.triton.norm_knobs import BackwardKnobs, backward_knobs, forward_knobs
+from liger_multi.backends.triton.norm_knobs import (
+    BackwardKnobs,
+    RowKnobs,
+    backward_knobs,
+    forward_knobs,
+)
 from liger_multi.launch import DeviceInfo, knobs
 
 
-def gated_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> object:
+def gated_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
     """As the plain norm's, with two values a lane."""
     return forward_knobs(info, rows, cols, sums=2)
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.bench import formulas_norms
+
 Formula = Callable[..., Any]
 LIGER_MODULE = "liger_kernel.transformers.functional"
 
@@ -254,6 +256,7 @@ def _log_prob_products(
 
 
 TABLE: dict[str, dict[str, Formula]] = {
+    **formulas_norms.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
     "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
     "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
@@ -284,6 +287,7 @@ FLOORS = ("products",)
 # Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
 # arguments.
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    **formulas_norms.LIGER,
     "rms_norm": (
         "liger_rms_norm",
         lambda f: (

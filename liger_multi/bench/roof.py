@@ -32,6 +32,19 @@ def _gated_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * half, 8 * half)
 
 
+def _gated_norm(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    # x (and a gate) read, y written; dy and those read, their gradients written
+    inputs = 2 if "gate" in shapes else 1
+    once = math.prod(shapes["x"]) * size
+    return Work((inputs + 1) * once, (inputs + 1 + 2 * inputs + 1) * once)
+
+
+def _modulated_norm(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    once, by = math.prod(shapes["x"]) * size, math.prod(shapes["scale"]) * size
+    # x, scale and shift read, y written; dy, x and scale read, three gradients written
+    return Work(2 * once + 2 * by, 5 * once + 5 * by)
+
+
 def _rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
     angles = (math.prod(shapes["cos"]) + math.prod(shapes["sin"])) * size
@@ -52,6 +65,11 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # both terms read, sum and norm written; two gradients and the sum read, one written
     "fused_add_rms_norm": _elementwise(4, 8),
     "layer_norm": _elementwise(2, 5),
+    "poly_norm": _elementwise(2, 5),
+    "group_norm": _elementwise(2, 5),
+    "dyt": _elementwise(2, 5),
+    "gated_rms_norm": _gated_norm,
+    "modulated_rms_norm": _modulated_norm,
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,

@@ -9,8 +9,10 @@ from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_lo
 from liger_multi.ops.gated_rms_norm import gated_rms_norm
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
+from liger_multi.ops.group_norm import group_norm
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.modulated_rms_norm import modulated_rms_norm
+from liger_multi.ops.poly_norm import poly_norm
 from liger_multi.ops.relu_squared import relu_squared
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
@@ -31,8 +33,10 @@ __all__ = [
     "gated_rms_norm",
     "geglu",
     "geglu_packed",
+    "group_norm",
     "layer_norm",
     "modulated_rms_norm",
+    "poly_norm",
     "relu_squared",
     "rms_norm",
     "rope",
