@@ -138,6 +138,60 @@ def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, cast
     return tuple(outs)
 
 
+def _sections(angle, sections, arrangement, style):
+    """Angles of the grid that each pair belongs to, channel by channel."""
+    pairs, count = sum(sections), len(sections)
+    chosen = [0] * pairs
+    for pair in range(pairs):
+        if arrangement == "chunked":
+            chosen[pair] = next(g for g in range(count) if pair < sum(sections[: g + 1]))
+        elif pair < count * sections[pair % count]:
+            chosen[pair] = pair % count
+    if angle.shape[-1] == 2 * pairs:
+        chosen = chosen * 2 if style == "half" else [g for g in chosen for _ in range(2)]
+    return torch.stack([angle[g, ..., c] for c, g in enumerate(chosen)], -1)
+
+
+def rope_multimodal(q, k, cos, sin, sections, *, arrangement="chunked", style="half", **options):
+    cos, sin = (_sections(t, sections, arrangement, style) for t in (cos, sin))
+    return rope(q, k, cos, sin, style=style, **options)
+
+
+def rope_complex(q, k, freqs, *, unsqueeze_dim=2):
+    numbers = torch.view_as_complex(freqs.double().contiguous()).unsqueeze(unsqueeze_dim - q.ndim)
+    outs = []
+    for x in (q, k):
+        width = 2 * numbers.shape[-1]
+        pairs = torch.view_as_complex(x[..., :width].unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * numbers).flatten(-2)
+        outs.append(torch.cat((turned, x[..., width:]), -1))
+    return tuple(outs)
+
+
+def rope_sorted(q, k, cos, sin, *, rotary_dim=None, **options):
+    width = rotary_dim or cos.shape[-1]
+    places = [*range(0, width, 2), *range(1, width, 2), *range(width, q.shape[-1])]
+    return rope(q[..., places], k[..., places], cos, sin, rotary_dim=rotary_dim, **options)
+
+
+def rope_positions(
+    q,
+    k,
+    position_ids,
+    inv_freq,
+    *,
+    scaling=1.0,
+    sections=None,
+    arrangement="chunked",
+    **options,
+):
+    turns = position_ids.double()[..., None] * inv_freq
+    if sections is not None:
+        turns = _sections(turns, sections, arrangement, "half")
+    cos, sin = turns.cos() * scaling, turns.sin() * scaling
+    return rope(q, k, cos, sin, rotary_dim=2 * inv_freq.numel(), **options)
+
+
 def cross_entropy(
     logits,
     target,

@@ -51,10 +51,10 @@ class DytKnobs:
 
 
 def dyt_knobs(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> DytKnobs:
-    """Tiles of 2048 elements, 16 a thread, of which three sums stay in registers."""
+    """Tiles of 2048 elements, 8 a thread, of which three sums stay in registers."""
     block = max(16, min(512, power_of_2(cols)))
     per_tile = max(1, min(2048 // block, power_of_2(rows)))
-    num_warps = warps(max(32, block * per_tile // 16), info.warp_size)
+    num_warps = warps(max(32, block * per_tile // 8), info.warp_size)
     groups = max(1, min(cdiv(rows, per_tile), cdiv(8 * info.cores, cdiv(cols, block))))
     stages = max(1, min(3, info.shared_bytes // (8 * per_tile * block * element_bytes)))
     return DytKnobs(per_tile, block, num_warps, groups, stages)

@@ -36,8 +36,8 @@ def gated_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
 def gated_backward_knobs(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
 ) -> BackwardKnobs:
-    """As the layer norm's: a third input takes the registers of its second sum."""
-    return backward_knobs(info, rows, cols, element_bytes, sums=2)
+    """As the layer norm's: a third input takes the registers of its second sum, and more."""
+    return backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
 
 
 def _how(

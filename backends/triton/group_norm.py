@@ -26,6 +26,8 @@ from liger_multi.backends.triton.group_norm_kernels import (
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
+JOIN_BLOCK = 512  # channels of a group that are joined at a time
+
 
 @dataclass(frozen=True)
 class GroupKnobs:
@@ -89,7 +91,7 @@ def forward(
     )  # fmt: skip
     launch(
         _group_norm_statistics_kernel, rows // each,
-        (moments, mean, rstd, rows, each, cols, scale, eps), (min(power_of_2(each), 1024),), 4,
+        (moments, mean, rstd, rows, each, cols, scale, eps), (JOIN_BLOCK,), 4,
     )  # fmt: skip
     tiles = cdiv(cols, k.block)
     launch(
@@ -142,7 +144,7 @@ def _launch(
         means, tiles = x.new_empty(2 * rows // each, dtype=torch.float32), cdiv(cols, k.block)
         launch(
             _group_norm_means_kernel, rows // each,
-            (sums, weight, means, rows, num_groups, each, scale), (min(power_of_2(each), 1024),), 4,
+            (sums, weight, means, rows, num_groups, each, scale), (JOIN_BLOCK,), 4,
         )  # fmt: skip
         launch(
             _group_norm_backward_apply_kernel, cdiv(rows, k.rows) * tiles,

@@ -78,20 +78,20 @@ def _group_norm_moments_kernel(
 
 @triton.jit
 def _group_norm_statistics_kernel(
-    moments_ptr, mean_ptr, rstd_ptr, rows, each, cols, per_value, eps, BLOCK: tl.constexpr
+    moments_ptr, mean_ptr, rstd_ptr, rows, group_stride, cols, per_value, eps, BLOCK: tl.constexpr
 ):
     """Mean and rstd of a group, from those of its channels, which have as many values each."""
     group = tl.program_id(0).to(tl.int64)
-    moments_ptr += group * each
+    moments_ptr += group * group_stride
     means = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, each, BLOCK):
+    for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
-        means += tl.load(moments_ptr + channel, mask=channel < each, other=0.0)
-    mean = tl.sum(means, axis=0) / each
+        means += tl.load(moments_ptr + channel, mask=channel < group_stride, other=0.0)
+    mean = tl.sum(means, axis=0) / group_stride
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, each, BLOCK):
+    for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
-        mask = channel < each
+        mask = channel < group_stride
         apart = tl.load(moments_ptr + channel, mask=mask, other=0.0) - mean
         inside = tl.load(moments_ptr + rows + channel, mask=mask, other=0.0)
         squares += tl.where(mask, inside + cols * apart * apart, 0.0)
@@ -170,17 +170,17 @@ def _group_norm_sums_kernel(
 
 @triton.jit
 def _group_norm_means_kernel(
-    sums_ptr, weight_ptr, means_ptr, rows, groups, each, per_value, BLOCK: tl.constexpr
+    sums_ptr, weight_ptr, means_ptr, rows, groups, group_stride, per_value, BLOCK: tl.constexpr
 ):
     """c1 and c2 of a group."""
     group = tl.program_id(0).to(tl.int64)
-    sums_ptr += group * each
+    sums_ptr += group * group_stride
     c1 = tl.zeros([BLOCK], tl.float32)
     c2 = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, each, BLOCK):
+    for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
-        mask = channel < each
-        weight = _load_or(weight_ptr, (group % groups) * each + channel, mask, 1.0)
+        mask = channel < group_stride
+        weight = _load_or(weight_ptr, (group % groups) * group_stride + channel, mask, 1.0)
         c1 += tl.load(sums_ptr + rows + channel, mask=mask, other=0.0) * weight
         c2 += tl.load(sums_ptr + channel, mask=mask, other=0.0) * weight
     tl.store(means_ptr + 2 * group, tl.sum(c1, axis=0) * per_value)

@@ -17,6 +17,7 @@ from liger_multi.backends.triton.common import (
     power_of_2,
     sum_all_partials,
     sum_partials,
+    warps,
 )
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.modulated_rms_norm_kernels import (
@@ -41,12 +42,14 @@ def modulated_backward_knobs(
     info: DeviceInfo, rows: int, cols: int, modulations: int, element_bytes: int
 ) -> ModulatedKnobs:
     """As the layer norm's, in tiles that no modulation's rows overlap."""
-    k = backward_knobs(info, rows, cols, element_bytes, sums=2)
+    k = backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
     each = max(1, rows // modulations)
     per_tile = min(k.rows, power_of_2(each))
     splits = max(1, min(k.programs // modulations, cdiv(each, per_tile)))
     programs = modulations * splits if splits > 1 else min(modulations, k.programs)
-    return ModulatedKnobs(per_tile, k.block, k.num_warps, programs, k.stages, splits)
+    threads = k.num_warps * info.warp_size * per_tile // k.rows
+    num_warps = warps(max(32, threads), info.warp_size)
+    return ModulatedKnobs(per_tile, k.block, num_warps, programs, k.stages, splits)
 
 
 def forward(

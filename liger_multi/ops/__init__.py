@@ -16,6 +16,10 @@ from liger_multi.ops.poly_norm import poly_norm
 from liger_multi.ops.relu_squared import relu_squared
 from liger_multi.ops.rms_norm import rms_norm
 from liger_multi.ops.rope import rope
+from liger_multi.ops.rope_complex import rope_complex
+from liger_multi.ops.rope_multimodal import rope_multimodal
+from liger_multi.ops.rope_positions import rope_positions
+from liger_multi.ops.rope_sorted import rope_sorted
 from liger_multi.ops.swiglu import swiglu
 from liger_multi.ops.swiglu_clamped import swiglu_clamped
 from liger_multi.ops.swiglu_clamped_packed import swiglu_clamped_packed
@@ -40,6 +44,10 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_positions",
+    "rope_sorted",
     "swiglu",
     "swiglu_clamped",
     "swiglu_clamped_packed",
