@@ -29,6 +29,10 @@ from liger_multi.backends.triton import (
     relu_squared,
     rms_norm,
     rope,
+    rope_complex,
+    rope_multimodal,
+    rope_positions,
+    rope_sorted,
     swiglu,
     swiglu_clamped,
     swiglu_clamped_packed,
@@ -161,6 +165,52 @@ def _rope(
     rope.backward(dq, dk, cos, cos, *how, dtype, dtype, True, True)
 
 
+def _rope_kinds(
+    kind: str, heads: tuple[int, int], width: int, *, style: str = "half", chunked: bool = True,
+    dtype: torch.dtype = BF16, angle: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    q, k = (_meta(4, 2048, h, width, dtype=dtype).transpose(1, 2) for h in heads)
+    orders, kinds = ("0213", "0213"), (dtype, dtype, True, True)
+    pairs = width // 2
+    sections = f"{pairs - 2 * (3 * pairs // 8)},{3 * pairs // 8},{3 * pairs // 8}"
+    if kind == "multimodal":
+        cos = _meta(3, 4, 2048, width, dtype=angle)
+        how: tuple[Any, ...] = (sections, chunked, style, 1, width, "cohere", *orders)
+        made = rope_multimodal.forward(q, k, cos, cos, *how)
+        rope_multimodal.backward(*made, cos, cos, *how, *kinds)
+    elif kind == "complex":
+        freqs = _meta(4, 2048, pairs, 2, dtype=FP32)
+        made = rope_complex.forward(q, k, freqs, 1, width, *orders)
+        rope_complex.backward(*made, freqs, 1, width, *orders, *kinds)
+    elif kind == "sorted":
+        cos = _meta(4, 2048, pairs, dtype=angle)
+        made = rope_sorted.forward(q, k, cos, cos, 1, width, "cohere", *orders)
+        rope_sorted.backward(*made, cos, cos, 1, width, "cohere", *orders, *kinds)
+    else:
+        ids, freqs = _meta(3, 4, 2048, dtype=torch.int64), _meta(pairs, dtype=FP32)
+        how = (1.0, sections, chunked, style, 1, "llama", *orders)
+        made = rope_positions.forward(q, k, ids, freqs, *how)
+        rope_positions.backward(*made, freqs, ids, *how, *kinds)
+
+
+def _rope_calls() -> dict[str, Callable[[], None]]:
+    part = functools.partial
+    found: dict[str, Callable[[], None]] = {}
+    for kind in ("multimodal", "complex", "sorted", "positions"):
+        for heads, width in (((32, 8), 128), ((28, 4), 128), ((128, 1), 64)):
+            label = f"rope_{kind} {heads[0]}/{heads[1]}x{width}"
+            found[label] = part(_rope_kinds, kind, heads, width)
+        found[f"rope_{kind} 28/4x128 fp32"] = part(
+            _rope_kinds, kind, (28, 4), 128, dtype=FP32, angle=FP32
+        )
+    for kind in ("multimodal", "positions"):
+        for style in ("half", "interleaved"):
+            found[f"rope_{kind} {style} mixed sections"] = part(
+                _rope_kinds, kind, (32, 8), 128, style=style, chunked=False
+            )
+    return found
+
+
 def _cross_entropy(
     cols: int, dtype: torch.dtype, *, full: bool = False, softcap: float | None = None
 ) -> None:
@@ -211,7 +261,9 @@ def _norm_calls() -> dict[str, Callable[[], None]]:
             found[label] = part(_gated_norm, rows, cols, cols, first=first, dtype=dtype)
         label = f"modulated_rms_norm {shape}"
         found[label] = part(_modulated_norm, (8, rows // 8, cols), (8, cols), dtype)
-        found[f"{label} every row"] = part(_modulated_norm, (rows, cols), (rows, cols), dtype)
+        if cols > 256:  # one row a tile: too little for 16 bytes a lane
+            by = (rows, cols)
+            found[f"{label} every row"] = part(_modulated_norm, by, by, dtype)
     found["gated_rms_norm 262144x128"] = part(_gated_norm, 262144, 128, 128)
     found["gated_rms_norm 8192x8192 groups"] = part(_gated_norm, 8192, 8192, 1024, first=True)
     found["gated_rms_norm gemma groups"] = part(_gated_norm, 8192, 4096, 512, casting="gemma")
@@ -269,6 +321,7 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 32/2x128 half"] = part(_rope, (32, 2), 128, style, rotary=64)
         found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
+    found |= _rope_calls()
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
     found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)

@@ -31,7 +31,7 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], position_ids: Tensor, inv_freq: Tensor,
+    dq_out: Optional[Tensor], dk_out: Optional[Tensor], inv_freq: Tensor, position_ids: Tensor,
     scaling: float, sections: str, chunked: bool, style: str, head_axis: int, casting: str,
     q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool,
     needs_k: bool,

@@ -8,7 +8,7 @@ With t = tanh(alpha * x):
     dalpha = sum over all of dy * w * (1 - t^2) * x
 
 1 - t^2 = 4 e / (1 + e)^2 with e = exp(-2 |alpha x|), which keeps its digits where t is nearly 1.
-Forward gives a program a piece of a row. Backward gives it some columns and every so many rows: its
+Forward gives a program a tile. Backward gives it some columns and every so many rows: its
 sums stay in registers and leave as one fp32 partial each, which a second kernel adds in a fixed
 order.
 """
@@ -34,7 +34,6 @@ from liger_multi.backends.triton.common import (
     tanh,
     warps,
 )
-from liger_multi.backends.triton.gated import tile_knobs
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
@@ -56,7 +55,7 @@ def dyt_knobs(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> Dyt
     per_tile = max(1, min(2048 // block, power_of_2(rows)))
     num_warps = warps(max(32, block * per_tile // 8), info.warp_size)
     groups = max(1, min(cdiv(rows, per_tile), cdiv(8 * info.cores, cdiv(cols, block))))
-    stages = max(1, min(3, info.shared_bytes // (8 * per_tile * block * element_bytes)))
+    stages = max(1, min(3, info.shared_bytes // (4 * per_tile * block * element_bytes)))
     return DytKnobs(per_tile, block, num_warps, groups, stages)
 
 
@@ -70,16 +69,20 @@ def _load_or(ptr, col, mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def _dyt_forward_kernel(
-    x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, cols, tiles, BLOCK: tl.constexpr
-):
-    row = (tl.program_id(0) // tiles).to(tl.int64)
+    x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, tiles,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
     col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < cols
+    row = tl.arange(0, ROWS)
+    mask = (first + row < rows)[:, None] & (col < cols)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-    y = tanh(x * alpha) * _load_or(weight_ptr, col, mask, 1.0)
-    y += _load_or(bias_ptr, col, mask, 0.0)
-    tl.store(y_ptr + row * cols + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
+    bias = _load_or(bias_ptr, col, col < cols, 0.0)[None, :]
+    x_offset = row[:, None] * x_stride + col[None, :]
+    x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+    y = round_to(tanh(x * alpha) * weight + bias, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + first * cols + row[:, None] * cols + col[None, :], y, mask=mask)
 
 
 @triton.jit
@@ -133,11 +136,13 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
         x = as_rows(x)
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         rows, cols = x.shape
-        k = knobs("dyt.forward", tile_knobs, x.device, rows=rows, cols=cols)
+        size = x.element_size()
+        k = knobs("dyt.forward", dyt_knobs, x.device, rows=rows, cols=cols, element_bytes=size)
         tiles = cdiv(cols, k.block)
         launch(
-            _dyt_forward_kernel, rows * tiles,
-            (x, alpha, weight, bias, y, x.stride(0), cols, tiles), (k.block,), k.num_warps,
+            _dyt_forward_kernel, cdiv(rows, k.rows) * tiles,
+            (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles), (k.rows, k.block),
+            k.num_warps,
         )  # fmt: skip
     return y
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, sum_partials
+from liger_multi.backends.triton.common import as_rows, cdiv, sum_partials, warps
 from liger_multi.backends.triton.gated_rms_norm_kernels import (
     _gated_rms_norm_backward_kernel,
     _gated_rms_norm_backward_wide_kernel,
@@ -36,8 +37,13 @@ def gated_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
 def gated_backward_knobs(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
 ) -> BackwardKnobs:
-    """As the layer norm's: a third input takes the registers of its second sum, and more."""
-    return backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
+    """As the layer norm's: a third input takes the registers of its second sum, and more.
+
+    So there are 8 elements a thread and not 16.
+    """
+    k = backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
+    threads = min(max(32, k.rows * k.block // 8), info.max_threads)
+    return replace(k, num_warps=warps(threads, info.warp_size))
 
 
 def _how(

@@ -41,8 +41,8 @@ def forward(
 def backward(
     dq_out: Optional[Tensor],
     dk_out: Optional[Tensor],
+    inv_freq: Tensor,  # first, since backends are chosen by the dtype of the first tensor
     position_ids: Tensor,
-    inv_freq: Tensor,
     scaling: float,
     sections: str,
     chunked: bool,
