@@ -170,12 +170,14 @@ def _rope_kinds(
     dtype: torch.dtype = BF16, angle: torch.dtype = BF16,
 ) -> None:  # fmt: skip
     q, k = (_meta(4, 2048, h, width, dtype=dtype).transpose(1, 2) for h in heads)
-    orders, kinds = ("0213", "0213"), (dtype, dtype, True, True)
+    orders: Any = ("0213", "0213")
+    kinds: Any = (dtype, dtype, True, True)
+    how: Any
     pairs = width // 2
     sections = f"{pairs - 2 * (3 * pairs // 8)},{3 * pairs // 8},{3 * pairs // 8}"
     if kind == "multimodal":
         cos = _meta(3, 4, 2048, width, dtype=angle)
-        how: tuple[Any, ...] = (sections, chunked, style, 1, width, "cohere", *orders)
+        how = (sections, chunked, style, 1, width, "cohere", *orders)
         made = rope_multimodal.forward(q, k, cos, cos, *how)
         rope_multimodal.backward(*made, cos, cos, *how, *kinds)
     elif kind == "complex":
