@@ -119,7 +119,7 @@ MODULES = {
     "PolyNorm": (lambda **f: nn.PolyNorm(1e-3, **f), lambda: (leaf(3, 16),), "poly_norm"),
     "ReLUSquared": (lambda **f: nn.ReLUSquared(), lambda: (leaf(3, 16),), "relu_squared"),
     "TiledMLP": (
-        lambda **f: nn.TiledMLP(nn.SwiGLUMLP(config(), **f), 3),
+        lambda **f: nn.TiledMLP(nn.SwiGLUMLP(config(), **f)),
         lambda: (leaf(2, 7, 16),),
         "swiglu",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,19 @@ class _Surroundings:
         if self.random:
             self.fork.__exit__(*error)
         self.cast.__exit__(*error)
+
+
+@contextlib.contextmanager
+def _quiet(parameters: list[Tensor]) -> Iterator[None]:
+    """Keep the hooks of parameters for their whole gradients: those of pieces are no event."""
+    hooks = [p._backward_hooks for p in parameters]
+    try:
+        for p in parameters:
+            p._backward_hooks = None
+        yield
+    finally:
+        for p, kept in zip(parameters, hooks, strict=True):
+            p._backward_hooks = kept
 
 
 def _places(length: int, tiles: int) -> Iterator[tuple[int, int]]:
@@ -86,7 +100,7 @@ class _Tiled(torch.autograd.Function):
         needs_x, wanted = ctx.needs_input_grad[3], [p for p in parameters if p.requires_grad]
         dx = torch.empty_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(wanted)
-        with ctx.around, torch.enable_grad():
+        with ctx.around, torch.enable_grad(), _quiet(wanted):
             for start, length in _places(x.shape[-2], ctx.tiles):
                 piece = x.narrow(-2, start, length).detach().requires_grad_(needs_x)
                 y, upstream = ctx.module(piece), dy.narrow(-2, start, length)
