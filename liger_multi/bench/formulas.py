@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import formulas_norms
+from liger_multi.bench import formulas_norms, formulas_rope
 
 Formula = Callable[..., Any]
 LIGER_MODULE = "liger_kernel.transformers.functional"
@@ -257,6 +257,7 @@ def _log_prob_products(
 
 TABLE: dict[str, dict[str, Formula]] = {
     **formulas_norms.TABLE,
+    **formulas_rope.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
     "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
     "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
@@ -288,6 +289,7 @@ FLOORS = ("products",)
 # arguments.
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     **formulas_norms.LIGER,
+    **formulas_rope.LIGER,
     "rms_norm": (
         "liger_rms_norm",
         lambda f: (

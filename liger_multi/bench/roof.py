@@ -47,8 +47,15 @@ def _modulated_norm(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
 
 def _rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
-    angles = (math.prod(shapes["cos"]) + math.prod(shapes["sin"])) * size
+    angles = sum(math.prod(shape) for name, shape in shapes.items() if name in ("cos", "sin"))
+    angles = angles * size + math.prod(shapes.get("freqs", (0,))) * 4
+    # an integer a token
+    angles += math.prod(shapes.get("position_ids", (0,))) * 8
     return Work(2 * heads + angles, 4 * heads + 2 * angles)
+
+
+def _rope_multimodal(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    return _rope({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size)
 
 
 def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
@@ -81,6 +88,11 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "relu_squared": _elementwise(2, 5),
     # q, k, cos and sin read, q and k written, twice
     "rope": _rope,
+    "rope_sorted": _rope,
+    "rope_complex": _rope,
+    "rope_positions": _rope,
+    # of three grids, each pair needs the angles of one
+    "rope_multimodal": _rope_multimodal,
     # logits read; the gradient written, which one pass can do
     "cross_entropy": _elementwise(1, 2),
     "cross_entropy_inplace": _elementwise(1, 2),

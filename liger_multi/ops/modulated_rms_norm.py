@@ -175,7 +175,7 @@ SAMPLES = (
     Sample("many-tiny-rows", _case((2, 550, 8), (2, 8))),
     Sample("past-65535-rows", _case((65537, 2), (1, 2)), size="thin"),
     Sample("past-65536-columns", _case((2, 65600), (2, 65600)), size="thin"),
-    Sample("8x1024x1152", _case((8, 1024, 1152), (8, 1152), weight=False), size="bench"),
-    Sample("2x4096x3072", _case((2, 4096, 3072), (2, 3072), weight=False), size="bench"),
+    Sample("8x1024x1152", _case((8, 1024, 1152), (8, 1, 1152), weight=False), size="bench"),
+    Sample("2x4096x3072", _case((2, 4096, 3072), (2, 1, 3072), weight=False), size="bench"),
     Sample("8192x4096 every row", _case((8192, 4096), (8192, 4096), weight=False), size="bench"),
 )

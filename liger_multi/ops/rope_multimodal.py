@@ -163,9 +163,9 @@ SAMPLES = (
            THREE),
     Sample("past-65535-rows", _case(3, (65537, 4), 1, (2, 1), 65537, 4), {"sections": (1, 1, 0)},
            "thin"),
-    Sample("4x2048 28/4x128", _case(3, (4, 2048, 128), 4, (28, 4), 2048, 128, layout="swapped"),
+    Sample("4x2048 28/4x128", _case(3, (1, 2048, 128), 4, (28, 4), 2048, 128, layout="swapped"),
            {"sections": (16, 24, 24)}, "bench"),
     Sample("4x2048 32/8x128 interleaved",
-           _case(3, (4, 2048, 128), 4, (32, 8), 2048, 128, layout="swapped"),
+           _case(3, (1, 2048, 128), 4, (32, 8), 2048, 128, layout="swapped"),
            {"sections": (24, 20, 20), "arrangement": "interleaved"}, "bench"),
 )  # fmt: skip
