@@ -19,6 +19,7 @@ from liger_multi.backends.triton import (
     dyt,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    fused_scaled_add_rms_norm,
     gated_rms_norm,
     geglu,
     geglu_packed,
@@ -77,6 +78,14 @@ def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     x, weight, alpha = (_meta(*s, dtype=dtype) for s in ((rows, cols), (cols,), (1,)))
     y = dyt.forward(x, alpha, weight, weight)
     dyt.backward(y, x, alpha, weight, dtype, True, True, True, True)
+
+
+def _scaled_add(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    how = (0.0, "llama", 0.22, 1.0)
+    y, s, rstd = fused_scaled_add_rms_norm.forward(x, x, weight, 1e-6, *how)
+    kinds: Any = (dtype, dtype, True, True, True)
+    fused_scaled_add_rms_norm.backward(s, y, s, weight, rstd, *how, *kinds)
 
 
 def _gated_norm(
@@ -257,6 +266,7 @@ def _norm_calls() -> dict[str, Callable[[], None]]:
     ):  # fmt: skip
         shape = f"{rows}x{cols} {_name(dtype)}"
         found[f"dyt {shape}"] = part(_dyt, rows, cols, dtype)
+        found[f"fused_scaled_add_rms_norm {shape}"] = part(_scaled_add, rows, cols, dtype)
         found[f"poly_norm {shape}"] = part(_poly_norm, rows, cols, dtype)
         for first in (False, True):
             label = f"gated_rms_norm {shape} {'after' if first else 'before'} the gate"

@@ -21,6 +21,12 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
     return AddNorm(rms_norm(s, weight, eps, **options), s)
 
 
+def fused_scaled_add_rms_norm(
+    x, residual, weight=None, eps=1e-6, *, x_scale=1.0, residual_scale=1.0, **options
+):
+    return fused_add_rms_norm(x * x_scale, residual * residual_scale, weight, eps, **options)
+
+
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
     n = x - x.mean(-1, keepdim=True)
     n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)

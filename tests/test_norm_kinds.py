@@ -100,6 +100,16 @@ def test_the_centred_norm_is_bit_exact_to_transformers(dtypes):
 
 
 @DTYPES
+def test_a_scaled_sum_is_what_granite_computes(dtypes):
+    norm = stock("granite", "GraniteRMSNorm", 24).to(dtypes[1])
+    x, residual = (torch.randn(2, 5, 24).to(dtypes[0]) for _ in range(2))
+    ours = ops.fused_scaled_add_rms_norm(x, residual, norm.weight, x_scale=0.22)
+    total = residual + x * 0.22
+    equal(ours.new_residual, total)
+    equal(ours.y, norm(total))
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(3, 12, 5, 7), (2, 8), (2, 64, 100), (2, 16, 16, 16)])
 @pytest.mark.parametrize("affine", ["both", "weight", "bias"])
 def test_group_norm_is_bit_exact_to_torch(dtypes, shape, affine):
@@ -319,6 +329,12 @@ BAD = [
     (lambda: ops.gated_rms_norm(x, group_size=0), ValueError, "group_size must divide 8.*got 0"),
     (lambda: ops.gated_rms_norm(x, activation="gelu"), ValueError, "unknown activation 'gelu'"),
     (lambda: ops.gated_rms_norm(x, casting="lama"), ValueError, "did you mean 'llama'"),
+    (
+        lambda: ops.fused_scaled_add_rms_norm(x, x, x_scale="1"),
+        TypeError,
+        "x_scale must be a number, got str",
+    ),
+    (lambda: ops.fused_scaled_add_rms_norm(x, x[:2]), ValueError, "x and residual.*same shape"),
     (lambda: ops.group_norm(x[0], 2), ValueError, r"x must have shape \(N, C, \.\.\.\)"),
     (lambda: ops.group_norm(x, 3), ValueError, "num_groups must divide 8.*got 3"),
     (lambda: ops.group_norm(x, 2.0), TypeError, "num_groups must be an integer"),

@@ -55,6 +55,20 @@ def _modulated_rms_norm(
     return y if shift is None else y + shift
 
 
+def _fused_scaled_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    x_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    total = residual + x * x_scale
+    wide = total.float()
+    n = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return n if weight is None else weight * n, total
+
+
 def _poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     wide = x.float()
 
@@ -95,6 +109,7 @@ TABLE: dict[str, dict[str, Formula]] = {
     "dyt": {"torch": _dyt},
     "gated_rms_norm": {"torch": _gated_rms_norm},
     "modulated_rms_norm": {"torch": _modulated_rms_norm},
+    "fused_scaled_add_rms_norm": {"torch": _fused_scaled_add_rms_norm},
     "poly_norm": {"torch": _poly_norm},
     "group_norm": {"torch": _group_norm, "aten": _group_norm_aten},
 }

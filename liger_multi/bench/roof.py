@@ -71,6 +71,8 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "rms_norm": _elementwise(2, 5),
     # both terms read, sum and norm written; two gradients and the sum read, one written
     "fused_add_rms_norm": _elementwise(4, 8),
+    # as that, with two gradients written
+    "fused_scaled_add_rms_norm": _elementwise(4, 9),
     "layer_norm": _elementwise(2, 5),
     "poly_norm": _elementwise(2, 5),
     "group_norm": _elementwise(2, 5),

@@ -6,6 +6,7 @@ from liger_multi.ops.dyt import dyt
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
+from liger_multi.ops.fused_scaled_add_rms_norm import fused_scaled_add_rms_norm
 from liger_multi.ops.gated_rms_norm import gated_rms_norm
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
@@ -34,6 +35,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_log_prob",
+    "fused_scaled_add_rms_norm",
     "gated_rms_norm",
     "geglu",
     "geglu_packed",
