@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import LOG2E, round_to
+from liger_multi.backends.triton.common import LOG2E, assume_cols, round_to
 from liger_multi.backends.triton.cross_entropy import curve, row_knobs
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero, logit
 from liger_multi.backends.triton.fused_linear_cross_entropy import TritonRows
@@ -56,6 +56,7 @@ def _log_prob_gradient_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
+    assume_cols(cols)
     own = tl.load(own_ptr + row)
     share = tl.load(share_ptr + row)
     ENTROPY: tl.constexpr = entropy_ptr is not None
@@ -67,6 +68,7 @@ def _log_prob_gradient_kernel(
     target = tl.load(target_ptr + row * target_stride).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     whole = cols - cols % BLOCK
+    assume_cols(whole)
     for start in tl.range(0, whole, BLOCK, loop_unroll_factor=UNROLL):
         _write_tile(
             row_ptr, start + lane, cols, target, lse, own, share, entropy, scale, softcap,
