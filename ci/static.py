@@ -200,7 +200,7 @@ def build(case: StaticCase, target: Target, variant: Variant) -> Any:
     return triton.compile(source, target=target.gpu, options=dict(case.options))
 
 
-def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:  # noqa: B008
+def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:
     """Compile a case and read its machine code."""
     return read(build(case, target, variant), target.info.arch, target.info.warp_size)
 

@@ -50,8 +50,8 @@ CUDA = {
     "sm90": Core(2048, 65536, 8, 4, 228 << 10, 1024, 32),
     "sm100": Core(2048, 65536, 8, 4, 228 << 10, 1024, 32),
 }
-# LLVM's AMDGPU back end (AMDGPUBaseInfo): registers, granules and waves of a SIMD. CDNA has 4 of them
-# a compute unit; on RDNA two compute units share 128 KiB between the 4 of a work group processor.
+# LLVM's AMDGPU back end (AMDGPUBaseInfo): registers, granules and waves of a SIMD. CDNA has 4 of
+# them a compute unit; on RDNA two compute units share 128 KiB between the 4 of their pair.
 AMD = {
     "gfx90a": Core(2048, 131072, 8, 4, 64 << 10, 0, 32),
     "gfx942": Core(2048, 131072, 8, 4, 64 << 10, 0, 32),
@@ -156,7 +156,7 @@ def _amd(text: str) -> dict[str, Any]:
     body = text.partition(".amdhsa_kernel")[0]
     names = re.findall(r"^\t([a-z]\w+)", body, re.MULTILINE)
     access = [re.match(r"(global|buffer|flat)_(load|store)_(\w+)$", name) for name in names]
-    found = [(m[1], m[2], _amd_width(m[3])) for m in access if m and "lds" not in m[3]]
+    found = [(m[1], m[2], _amd_width(m[3].removeprefix("lds_"))) for m in access if m]
 
     def number(key: str) -> int:
         value = re.search(rf"\.{key}:\s*(\d+)", text)

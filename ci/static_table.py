@@ -1,14 +1,15 @@
 """The table of what every kernel costs on every target: made, judged, printed, kept.
 
 Rows are cached by the source of the kernel and all that the compiler was told, in
-``.cache/static``. ``ci/baseline/<kernel>.txt`` keeps the full product, one line a launch and target:
-a review sees what a change costs. A line of such a file also says which source it is made of, so
-that the suite finds a stale one without compiling anything.
+``.cache/static``. ``ci/baseline/<kernel>.txt`` keeps the full product, one line a launch and
+target: a review sees what a change costs. Such a file also says which source it is made of, so that
+the suite finds a stale one without compiling anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
 import functools
@@ -35,8 +36,10 @@ BASELINE = ROOT / "ci" / "baseline"
 SUITE_CASES = 2
 # and the targets for which it compiles one of them in every variant
 SUITE_VARIANTS = ("sm90", "gfx942", "gfx1100")
-FEW_ROWS = {
-    "_sum_partials_kernel": "partials are some programs a core of fp32 rows: far from 2 GiB",
+# kernels that may address tensors of more than 2 GiB by 64 bits a thread, and why
+ADDRESSED = {
+    "_sum_partials_kernel": "partials are some programs a core of fp32 rows, far from 2 GiB",
+    "_rope_kernel": "tokens of a tile may stand in two sequences, so they have no common base",
 }
 
 
@@ -70,7 +73,7 @@ def full(arch: str) -> list[tuple[StaticCase, Variant]]:
 
 
 def suite(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """Some launches of every kernel, evenly from all of them; one in every variant on few targets."""
+    """Launches of every kernel, evenly from all; one of them in every variant on few targets."""
     found = []
     for name in dict.fromkeys(case.name for case in launches(arch)):
         mine = [case for case in launches(arch) if case.name == name]
@@ -88,8 +91,8 @@ def suite(arch: str) -> list[tuple[StaticCase, Variant]]:
 @functools.cache
 def _reader() -> str:
     """What the facts depend on beside the kernel: the compiler and the code that reads them."""
-    text = Path(static_code.__file__).read_text(encoding="utf-8")
-    return f"{triton.__version__} {hashlib.sha256(text.encode()).hexdigest()}"
+    tree = ast.dump(ast.parse(Path(static_code.__file__).read_text(encoding="utf-8")))
+    return f"{triton.__version__} {hashlib.sha256(tree.encode()).hexdigest()}"
 
 
 def _key(case: StaticCase, target: Target, variant: Variant) -> str:
@@ -108,6 +111,24 @@ def _known(arch: str) -> dict[str, Any]:
 def _to_code(facts: dict[str, Any]) -> Code:
     widths = {k: {int(w): n for w, n in facts[k].items()} for k in ("loads", "stores")}
     return Code(**{**facts, **widths, "matrix": tuple(facts["matrix"])})
+
+
+def facts_of(arch: str, case: StaticCase) -> Code:
+    """Facts of one launch, from the cache where it is known."""
+    known, key = _known(arch), _key(case, TARGETS[arch], Variant())
+    if key not in known:
+        known = {key: dataclasses.asdict(report(case, TARGETS[arch]))}
+        _store(arch, known)
+    return _to_code(known[key])
+
+
+def write_table(arch: str) -> str:
+    """Write the launch table of one architecture from the static model."""
+    from ci.static_cases import calls
+    from ci.static_launch import entries, write
+
+    wanted = {label: call for label, call in calls().items() if "float32" not in label}
+    return str(write(arch, entries(arch, wanted, facts_of)).relative_to(ROOT))
 
 
 def _wanted(arch: str, which: str, pattern: str) -> list[tuple[StaticCase, Variant]]:
@@ -135,15 +156,18 @@ def compile_rows(arch: str, which: str, pattern: str) -> list[dict[str, Any]]:
 def _store(arch: str, known: dict[str, Any]) -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     part = CACHE / f"{arch}.{os.getpid()}"
-    part.write_text(json.dumps(known), encoding="utf-8")
+    part.write_text(json.dumps(_known(arch) | known), encoding="utf-8")
     part.replace(CACHE / f"{arch}.json")
+
+
+def _pool() -> concurrent.futures.ProcessPoolExecutor:
+    return concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
 
 
 def rows_of(archs: Sequence[str], which: str, pattern: str = "") -> list[Row]:
     """Rows of several targets, compiled by one process a core."""
-    spawn = multiprocessing.get_context("spawn")
     found = []
-    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as pool:
+    with _pool() as pool:
         many = pool.map(compile_rows, archs, [which] * len(archs), [pattern] * len(archs))
         for arch, facts in zip(archs, many, strict=True):
             wanted = _wanted(arch, which, pattern)  # jitted functions do not travel
@@ -173,7 +197,7 @@ def failures(row: Row) -> list[str]:
         wrong.append(f"{code.swaps} compare-and-swap instructions")
     if code.narrow_atomics:
         wrong.append(f"{code.narrow_atomics} atomic operations on 16 bits")
-    if row.variant.large and code.unbounded and case.name not in FEW_ROWS:
+    if row.variant.large and code.unbounded and case.name not in ADDRESSED:
         wrong.append(f"{code.unbounded} 16-byte accesses lost their buffer operation")
     return wrong
 
@@ -278,7 +302,7 @@ def stale() -> dict[str, str]:
         if said is None or said[1] != sources(name):
             found[name] = "absent" if not file.exists() else "of another source or other launches"
     kept = {path.stem for path in BASELINE.glob("*.txt")}
-    return found | {name: "of a kernel that is no more" for name in kept - set(kernels())}
+    return found | dict.fromkeys(kept - set(kernels()), "of a kernel that is no more")
 
 
 def update(pattern: str, archs: Sequence[str], say: Callable[[str], None]) -> list[Row]:
@@ -309,10 +333,18 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
     parser.add_argument("--store", type=Path, help="write the table to a file too")
+    parser.add_argument("--tables", action="store_true", help="write the launch tables of the "
+                        "targets that nobody measured on, by a static model (minutes)")  # fmt: skip
     options = parser.parse_args()
     archs = [arch for arch in options.target or TARGETS if missing(TARGETS[arch]) is None]
     for arch in set(options.target or TARGETS) - set(archs):
         print(f"{arch}: {missing(TARGETS[arch])}")
+    if options.tables:
+        chosen = [a for a in archs if TARGETS[a].gpu.backend == "hip"]
+        with _pool() as pool:
+            for path in pool.map(write_table, chosen):
+                print(f"wrote {path}")
+        return 0
     pattern = options.kernel
     if options.stale:
         pattern = "|".join(f"^{name}$" for name in stale()) or "^$"
