@@ -18,11 +18,13 @@ from liger_multi.backends.triton import (
     cross_entropy_inplace,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    gated_mlp,
     geglu,
     geglu_packed,
     layer_norm,
     rms_norm,
     rope,
+    scaling,
     swiglu,
     swiglu_packed,
 )
@@ -69,6 +71,12 @@ def _swiglu(dtype: torch.dtype) -> None:
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
     swiglu_packed.backward(swiglu_packed.forward(gate_up), gate_up)
+
+
+def _gated_mlp(activation: str, dtype: torch.dtype) -> None:
+    gate = _meta(8192, 14336, dtype=dtype)
+    gated_mlp.TritonActivation.product(gate, gate, activation)
+    gated_mlp.TritonActivation.gradients(gate, gate, gate, activation)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
@@ -120,6 +128,10 @@ def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
     cross_entropy.loss_and_gradient_(logits, target, weight, options, rows, _meta(2, dtype=FP32))
 
 
+def _scale(dtype: torch.dtype) -> None:
+    scaling.scale(_meta(128256, 4096, dtype=dtype), _meta(dtype=FP32), BF16)
+
+
 def _inplace(cols: int) -> None:
     cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
 
@@ -160,6 +172,9 @@ def calls() -> dict[str, Callable[[], None]]:
         found[label] = part(_layer_norm, rows, cols, dtype)
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            label = f"gated_mlp {activation} 8192x14336 {_name(dtype)}"
+            found[label] = part(_gated_mlp, activation, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
     for approximate in ("tanh", "none"):
         for dtype in (BF16, FP32):
@@ -182,6 +197,8 @@ def calls() -> dict[str, Callable[[], None]]:
     found["cross_entropy_inplace 128256"] = part(_inplace, 128256)
     found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
+    for dtype in (BF16, FP32):
+        found[f"scale {_name(dtype)}"] = part(_scale, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
         found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
     found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)

@@ -36,8 +36,8 @@ UNBOUNDED = 2**30
 HEAD = """\
 # Launch numbers of {arch}, over the formulas beside the kernels: the first entry whose bounds hold.
 # Written by `python -m ci.static --tables` from a static model of compiled code (registers,
-# occupancy, 16-byte loads): no time was taken on this hardware. docs/rocm.md says how to measure and
-# send back a table; entries whose source starts with "measured" stay when this is written again.
+# occupancy, 16-byte loads): no time was taken on this hardware. docs/rocm.md says how to measure
+# and send back a table; entries whose source starts with "measured" stay when it is written again.
 """
 
 Call = Callable[[], object]

@@ -24,6 +24,7 @@ class ReferenceRows:
     """Row kernels in plain PyTorch."""
 
     statistics = staticmethod(rows_of.statistics)
+    scale = staticmethod(scale_to)
 
     @staticmethod
     def statistics_and_gradient_(
@@ -103,7 +104,9 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         else:
             factor = reduction_of.divide(dloss, denominators[1])
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        return tuple(scale_to(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
+        return tuple(
+            kernels.scale(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True)
+        )  # type: ignore[return-value]
 
     return forward, backward
 

@@ -41,6 +41,19 @@ def backward(
     return dgate, dup
 
 
+def gradients_and_product(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both gradients, and the product; block by block it takes the place of ``dy``."""
+    if torch.compiler.is_compiling():
+        return *gradients(dy, gate, up, activation), forward(gate, up, activation)
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    for block in row_blocks(gate.shape[0], 4 * gate.shape[1] * dy.element_size()):
+        gradients_into(dgate[block], dup[block], dy[block], gate[block], up[block], activation)
+        dy[block] = forward(gate[block], up[block], activation)
+    return dgate, dup, dy
+
+
 def gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``dgate = dy up act'(gate)`` and ``dup = dy act(gate)``."""
     kind, aten = statistics_dtype(gate.dtype), torch.ops.aten

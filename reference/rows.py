@@ -90,3 +90,6 @@ class RowKernels(Protocol):
         dloss: Tensor,
     ) -> None:
         """Overwrite ``raw`` by its gradient; ``dloss`` has one value a row."""
+
+    def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """A gradient times a factor of one element (None: one), rounded once to ``dtype``."""

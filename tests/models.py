@@ -53,7 +53,7 @@ class Architecture:
     @property
     def calls(self) -> dict[str, int]:
         """Calls of operators in one forward pass with labels."""
-        names = {op: f"{op}_packed" if self.packed else op for op in ("swiglu", "geglu")}
+        names = {op: f"{op}_packed" if self.packed else "gated_mlp" for op in ("swiglu", "geglu")}
         return {names.get(op, op): n for op, n in self.every.items()}
 
 

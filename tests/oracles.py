@@ -48,6 +48,23 @@ def geglu_packed(gate_up, approximate="tanh"):
     return geglu(gate_up[..., :half], gate_up[..., half:], approximate)
 
 
+def gated_mlp(
+    x,
+    gate_weight,
+    up_weight,
+    down_weight,
+    *,
+    gate_bias=0,
+    up_bias=0,
+    down_bias=0,
+    activation="silu",
+):
+    gate, up = x @ gate_weight.T + gate_bias, x @ up_weight.T + up_bias
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    product = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
+    return product @ down_weight.T + down_bias
+
+
 def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
     width = rotary_dim or cos.shape[-1]
     first, second = slice(0, width // 2), slice(width // 2, width)

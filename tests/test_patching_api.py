@@ -489,12 +489,12 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("mlp", "by"),
     [
-        (Gated(), "swiglu"),
-        (Gated(bias=True), "swiglu"),
-        (Gated(inner=24), "swiglu"),
+        (Gated(), "gated_mlp[silu]"),
+        (Gated(bias=True), "gated_mlp[silu]"),
+        (Gated(inner=24), "gated_mlp[silu]"),
         (Packed(), "swiglu_packed"),
-        (Gated("gelu_pytorch_tanh"), "geglu[tanh]"),
-        (Gated("gelu", bias=True), "geglu[none]"),
+        (Gated("gelu_pytorch_tanh"), "gated_mlp[gelu_tanh]"),
+        (Gated("gelu", bias=True), "gated_mlp[gelu]"),
         (Packed("gelu_pytorch_tanh"), "geglu_packed[tanh]"),
         (Packed("gelu"), "geglu_packed[none]"),
     ],
@@ -544,7 +544,7 @@ def test_the_same_function_in_more_roundings_is_recognised_as_well():
     mlp = Gated("gelu_new")
     stock = copy.deepcopy(mlp)
     report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
-    assert [entry.replaced_by for entry in report.entries] == ["geglu[tanh]"]
+    assert [entry.replaced_by for entry in report.entries] == ["gated_mlp[gelu_tanh]"]
     x = torch.randn(5, 24)
     assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
 
@@ -572,7 +572,7 @@ def test_activations_that_differ_in_a_function_are_told_apart():
     model = nn.ModuleList([Gated(), Gated()])
     model[0].act_fn, model[1].act_fn = Call(F.silu), Call(F.gelu)
     report = patch(model, fused_linear_cross_entropy=False, rms_norm=False)
-    assert [e.replaced_by for e in report.entries] == ["swiglu", "geglu[none]"]
+    assert [e.replaced_by for e in report.entries] == ["gated_mlp[silu]", "gated_mlp[gelu]"]
 
 
 def test_probes_run_once_for_equal_layers(monkeypatch):
@@ -582,10 +582,31 @@ def test_probes_run_once_for_equal_layers(monkeypatch):
 
     mlp._known.clear()
     calls = []
-    stock = ops.geglu
-    monkeypatch.setattr(ops, "geglu", lambda *a, **k: (calls.append(a), stock(*a, **k))[1])
+    stock = ops.gated_mlp
+    monkeypatch.setattr(ops, "gated_mlp", lambda *a, **k: (calls.append(k), stock(*a, **k))[1])
     patch(build("gemma"))
-    assert len(calls) == 1
+    assert [k["activation"] for k in calls] == ["silu", "gelu_tanh"]
+
+
+def test_a_gated_mlp_keeps_its_input_gate_and_up():
+    """Linear layers around an activation keep their product for backward, too."""
+    mlp = Gated()
+    stock, x = copy.deepcopy(mlp), torch.randn(7, 24, requires_grad=True)
+    patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
+    kept = {}
+    for name, module in (("stock", stock), ("ours", mlp)):
+        seen = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, seen=seen: seen.setdefault(t.data_ptr(), t), lambda t: t
+        )
+        weights = {p.data_ptr() for p in module.parameters()}
+        with hooks:
+            y = module(x)
+        kept[name] = sorted(tuple(t.shape) for at, t in seen.items() if at not in weights)
+        y.sum().backward()
+    inner = mlp.gate_proj.out_features
+    assert kept["ours"] == sorted([(7, 24), (7, inner), (7, inner)])
+    assert kept["stock"].count((7, inner)) == 4  # the activation's output and the product as well
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():

@@ -291,9 +291,9 @@ def test_report_names_what_runs(kind):
     by = {entry.op: entry.replaced_by for entry in report.entries}
     assert by["rope"] == f"rope[{known.rope}]"
     if "geglu" in by:
-        assert by["geglu"] == "geglu[tanh]"
+        assert by["geglu"] == "gated_mlp[gelu_tanh]"
     if "swiglu" in by:
-        assert by["swiglu"] == ("swiglu_packed" if known.packed else "swiglu")
+        assert by["swiglu"] == ("swiglu_packed" if known.packed else "gated_mlp[silu]")
     text = str(report)
     assert "model.layers.*.self_attn" in text
     absent = {s.op for s in report.skipped}

@@ -7,7 +7,7 @@ Both are None or run-time numbers: a temperature that changes with the steps com
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LOG2E, round_to
+from liger_multi.backends.triton.common import LOG2E, assume_cols, round_to
 
 
 @triton.jit
@@ -93,7 +93,11 @@ def write_gradient(
     ce_scale, zl_scale, z_weight, scale, softcap,
     SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total."""
+    """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
+
+    From the last columns to the first: of rows that do not fit into the cache together, what the
+    walk before has read last is still there (8192x128256 on an H200: 1381 to 1248 us).
+    """
     own = (1.0 - SMOOTHING) * ce_scale
     if weight_ptr is not None:
         own *= tl.load(weight_ptr + target).to(tl.float32)
@@ -101,8 +105,11 @@ def write_gradient(
     part = ce_scale * SMOOTHING / cols
     if SMOOTHING != 0.0:
         p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
+    last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
-        col = start + tl.arange(0, BLOCK)
+        first = last - start
+        assume_cols(first)
+        col = first + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(raw, scale, softcap)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy as rows_of
+from liger_multi.backends.triton.scaling import scale
 from liger_multi.reference.fused_linear_cross_entropy import halves
 from liger_multi.reference.rows import Objective, Rows
 
@@ -20,6 +21,8 @@ def _contiguous(weight: Tensor | None) -> Tensor | None:
 
 class TritonRows:
     """Row kernels over chunks of raw logits."""
+
+    scale = staticmethod(scale)
 
     @staticmethod
     def statistics(

@@ -27,29 +27,6 @@ from liger_multi.reference.rows import Objective
 
 
 @triton.jit
-def _write_tile(
-    row_ptr, col, cols, target, lse, own, share, entropy, scale, softcap,
-    ENTROPY: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    mask = (col < cols) if MASKED else None
-    raw = tl.load(row_ptr + col, mask=mask, eviction_policy="evict_first")
-    z = logit(raw, scale, softcap)
-    log_p = z - lse
-    dz = tl.exp2(log_p * LOG2E)
-    if ENTROPY:
-        dz *= share - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
-    else:
-        dz *= share
-    dz = tl.where(col == target, dz + own, dz)
-    if softcap is not None:
-        part = z * (1.0 / softcap)
-        dz *= 1.0 - part * part
-    if scale is not None:
-        dz *= scale
-    tl.store(row_ptr + col, round_to(dz, row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _log_prob_gradient_kernel(
     raw_ptr, target_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, row_stride, target_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -66,19 +43,24 @@ def _log_prob_gradient_kernel(
         return
     lse = tl.load(lse_ptr + row)
     target = tl.load(target_ptr + row * target_stride).to(tl.int32)
-    lane = tl.arange(0, BLOCK)
-    whole = cols - cols % BLOCK
-    assume_cols(whole)
-    for start in tl.range(0, whole, BLOCK, loop_unroll_factor=UNROLL):
-        _write_tile(
-            row_ptr, start + lane, cols, target, lse, own, share, entropy, scale, softcap,
-            ENTROPY, False,
-        )  # fmt: skip
-    if whole < cols:
-        _write_tile(
-            row_ptr, whole + lane, cols, target, lse, own, share, entropy, scale, softcap,
-            ENTROPY, True,
-        )  # fmt: skip
+    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        z = logit(raw, scale, softcap)
+        log_p = z - lse
+        dz = tl.exp2(log_p * LOG2E)
+        if ENTROPY:
+            dz *= share - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
+        else:
+            dz *= share
+        dz = tl.where(col == target, dz + own, dz)
+        if softcap is not None:
+            part = z * (1.0 / softcap)
+            dz *= 1.0 - part * part
+        if scale is not None:
+            dz *= scale
+        tl.store(row_ptr + col, round_to(dz, row_ptr.dtype.element_ty), mask=mask)
 
 
 class TritonLogProbRows(TritonRows):

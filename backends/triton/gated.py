@@ -100,8 +100,9 @@ def _gated_forward_kernel(
 @triton.jit
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, out_stride,
-    cols, tiles, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    cols, tiles, ACTIVATION: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PRODUCT: act(gate) * up takes the place of dy."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
@@ -116,6 +117,9 @@ def _gated_backward_kernel(
         tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
     if dgate_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if PRODUCT:
+            product = round_to(act * up, dy_ptr.dtype.element_ty)
+            tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
         dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
         dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
         tl.store(dgate_ptr + row * out_stride + col, dgate, mask=mask)
@@ -142,9 +146,12 @@ def _launch_forward(op: str, activation: str, gate: Tensor, up: Tensor, y: Tenso
 
 def _launch_backward(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, dgate: Optional[Tensor],
-    dup: Optional[Tensor],
+    dup: Optional[Tensor], product: bool = False,
 ) -> None:  # fmt: skip
-    """Write dgate and dup, which have one row stride; None skips one of them."""
+    """Write dgate and dup, which have one row stride; None skips one of them.
+
+    With ``product``, which takes both, act(gate) * up is written over dy.
+    """
     rows, cols = dy.shape
     k = knobs(f"{op}.backward", tile_knobs, dy.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
@@ -153,7 +160,7 @@ def _launch_backward(
     strides = (dy.stride(0), gate.stride(0), up.stride(0), out.stride(0))
     launch(
         _gated_backward_kernel, rows * tiles, (dy, gate, up, dgate, dup, *strides, cols, tiles),
-        (activation, k.block), k.num_warps,
+        (activation, product, k.block), k.num_warps,
     )  # fmt: skip
 
 
@@ -179,6 +186,17 @@ def backward(
         rooms = (first if needs_gate else None, last if needs_up else None)
         _launch_backward(op, activation, dy, gate, up, *rooms)
     return dgate, dup
+
+
+def backward_and_product(
+    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and act(gate) * up in the place of dy."""
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    if dy.numel():
+        dys, gates, ups, first, second = _flatten(dy, gate, up, dgate, dup)
+        _launch_backward(op, activation, dys, gates, ups, first, second, product=True)
+    return dgate, dup, dy
 
 
 def packed_forward(op: str, activation: str, gate_up: Tensor) -> Tensor:

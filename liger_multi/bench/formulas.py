@@ -75,6 +75,18 @@ def _swiglu_packed(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    return F.linear(_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+
+
+def _liger_mlp(swiglu: Formula) -> Formula:
+    def mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+        product = swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
+        return F.linear(product, down_weight)
+
+    return mlp
+
+
 def _geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
@@ -238,6 +250,7 @@ TABLE: dict[str, dict[str, Formula]] = {
     "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
+    "gated_mlp": {"torch": _gated_mlp},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},
     "rope": {"torch": _rope},
@@ -285,6 +298,7 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         "liger_kernel.ops:LigerFusedGateUpSiLUMulFunction.apply",
         lambda f: lambda gate_up: f(gate_up),
     ),
+    "gated_mlp": ("liger_swiglu", _liger_mlp),
     "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
     "rope": (
         "liger_kernel.transformers.rope:liger_rotary_pos_emb",

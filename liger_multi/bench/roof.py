@@ -46,6 +46,14 @@ def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(once, 2 * once, product, 3 * product)
 
 
+def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # beside the products: gate and up read, one written; then three read, three written
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
+
+
 WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
@@ -55,6 +63,7 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
+    "gated_mlp": _gated_mlp,
     "geglu": _elementwise(3, 8),
     "geglu_packed": _gated_packed,
     # q, k, cos and sin read, q and k written, twice

@@ -5,6 +5,7 @@ from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
+from liger_multi.ops.gated_mlp import gated_mlp
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.layer_norm import layer_norm
@@ -21,6 +22,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_log_prob",
+    "gated_mlp",
     "geglu",
     "geglu_packed",
     "layer_norm",

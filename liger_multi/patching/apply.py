@@ -176,7 +176,8 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
     else:
         settings = MlpSettings(found, names, choices[found.op])
         swap = Swap(found.op, stock_class(module), FusedMlp, settings)
-        _apply(report, path, module, swap, settings.shown, settings.options.shown())
+        by = settings.shown(module)
+        _apply(report, path, module, swap, by, settings.options.shown())
 
 
 def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:

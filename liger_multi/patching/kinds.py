@@ -68,18 +68,20 @@ class MlpKind:
     Attributes:
         op: Operator; the one for packed layers is ``<op>_packed``.
         formula: What it computes, for messages.
+        activation: The same for ``gated_mlp``, which takes the layers as well.
         options: Keyword arguments of the operator.
     """
 
     op: str
     formula: str
+    activation: str
     options: tuple[tuple[str, str], ...] = ()
 
 
 MLP_KINDS = (
-    MlpKind("swiglu", "silu(gate) * up"),
-    MlpKind("geglu", "gelu(gate) * up", (("approximate", "tanh"),)),
-    MlpKind("geglu", "gelu(gate) * up", (("approximate", "none"),)),
+    MlpKind("swiglu", "silu(gate) * up", "silu"),
+    MlpKind("geglu", "gelu(gate) * up", "gelu_tanh", (("approximate", "tanh"),)),
+    MlpKind("geglu", "gelu(gate) * up", "gelu", (("approximate", "none"),)),
 )
 """Tried in this order."""
 

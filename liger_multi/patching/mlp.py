@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
@@ -24,22 +25,26 @@ class MlpSettings:
     names: MlpNames
     options: Options
 
-    @property
-    def shown(self) -> str:
+    def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
+        if _bare(module, self.names):
+            return f"gated_mlp[{self.kind.activation}]"
         op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
         details = ", ".join(value for _, value in self.kind.options)
         return f"{op}[{details}]" if details else op
 
 
 class FusedMlp(Patched):
-    """``down(act(gate(x)) * up(x))`` through the module's own layers: adapters and hooks hold."""
+    """``down(act(gate(x)) * up(x))`` as one operator, or with one between layers of other kinds.
+
+    Adapters, hooks, sharded and quantised weights act in the layers' own calls, so these are made.
+    """
 
     def forward(self, hidden_state: Tensor) -> Tensor:
-        """The MLP with the activation and product as one operator."""
+        """The MLP with few activations kept for backward."""
         settings = cast(MlpSettings, type(self)._liger_multi_swap.settings)
         kind, names = settings.kind, settings.names
-        ops = (kind.op, f"{kind.op}_packed")
+        ops = ("gated_mlp", kind.op, f"{kind.op}_packed")
         return cast(
             Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, kind, names)
         )
@@ -53,7 +58,45 @@ def _apply(module: Any, x: Tensor, kind: MlpKind, names: MlpNames) -> Tensor:
     if names.up is None:
         return cast(Tensor, down(getattr(ops, f"{kind.op}_packed")(gate(x), **options)))
     up = getattr(module, names.up)
+    if _bare(module, names) and _one_dtype(x, gate, up, down):
+        return ops.gated_mlp(
+            x,
+            gate.weight,
+            up.weight,
+            down.weight,
+            gate_bias=gate.bias,
+            up_bias=up.bias,
+            down_bias=down.bias,
+            activation=kind.activation,
+        )
     return cast(Tensor, down(getattr(ops, kind.op)(gate(x), up(x), **options)))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (Tensor, nn.Parameter)
+
+
+def _bare(module: nn.Module, names: MlpNames) -> bool:
+    """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
+    if names.up is None or _has_any_global_hook():
+        return False
+    return all(_is_bare(module._modules[name]) for name in names.all)
+
+
+def _is_bare(layer: nn.Module | None) -> bool:
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return False
+    if any(layer.__dict__[hooks] for hooks in HOOKS):
+        return False
+    return all(p is None or type(p) in PLAIN for p in (layer.weight, layer.bias))
+
+
+def _one_dtype(x: Tensor, *layers: nn.Linear) -> bool:
+    if type(x) is not Tensor:
+        return False
+    if torch.is_autocast_enabled(x.device.type):
+        return True
+    return all(layer.weight.dtype == x.dtype for layer in layers)
 
 
 def mlp_names(module: nn.Module) -> MlpNames | None:

@@ -1,0 +1,223 @@
+"""Contract of ``gated_mlp``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# traced: its products and its activation are then the compiler's to fuse
+op = Op(
+    "gated_mlp",
+    compile="trace",
+    rows=("x", "dy", "gate", "up"),
+    replicated=("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+)
+
+
+@op.forward(returns="y gate up", residuals="gate up")
+def forward(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_gate_weight: bool,
+    needs_up_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    lead = x.shape[:-1]
+    inner = (*lead, gate_weight.shape[0])
+    return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
+
+
+def _unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:
+    weights = () if needs_x else ("gate_weight", "up_weight")
+    return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
+
+
+@op.backward(
+    returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias", omit=_unread
+)
+def backward(
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_weight: Optional[Tensor],
+    up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    needs_x: bool,
+    needs_gate_weight: bool,
+    needs_up_weight: bool,
+    needs_down_weight: bool,
+    needs_gate_bias: bool,
+    needs_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    inner = gate.shape[-1]
+    width = x.shape[-1] if x is not None else 0 if gate_weight is None else gate_weight.shape[1]
+    return (
+        gate.new_empty((*gate.shape[:-1], width) if needs_x else (0,)),
+        gate.new_empty((inner, width) if needs_gate_weight else (0,)),
+        gate.new_empty((inner, width) if needs_up_weight else (0,)),
+        gate.new_empty(down_weight.shape if needs_down_weight else (0,)),
+        gate.new_empty(inner if needs_gate_bias else 0),
+        gate.new_empty(inner if needs_up_bias else 0),
+        gate.new_empty(down_weight.shape[0] if needs_down_bias else 0),
+    )
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """A whole gated MLP that keeps no activation but the outputs of its first two layers.
+
+    Math:
+        ``gate = x @ gate_weight.T + gate_bias``, ``up = x @ up_weight.T + up_bias``,
+        ``y = (act(gate) * up) @ down_weight.T + down_bias``. Backward computes ``act(gate) * up``
+        again in the pass that makes the gradients of gate and up, and adds both terms of the
+        gradient of x in the precision of the product.
+
+    Shapes:
+        x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
+        ``(D, F)``, gate_bias and up_bias ``(F,)``, down_bias ``(D,)``; y ``(..., D)``, contiguous.
+
+    Dtypes:
+        In: one floating dtype, or any under autocast, which then sets the dtype of the products.
+        Inside: that of the products is the library's for linear layers; the activation is fp32
+        (fp64 for fp64), rounded to the dtype of gate as the Hugging Face MLP does. Out: that of
+        the products.
+
+    Memory:
+        Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
+        an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ without autocast.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation.
+
+    Source:
+        Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``Gemma2MLP``.
+    """
+    tensors: dict[str, Tensor | None] = {
+        "x": x,
+        "gate_weight": gate_weight,
+        "up_weight": up_weight,
+        "down_weight": down_weight,
+        "gate_bias": gate_bias,
+        "up_bias": up_bias,
+        "down_bias": down_bias,
+    }
+    for name in ("x", "gate_weight", "up_weight", "down_weight"):
+        checks.floating("gated_mlp", **{name: tensors[name]})
+    checks.floating("gated_mlp", **tensors)
+    checks.one_of("gated_mlp", "activation", activation, ACTIVATIONS)
+    _shapes_fit(x, gate_weight, up_weight, down_weight)
+    inner, outer = gate_weight.shape[0], down_weight.shape[0]
+    checks.vector("gated_mlp", "gate_bias", gate_bias, inner, "rows of gate_weight")
+    checks.vector("gated_mlp", "up_bias", up_bias, inner, "rows of up_weight")
+    checks.vector("gated_mlp", "down_bias", down_bias, outer, "rows of down_weight")
+    given = _one_dtype(tensors)
+    result: Tensor = op(*given, activation)
+    return result
+
+
+def _shapes_fit(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
+    if gate.ndim != 2 or up.shape != gate.shape:
+        raise ValueError(
+            "gated_mlp: gate_weight and up_weight must have one shape (F, H), got "
+            f"{tuple(gate.shape)} and {tuple(up.shape)}"
+        )
+    if down.ndim != 2 or down.shape[1] != gate.shape[0]:
+        raise ValueError(
+            f"gated_mlp: down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
+            f"{tuple(gate.shape)}, got {checks.describe(down)}"
+        )
+    if x.ndim == 0 or x.shape[-1] != gate.shape[1]:
+        raise ValueError(
+            f"gated_mlp: the last axis of x must be H = {gate.shape[1]} of gate_weight "
+            f"{tuple(gate.shape)}, got {checks.describe(x)}"
+        )
+
+
+def _one_dtype(tensors: dict[str, Tensor | None]) -> list[Tensor | None]:
+    """All tensors in the dtype of the products: autocast's, or the one that all have."""
+    given, kind = list(tensors.values()), next(iter(tensors.values())).device.type  # type: ignore[union-attr]
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        wanted = torch.get_autocast_dtype(kind)
+        return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
+    kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None}
+    if len(set(kinds.values())) > 1:
+        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
+        raise TypeError(f"gated_mlp: one dtype is needed outside of autocast, got {shown}")
+    return given
+
+
+def _case(
+    rows: tuple[int, ...], hidden: int, inner: int, outer: int = 0, **frozen: bool
+) -> dict[str, T]:
+    """Tensors of a sample; names in ``frozen`` get no gradient."""
+    shapes = {
+        "x": (*rows, hidden),
+        "gate_weight": (inner, hidden),
+        "up_weight": (inner, hidden),
+        "down_weight": (outer or hidden, inner),
+    }
+    return {
+        n: T(s, scale=1.0 if n == "x" else s[1] ** -0.5, grad=not frozen.get(n, False))
+        for n, s in shapes.items()
+    }
+
+
+def _bias(inner: int, outer: int) -> dict[str, T]:
+    sizes = {"gate_bias": inner, "up_bias": inner, "down_bias": outer}
+    return {name: T((size,), scale=0.3) for name, size in sizes.items()}
+
+
+SAMPLES = (
+    Sample("rows", _case((2, 5), 16, 24)),
+    Sample("gelu", _case((6,), 16, 24), {"activation": "gelu"}),
+    Sample("gelu-tanh", _case((6,), 16, 24), {"activation": "gelu_tanh"}),
+    Sample("biases", _case((3, 4), 8, 12) | _bias(12, 8)),
+    Sample("other-width-out", _case((5,), 8, 12, 6)),
+    Sample("odd-widths", _case((7,), 13, 19)),
+    Sample("one-row", _case((1,), 16, 40)),
+    Sample("one-axis", _case((), 8, 12)),
+    Sample("no-rows", _case((0,), 8, 12)),
+    Sample("sliced", _case((4,), 8, 12) | {"x": T((4, 8), layout="sliced")}),
+    Sample("transposed", _case((2, 4), 8, 12) | {"x": T((2, 4, 8), layout="transposed")}),
+    Sample("frozen-x", _case((4,), 8, 12, x=True)),
+    Sample(
+        "frozen-weights", _case((4,), 8, 12, gate_weight=True, up_weight=True, down_weight=True)
+    ),
+    Sample("frozen-up", _case((4,), 8, 12, up_weight=True)),
+    Sample("only-down", _case((4,), 8, 12, x=True, gate_weight=True, up_weight=True)),
+    Sample(
+        "past-65535-rows",
+        _case((65537,), 4, 4, gate_weight=True, up_weight=True, down_weight=True),
+        size="thin",
+    ),
+    Sample("8192x2048x8192", _case((8192,), 2048, 8192), size="bench"),
+    Sample("8192x4096x14336", _case((8192,), 4096, 14336), size="bench"),
+    Sample("8192x896x4864", _case((8192,), 896, 4864), size="bench"),
+)
