@@ -201,7 +201,7 @@ def write(arch: str, made: Mapping[str, list[dict[str, Any]]]) -> Path:
             for name, lead in (("when", "- "), ("knobs", "  ")):
                 out += [f"    {lead}{name}: {_flow(entry[name])}\n"]
             out += [f"      source: {_scalar(entry['source'])}\n"]
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(out), encoding="utf-8")
     return path
 

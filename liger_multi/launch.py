@@ -109,6 +109,10 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     device = dict(content.get("device") or {})
+    for key in device:
+        if key not in ("warp_size", "shared_bytes"):
+            wanted = ("warp_size", "shared_bytes")
+            raise ConfigurationError(unknown(f"limit of the device in {file}", key, wanted))
     limits = {"warp_size": (device.get("warp_size", 1), device.get("warp_size", 2**31))}
     limits["shared_bytes"] = (device.get("shared_bytes", 0), 2**31)
     return {
