@@ -17,7 +17,7 @@ ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full doctor container check lint static static-full static-tables bench docs site
-.PHONY: format clean env
+.PHONY: tune format clean env
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -106,6 +106,9 @@ static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print wh
 
 static-full: $(ENV)  ## compile every launch in every variant (minutes); rewrites ci/baseline
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
+
+tune: $(ENV)  ## measure this machine's launch table (an hour); git diff shows what was found
+	$(RUN) -m ci.tune_table $(ARGS)
 
 static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
 	$(RUN) -m ci.static --tables $(ARGS)

@@ -10,7 +10,7 @@ becomes an entry where all of this holds:
 * no register is spilled, and nothing loaded in 16 bytes a thread is loaded in fewer.
 
 Elsewhere the formula stays. No time is predicted. An entry says that it comes from here; one that
-``python -m ci.tune`` found on a card takes its place, and is left alone by the next run.
+``python -m ci.tune_table`` found on a card takes its place, and is left alone by the next run.
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ def _changed(
     return changed[0] if len(changed) == 1 else None
 
 
-def _entry(
-    question: Asked, knobs: dict[str, int], mine: Code, code: Code, full: int
-) -> dict[str, Any]:
+def bounds(question: Asked) -> dict[str, list[int]]:
+    """For which shapes an entry holds: as many columns once rounded up, a quarter of the rows."""
     when = {}
     for axis, value in question.shape.items():
         if axis == "rows":
@@ -171,29 +170,46 @@ def _entry(
         else:
             when[axis] = [int(value), int(value)]
     if question.key.startswith("rope"):
-        del when["rows"]  # one compiled kernel serves every length
+        when.pop("rows", None)  # one compiled kernel serves every length
+    return when
+
+
+def _entry(
+    question: Asked, knobs: dict[str, int], mine: Code, code: Code, full: int
+) -> dict[str, Any]:
     said = [
         f"{mine.registers} -> {code.registers} registers",
         f"{mine.resident} -> {code.resident} of {full} threads a core",
         f"{in_flight(mine)} -> {in_flight(code)} bytes in flight",
         f"{code.widest_load}-byte loads",
     ]
-    return {"when": when, "knobs": knobs, "source": f"{MODEL}: {question.label}, {', '.join(said)}"}
+    source = f"{MODEL}: {question.label}, {', '.join(said)}"
+    return {"when": bounds(question), "knobs": knobs, "source": source}
 
 
-def write(arch: str, made: Mapping[str, list[dict[str, Any]]]) -> Path:
-    """Write a table; entries that were measured stay, before the model's."""
-    info = TARGETS[arch].info
-    path = ROOT / "backends" / info.backend / "launch" / f"{arch}.yaml"
+def _modelled(entry: Mapping[str, Any]) -> bool:
+    return str(entry.get("source")).startswith(MODEL)
+
+
+def write(info: DeviceInfo, made: Mapping[str, list[dict[str, Any]]]) -> Path:
+    """Put entries into a device's table, measured ones before the model's.
+
+    Entries of the model take the place of all of the model's; measured ones that of entries with
+    the same bounds.
+    """
+    path = ROOT / "backends" / info.backend / "launch" / f"{info.arch}.yaml"
     old = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kept = {
-        key: measured
-        for key, several in ((old or {}).get("entries") or {}).items()
-        if (measured := [e for e in several if not str(e.get("source")).startswith(MODEL)])
-    }
-    out = [HEAD.format(arch=arch)]
+    model = any(_modelled(entry) for several in made.values() for entry in several) or not made
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for key, several in ((old or {}).get("entries") or {}).items():
+        taken = [] if model else [entry["when"] for entry in made.get(key, [])]
+        stay = [e for e in several if not (model and _modelled(e)) and e["when"] not in taken]
+        if stay:
+            kept[key] = stay
+    out = [HEAD.format(arch=info.arch)]
     out += [f"device: {{warp_size: {info.warp_size}, shared_bytes: {info.shared_bytes}}}\n"]
-    every = {key: kept.get(key, []) + list(made.get(key, [])) for key in sorted({*kept, *made})}
+    every = {key: [*kept.get(key, []), *made.get(key, [])] for key in sorted({*kept, *made})}
+    every = {key: sorted(several, key=_modelled) for key, several in every.items()}
     out += ["entries:\n" if every else "entries: {}\n"]
     for key, several in every.items():
         out += [f"  {key}:\n"]

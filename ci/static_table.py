@@ -128,7 +128,7 @@ def write_table(arch: str) -> str:
     from ci.static_launch import entries, write
 
     wanted = {label: call for label, call in calls().items() if "float32" not in label}
-    return str(write(arch, entries(arch, wanted, facts_of)).relative_to(ROOT))
+    return str(write(TARGETS[arch].info, entries(arch, wanted, facts_of)).relative_to(ROOT))
 
 
 def _wanted(arch: str, which: str, pattern: str) -> list[tuple[StaticCase, Variant]]:

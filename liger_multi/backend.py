@@ -31,7 +31,7 @@ class DeviceInfo:
         max_threads: Threads a program may have.
         shared_bytes: On-chip memory of one program, in bytes.
         cores: Multiprocessors, compute units or vector cores.
-        table: Architecture whose launch table applies, where that is not its own.
+        table: Architecture whose launch table applies, where there is none of its own.
     """
 
     backend: str

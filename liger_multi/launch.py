@@ -81,7 +81,8 @@ def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shap
 def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
     made = formula(info, **shape)
     known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
-    for entry in table(info.backend, info.table or info.arch).get(name, ()):
+    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
+    for entry in entries.get(name, ()):
         if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
             made = dataclasses.replace(made, **entry["knobs"])
             break

@@ -189,10 +189,15 @@ def test_measured_entries_stay(tmp_path, monkeypatch):
     entry = {"when": {"cols": [1, 8]}, "knobs": {"rows": 2}}
     model = {**entry, "source": f"{static_launch.MODEL}: a, b"}
     measured = {**entry, "source": "measured on a card: 4 -> 3 us"}
-    path = static_launch.write("gfx942", {"x.forward": [model]})
+    info = TARGETS["gfx942"].info
+    path = static_launch.write(info, {"x.forward": [model]})
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [model]}
-    path.write_text(path.read_text().replace(model["source"], measured["source"]))
-    static_launch.write("gfx942", {"x.forward": [model]})
+    static_launch.write(info, {"x.forward": [measured]})  # found on a card for the same shapes
+    assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
+    other = {**model, "when": {"cols": [9, 16]}}
+    static_launch.write(info, {"x.forward": [other]})
     found = yaml.safe_load(path.read_text())
-    assert found["entries"] == {"x.forward": [measured, model]}
+    assert found["entries"] == {"x.forward": [measured, other]}
+    static_launch.write(info, {})  # the model has nothing to say any more
+    assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
     assert found["device"] == {"warp_size": 64, "shared_bytes": 65536}
