@@ -107,7 +107,7 @@ static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print wh
 static-full: $(ENV)  ## compile every launch in every variant (minutes); rewrites ci/baseline
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
 
-tune: $(ENV)  ## measure this machine's launch table (an hour); git diff shows what was found
+tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
 	$(RUN) -m ci.tune_table $(ARGS)
 
 static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
