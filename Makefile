@@ -104,7 +104,7 @@ check: lint  ## lint and the fast tests, under two minutes
 static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print what they cost there
 	$(RUN) -m ci.static --store build/static.txt $(ARGS)
 
-static-full: $(ENV)  ## compile every launch in every variant (minutes); rewrites ci/baseline
+static-full: $(ENV)  ## compile every launch in every variant (many minutes)
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found

@@ -1,7 +1,7 @@
 """The table of what every kernel costs on every target: made, judged, printed, kept.
 
 Rows are cached by the source of the kernel and all that the compiler was told, in
-``.cache/static``. ``ci/baseline/<kernel>.txt`` keeps the full product, one line a launch and
+``.cache/static``. ``ci/baseline/<kernel>.txt`` keeps what the suite compiles, one line a launch and
 target: a review sees what a change costs. Such a file also says which source it is made of, so that
 the suite finds a stale one without compiling anything.
 """
@@ -39,6 +39,9 @@ SUITE_VARIANTS = ("sm90", "gfx942", "gfx1100")
 # kernels that may address tensors of more than 2 GiB by 64 bits a thread, and why
 ADDRESSED = {
     "_sum_partials_kernel": "partials are some programs a core of fp32 rows, far from 2 GiB",
+    "_embedding_forward_kernel": "every row of a tile is gathered from another place",
+    "_embedding_windows_kernel": "likewise",
+    "_embedding_backward_kernel": "likewise",
     "_rope_kernel": "tokens of a tile may stand in two sequences, so they have no common base",
 }
 
@@ -250,7 +253,7 @@ def _short(row: Row) -> str:
 
 def page(name: str, rows: Sequence[Row]) -> str:
     """The baseline of one kernel: a block a case, a line a target."""
-    out = [f"# {name}: made by `make static-full` with triton {triton.__version__}"]
+    out = [f"# {name}: made by `python -m ci.static --write` with triton {triton.__version__}"]
     out += [f"# source {sources(name)}"]
     by_case: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
@@ -268,11 +271,12 @@ def _launch(row: Row) -> str:
 
 @functools.cache
 def _told() -> dict[str, str]:
-    """For every kernel, all of its launches on all targets."""
+    """For every kernel, the launches of its baseline."""
     found: dict[str, list[str]] = {}
     for arch in TARGETS:
-        for case in launches(arch):
-            found.setdefault(case.name, []).append(f"{arch} {case.label} {case.identity}")
+        for case, variant in suite(arch):
+            told = f"{arch} {case.label} {case.identity} {variant.name}"
+            found.setdefault(case.name, []).append(told)
     return {name: "\n".join(lines) for name, lines in found.items()}
 
 
@@ -305,9 +309,8 @@ def stale() -> dict[str, str]:
     return found | dict.fromkeys(kept - set(kernels()), "of a kernel that is no more")
 
 
-def update(pattern: str, archs: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Compile the full product of the kernels that match and write their baselines."""
-    rows = rows_of(archs, "full", pattern)
+def write_baseline(rows: Sequence[Row]) -> None:
+    """Write the baselines of the kernels that have rows; remove those of kernels that are gone."""
     BASELINE.mkdir(exist_ok=True)
     for name in sorted({row.case.name for row in rows}):
         path = BASELINE / f"{name}.txt"
@@ -315,21 +318,19 @@ def update(pattern: str, archs: Sequence[str], say: Callable[[str], None]) -> li
         new = page(name, [row for row in rows if row.case.name == name])
         if old != new:
             path.write_text(new, encoding="utf-8")
-            say(f"wrote {path.relative_to(ROOT)}")
+            print(f"wrote {path.relative_to(ROOT)}")
     for path in BASELINE.glob("*.txt"):
         if path.stem not in kernels():
             path.unlink()
-            say(f"removed {path.relative_to(ROOT)}")
-    return rows
+            print(f"removed {path.relative_to(ROOT)}")
 
 
 def main() -> int:
     """Compile every Triton kernel for every target; print, judge and keep what it costs."""
     parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
-    parser.add_argument("--full", action="store_true", help="every launch in every variant; "
-                        "rewrites ci/baseline (minutes)")  # fmt: skip
-    parser.add_argument("--stale", action="store_true", help="the same, of the kernels whose "
-                        "baseline is stale")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="every launch in every variant "
+                        "(half an hour of a core or more)")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
     parser.add_argument("--store", type=Path, help="write the table to a file too")
@@ -345,21 +346,18 @@ def main() -> int:
             for path in pool.map(write_table, chosen):
                 print(f"wrote {path}")
         return 0
-    pattern = options.kernel
-    if options.stale:
-        pattern = "|".join(f"^{name}$" for name in stale()) or "^$"
-    keep = (options.full or options.stale) and archs == list(TARGETS)
-    if keep:
-        rows = update(pattern, archs, print)
-    else:
-        rows = rows_of(archs, "full" if options.full else "suite", pattern)
+    rows = rows_of(archs, "full" if options.full else "suite", options.kernel)
+    if options.write:
+        if options.full or archs != list(TARGETS):
+            parser.error("ci/baseline has what the suite compiles, for all targets: without --full")
+        write_baseline(rows)
     text = "\n".join(f"{r.case.name:<44}{r.case.label:<40}{r.variant.name:<17}{line(r)}"
                      for r in rows)  # fmt: skip
     if options.store:
         options.store.parent.mkdir(parents=True, exist_ok=True)
         options.store.write_text(text + "\n", encoding="utf-8")
     wrong = verdicts(rows)
-    print("\n".join([text, "", *wrong] if not keep else wrong))
+    print("\n".join([*([] if options.write else [text, ""]), *wrong]))
     print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels, "
           f"{len(wrong)} failures")  # fmt: skip
     return 1 if wrong else 0

@@ -213,7 +213,9 @@ def test_the_chunk_comes_from_a_budget():
     assert chunk_rows(5000, like, 32000, 7, 0) == 7
     assert chunk_rows(128, like, 32000, 0, 0) == 128, "no more than the accumulator would cost"
     assert chunk_rows(129, like, 32000, 0, 0) == 65, "never rows x vocabulary beyond that"
-    assert chunk_rows(1500, like, 32000, 0, 0) == 768
+    assert chunk_rows(1500, like, 32000, 0, 0) == 1024
+    assert chunk_rows(900, like, 32000, 0, 0) == 512
+    assert chunk_rows(400, like, 32000, 0, 0) == 200
     assert chunk_rows(50000, like, 32000, 0, 0) * 64000 <= 2**26, "a CPU takes 64 MiB"
     assert chunk_rows(5000, like, 32000, 0, 512 * 64000) == 512
     assert chunk_rows(5000, like, 32000, 0, 64000 * 9) == 9, "a small budget holds"

@@ -1,5 +1,11 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
+from liger_multi.nn.divergence_heads import (
+    FusedLinearJSDLoss,
+    FusedLinearKLDivLoss,
+    FusedLinearTVDLoss,
+)
+from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
 from liger_multi.nn.losses import (
     CrossEntropyLoss,
     FusedLinearCrossEntropyLoss,
@@ -7,16 +13,26 @@ from liger_multi.nn.losses import (
 )
 from liger_multi.nn.mlp import GEGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
 from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
+from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 
 __all__ = [
     "GEGLUMLP",
     "CrossEntropyLoss",
+    "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
+    "FusedLinearJSDLoss",
+    "FusedLinearKLDivLoss",
     "FusedLinearLogProb",
+    "FusedLinearTVDLoss",
     "GemmaRMSNorm",
+    "JSDLoss",
+    "KLDivLoss",
     "LayerNorm",
     "PackedSwiGLUMLP",
     "RMSNorm",
+    "Softmax",
+    "Sparsemax",
     "SwiGLUMLP",
+    "TVDLoss",
 ]

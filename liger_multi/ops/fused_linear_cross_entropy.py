@@ -159,7 +159,7 @@ def fused_linear_cross_entropy(
     Memory:
         A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all
         rows where their logits cost no more than the accumulator, else ``chunk_bytes`` of the
-        configuration or an eighth of the free memory, at most 1 GiB. Kept for backward: the
+        configuration or an eighth of the free memory, at most 1.25 GiB. Kept for backward: the
         gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 4
         bytes a row, and the logits are computed again.
 
