@@ -5,7 +5,8 @@
 of half the size, half or twice the warps, fewer stages), and reads the machine code. A neighbour
 becomes an entry where all of this holds:
 
-* a core keeps at least half as many threads again as with the formula: what hides latency,
+* a core keeps at least half as many threads again as with the formula: what hides latency (of a
+  kernel with a few persistent programs a core, those that there are),
 * it has no fewer bytes of loads on their way, counted as threads times bytes loaded a thread,
 * no register is spilled, and nothing loaded in 16 bytes a thread is loaded in fewer.
 
@@ -100,6 +101,15 @@ def neighbours(info: DeviceInfo, made: Any) -> Iterator[dict[str, int]]:
             yield knobs
 
 
+def limited(code: Code, made: Any, info: DeviceInfo) -> Code:
+    """The code, with no more threads a core than the programs of its launch have."""
+    programs = getattr(made, "programs", None)
+    if programs is None:
+        return code
+    there = -(-programs // info.cores) * code.threads
+    return dataclasses.replace(code, resident=min(code.resident, there))
+
+
 def in_flight(code: Code) -> int:
     """Bytes that a core's threads ask for, once each load."""
     return code.resident * sum(width * count for width, count in code.loads.items())
@@ -134,10 +144,11 @@ def entries(
             pair = _changed(base, other)
             if pair is None:
                 continue
-            mine = facts(arch, pair[0])
+            mine = limited(facts(arch, pair[0]), question.formula, info)
             if mine.resident * MORE_THREADS > full and not mine.spills:
                 break  # no neighbour can hold so many more
-            code = facts(arch, pair[1])
+            numbers = dataclasses.replace(question.formula, **knobs)
+            code = limited(facts(arch, pair[1]), numbers, info)
             rank = (code.resident, in_flight(code))
             if better(mine, code) and (best is None or rank > best[:2]):
                 best = (*rank, knobs, mine, code)

@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +26,25 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ci import static_code
-from ci.static import TARGETS, StaticCase, Target, Variant, kernels, missing, report, static_cases
+from ci.static import (
+    TARGETS,
+    StaticCase,
+    Target,
+    Variant,
+    kernels,
+    missing,
+    report,
+    static_cases,
+    variants,
+)
 from ci.static_code import CORES, Code
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "static"
 BASELINE = ROOT / "ci" / "baseline"
-# of a kernel's launches, those that the suite compiles for every target
-SUITE_CASES = 2
-# and the targets for which it compiles one of them in every variant
-SUITE_VARIANTS = ("sm90", "gfx942", "gfx1100")
+# targets for which the suite compiles two launches of every kernel, and one of them in every
+# variant; for the others one launch
+SUITE_TARGETS = ("sm90", "gfx942", "gfx1100")
 # kernels that may address tensors of more than 2 GiB by 64 bits a thread, and why
 ADDRESSED = {
     "_sum_partials_kernel": "partials are some programs a core of fp32 rows, far from 2 GiB",
@@ -70,21 +79,18 @@ def launches(arch: str) -> tuple[StaticCase, ...]:
 
 def full(arch: str) -> list[tuple[StaticCase, Variant]]:
     """Every launch in every variant."""
-    from ci.static import variants
-
     return [(case, v) for case in launches(arch) for v in variants(TARGETS[arch])]
 
 
 def suite(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """Launches of every kernel, evenly from all; one of them in every variant on few targets."""
+    """The first launch of every kernel, and of SUITE_TARGETS its last and its variants."""
     found = []
     for name in dict.fromkeys(case.name for case in launches(arch)):
         mine = [case for case in launches(arch) if case.name == name]
-        count = min(SUITE_CASES, len(mine))
-        some = [mine[i * (len(mine) - 1) // max(count - 1, 1)] for i in range(count)]
-        found += [(case, Variant()) for case in some]
-        if arch in SUITE_VARIANTS:
-            found += [(some[0], v) for c, v in full(arch) if c is some[0] and v != Variant()]
+        found.append((mine[0], Variant()))
+        if arch in SUITE_TARGETS:
+            found += [(mine[-1], Variant())] * (len(mine) > 1)
+            found += [(mine[0], v) for v in variants(TARGETS[arch]) if v != Variant()]
     return found
 
 

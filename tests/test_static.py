@@ -180,6 +180,16 @@ def test_the_model_wants_more_threads_and_no_less_of_anything():
         assert not static_launch.better(mine, dataclasses.replace(more, **worse)), worse
 
 
+def test_the_model_counts_no_threads_that_a_launch_has_not():
+    from liger_multi.backends.triton.norm_knobs import BackwardKnobs, RowKnobs
+
+    info = TARGETS["gfx942"].info
+    for programs, held in ((304, 256), (305, 512), (10**6, 2048)):
+        knobs = BackwardKnobs(1, 4096, 4, programs, 1)
+        assert static_launch.limited(GOOD, knobs, info).resident == held
+    assert static_launch.limited(GOOD, RowKnobs(1, 4096, 4), info) == GOOD
+
+
 def test_measured_entries_stay(tmp_path, monkeypatch):
     import yaml
 
