@@ -7,7 +7,7 @@ Both are None or run-time numbers: a temperature that changes with the steps com
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LOG2E, round_to, tanh
+from liger_multi.backends.triton.common import LOG2E, assume_cols, round_to, tanh
 
 
 @triton.jit
@@ -97,7 +97,9 @@ def write_gradient(
         p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
     last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
-        col = last - start + tl.arange(0, BLOCK)
+        first = last - start
+        assume_cols(first)
+        col = first + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(raw, scale, softcap)

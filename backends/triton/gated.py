@@ -24,8 +24,11 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common import (
     LOG2E,
+    LONGEST_ROW,
     as_rows,
+    assume_cols,
     cdiv,
+    checked_cols,
     power_of_2,
     round_to,
     sigmoid,
@@ -51,7 +54,7 @@ class TileKnobs:
 
 def tile_knobs(info: DeviceInfo, rows: int, cols: int) -> TileKnobs:
     """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
-    block = max(16, min(1024, power_of_2(cols)))
+    block = max(16, min(1024, power_of_2(checked_cols(cols))))
     return TileKnobs(block, warps(block // 8, info.warp_size))
 
 
@@ -85,7 +88,9 @@ def _gated_forward_kernel(
     down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -106,7 +111,9 @@ def _gated_backward_kernel(
 ):  # fmt: skip
     """PRODUCT: act(gate) * up takes the place of dy."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -133,8 +140,7 @@ def _gated_backward_kernel(
 
 def flatten(*tensors: Tensor) -> list[Tensor]:
     """View tensors of one shape as one long row where all are contiguous, else as rows."""
-    # column indices are 32 bits wide and run past the end by less than one block
-    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() < 2**31 - 2**16:
+    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() <= LONGEST_ROW.value:
         return [t.view(1, -1) for t in tensors]
     return [as_rows(t) for t in tensors]
 
