@@ -26,7 +26,7 @@ from liger_multi.backends.triton.group_norm_kernels import (
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
-JOIN_BLOCK = 512  # channels of a group that are joined at a time
+JOIN_BLOCK = 1024  # channels of a group that are joined at a time
 
 
 @dataclass(frozen=True)
