@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi import nn, ops
+from liger_multi import losses, nn, ops
 
 HALF, WIDE = torch.bfloat16, torch.float32
 
@@ -27,6 +27,16 @@ target = torch.tensor([3, 0, -100, 10, 7, 7])
 
 def leaf(*shape, dtype=WIDE):
     return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def ids(rows):
+    made = torch.arange(5 * rows).view(rows, 5) % 11
+    return made.masked_fill(made == 4, -100)
+
+
+def answers(rows):
+    """A head behind hidden states of answers, and their targets."""
+    return losses.Head(leaf(rows, 5, 16), leaf(11, 16)), ids(rows)
 
 
 def head():
@@ -69,6 +79,59 @@ MODULES = {
         lambda **f: nn.PackedSwiGLUMLP(config(mlp_bias=True), **f),
         lambda: (leaf(3, 16),),
         "swiglu_packed",
+    ),
+    "SwiGLUMLP-multipliers": (
+        lambda **f: nn.SwiGLUMLP(config(mlp_multipliers=(0.5, 2.0)), **f),
+        lambda: (leaf(3, 16),),
+        "swiglu",
+    ),
+    "ClampedSwiGLUMLP": (
+        lambda **f: nn.ClampedSwiGLUMLP(config(swiglu_limit=1.5), **f),
+        lambda: (leaf(3, 16),),
+        "swiglu_clamped",
+    ),
+    "GatedRMSNorm": (
+        lambda **f: nn.GatedRMSNorm(16, **f),
+        lambda: (leaf(3, 16), leaf(3, 16)),
+        "gated_rms_norm",
+    ),
+    "GatedRMSNorm-options": (
+        lambda **f: nn.GatedRMSNorm(
+            16,
+            1e-5,
+            group_size=4,
+            norm_before_gate=False,
+            activation="sigmoid",
+            offset=0.5,
+            casting="olmo",
+            **f,
+        ),
+        lambda: (leaf(3, 16), leaf(3, 16)),
+        "gated_rms_norm",
+    ),
+    "ModulatedRMSNorm": (
+        lambda **f: nn.ModulatedRMSNorm(16, **f),
+        lambda: (leaf(3, 5, 16), leaf(3, 16), leaf(3, 16)),
+        "modulated_rms_norm",
+    ),
+    "GroupNorm": (
+        lambda **f: nn.GroupNorm(4, 16, 1e-3, **f),
+        lambda: (leaf(3, 16, 5),),
+        "group_norm",
+    ),
+    "GroupNorm-weight": (
+        lambda **f: nn.GroupNorm(4, 16, bias=False, **f),
+        lambda: (leaf(3, 16, 2, 2),),
+        "group_norm",
+    ),
+    "DyT": (lambda **f: nn.DyT(16, **f), lambda: (leaf(3, 16),), "dyt"),
+    "DyT-weight": (lambda **f: nn.DyT(16, 0.7, bias=False, **f), lambda: (leaf(3, 16),), "dyt"),
+    "PolyNorm": (lambda **f: nn.PolyNorm(1e-3, **f), lambda: (leaf(3, 16),), "poly_norm"),
+    "ReLUSquared": (lambda **f: nn.ReLUSquared(), lambda: (leaf(3, 16),), "relu_squared"),
+    "TiledMLP": (
+        lambda **f: nn.TiledMLP(nn.SwiGLUMLP(config(), **f)),
+        lambda: (leaf(2, 7, 16),),
+        "swiglu",
     ),
     "CrossEntropyLoss": (
         lambda: nn.CrossEntropyLoss(torch.rand(11) + 0.5, label_smoothing=0.1, z_loss=1e-3),
@@ -117,6 +180,39 @@ MODULES = {
         lambda: (*head(), torch.randn(6, 8), torch.randn(13, 8), target),
         "fused_linear_tvd",
     ),
+    "DPOLoss": (
+        lambda: nn.DPOLoss(loss_type=("ipo", "sft"), beta=0.3, metrics=("entropy",)),
+        lambda: (*answers(4), torch.randn(4)),
+        "fused_linear_log_prob",
+    ),
+    "CPOLoss": (lambda: nn.CPOLoss(beta=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "SimPOLoss": (lambda: nn.SimPOLoss(gamma=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "ORPOLoss": (lambda: nn.ORPOLoss(beta=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "KTOLoss": (
+        lambda: nn.KTOLoss(desirable_weight=1.5),
+        lambda: (*answers(3), torch.tensor([True, False, True]), torch.randn(3), 0.1),
+        "fused_linear_log_prob",
+    ),
+    "PolicyLoss": (
+        lambda: nn.PolicyLoss(loss_type="sapo", passes="two"),
+        lambda: (*answers(3), torch.tensor([1.0, -2.0, 0.5])),
+        "fused_linear_log_prob",
+    ),
+    "SequenceLoss": (
+        lambda: nn.SequenceLoss(loss_type="dft", z_loss=1e-3, passes="two"),
+        lambda: answers(3),
+        "fused_linear_log_prob",
+    ),
+    "MTPLoss": (
+        lambda: nn.MTPLoss(0.5, passes="two"),
+        lambda: ([answers(3)[0], answers(3)[0]], answers(3)[1]),
+        "fused_linear_log_prob",
+    ),
+    "DistillationLoss": (
+        lambda: nn.DistillationLoss(beta=0.2),
+        lambda: (answers(3)[0], losses.Head(torch.randn(3, 5, 8), torch.randn(11, 8)), ids(3)),
+        "fused_linear_jsd",
+    ),
     "FusedLinearLogProb": (
         lambda: nn.FusedLinearLogProb(temperature=0.7, outputs=("log_prob", "entropy")),
         lambda: (*head(), target, leaf(11)),
@@ -139,11 +235,19 @@ def made(name, **factory):
 
 def run(module, inputs):
     """Results and gradients of inputs and parameters."""
-    result = module(*inputs)
-    results = [result] if isinstance(result, torch.Tensor) else [t for t in result if t is not None]
-    leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
-    grads = torch.autograd.grad([r.sum() for r in results], leaves)
+    results = tensors(module(*inputs))
+    leaves = [t for t in (*tensors(inputs), *module.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad([r.sum() for r in results if r.requires_grad], leaves)
     return [*results, *grads]
+
+
+def tensors(value):
+    """The tensors in what a module takes or gives."""
+    if isinstance(value, losses.Head):
+        value = (value.hidden, value.weight, value.bias)
+    if isinstance(value, tuple | list):
+        return [t for part in value for t in tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def same(left, right):
@@ -175,6 +279,18 @@ STOCK = {
         ("gemma2", "Gemma2MLP", config(hidden_activation="gelu")),
     ),
     "PackedSwiGLUMLP": (lambda: nn.PackedSwiGLUMLP(config()), ("phi3", "Phi3MLP", config())),
+    "SwiGLUMLP-multipliers": (
+        lambda: nn.SwiGLUMLP(config(mlp_multipliers=(0.3, 1.7))),
+        ("falcon_h1", "FalconH1MLP", config(mlp_multipliers=(0.3, 1.7))),
+    ),
+    "ClampedSwiGLUMLP": (
+        lambda: nn.ClampedSwiGLUMLP(config(swiglu_limit=0.75)),
+        ("deepseek_v4", "DeepseekV4MLP", config(swiglu_limit=0.75)),
+    ),
+    "RMSNorm-centred": (
+        lambda: nn.RMSNorm(16, casting="olmo", offset=1.0),
+        ("muse_spark", "MuseSparkTextCenteredRMSNorm", 16),
+    ),
 }
 
 
@@ -339,7 +455,12 @@ def test_device_and_dtype_of_the_parameters(name):
     assert {p.dtype for p in MODULES[name][0]().parameters()} <= {WIDE}
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if "Norm" in n])
+CONDITIONED = ("GatedRMSNorm", "ModulatedRMSNorm", "GroupNorm", "PolyNorm")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if "Norm" in n and n.partition("-")[0] not in CONDITIONED]
+)
 def test_reset_makes_a_norm_that_only_normalises(name):
     module, inputs = made(name)
     module.reset_parameters()

@@ -87,6 +87,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def tanh(x):
+    """The hyperbolic tangent of an fp32 x."""
+    # tanh(|x|) = (1 - t) / (1 + t), t = exp(-2 |x|), loses digits near 0: there the series to x^9
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = tl.where(x < 0.0, t - 1.0, 1.0 - t) / (1.0 + t)
+    s = x * x
+    near = 0.13333333333 + s * (-0.05396825397 + s * 0.02186948854)
+    return tl.where(tl.abs(x) < 0.25, x + x * s * (-0.33333333333 + s * near), far)
+
+
+@triton.jit
 def _sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -130,14 +141,15 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
     return outs
 
 
-def as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor, width: int = 0) -> Tensor:
     """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
 
-    Also where rows stand so far apart that a tile of them would span 2 GiB (see assume_rows).
+    Also where rows stand so far apart that a tile of them would span 2 GiB (see assume_rows); a
+    tile has ``width`` columns of each, or all.
     """
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
-    tile = LARGEST_TILE // max(cols, 1)
+    tile = min(rows.shape[0], LARGEST_TILE // max(width or cols, 1))
     near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
     if near and (rows.stride(1) == 1 or cols == 1):
         return rows

@@ -16,14 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy_inplace
-from liger_multi.backends.triton.common import (
-    LN2,
-    LOG2E,
-    assume_cols,
-    checked_cols,
-    power_of_2,
-    warps,
-)
+from liger_multi.backends.triton.common import assume_cols, checked_cols, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero
 from liger_multi.backends.triton.divergence_walks import (
@@ -86,23 +79,21 @@ def _divergence_forward_kernel(
             if factor_ptr is not None:
                 fill_zero(student_ptr, cols, BLOCK)
             return
-    base = scale * LOG2E
     s_shift = 0.0
     t_shift = 0.0
     loss = 0.0
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
         s_shift, t_shift, loss = normalise(
-            student_ptr, teacher_ptr, cols, base, KIND, FORM, TEACHER_FORM, BLOCK
+            student_ptr, teacher_ptr, cols, scale, KIND, FORM, TEACHER_FORM, BLOCK
         )
-        loss *= LN2
     DONE: tl.constexpr = (FORM == LOGITS and TEACHER_FORM == LOGITS) and KIND <= REVERSE
     LATER: tl.constexpr = factor_ptr is not None and FORM != LOGITS
     if DONE:
         slope = -1.0 if KIND == FORWARD else loss
     elif not LATER:
         loss, slope = sums(
-            student_ptr, teacher_ptr, cols, base, s_shift, t_shift, beta, KIND, FORM, TEACHER_FORM,
+            student_ptr, teacher_ptr, cols, scale, s_shift, t_shift, beta, KIND, FORM, TEACHER_FORM,
             BLOCK,
         )  # fmt: skip
     if factor_ptr is not None:
@@ -110,13 +101,13 @@ def _divergence_forward_kernel(
         if FORM == LOGITS:
             factor *= scale
         found = write_gradient(
-            student_ptr, teacher_ptr, student_ptr, cols, base, s_shift, t_shift, slope, factor,
+            student_ptr, teacher_ptr, student_ptr, cols, scale, s_shift, t_shift, slope, factor,
             beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
         )  # fmt: skip
         if LATER:
             loss = found
     _store_row(
-        loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, loss, s_shift * LN2, t_shift * LN2,
+        loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, loss, s_shift, t_shift,
         slope,
     )  # fmt: skip
 
@@ -140,14 +131,14 @@ def _divergence_backward_kernel(
     slope = 0.0
     factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
     if FORM == LOGITS:
-        s_shift = tl.load(lse_ptr + row) * LOG2E
+        s_shift = tl.load(lse_ptr + row)
         slope = tl.load(slope_ptr + row)
         factor *= scale
     if TEACHER_FORM == LOGITS:
-        t_shift = tl.load(teacher_lse_ptr + row) * LOG2E
+        t_shift = tl.load(teacher_lse_ptr + row)
     write_gradient(
         student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, out_ptr, cols,
-        scale * LOG2E, s_shift, t_shift, slope, factor, beta, KIND, FORM, TEACHER_FORM, False,
+        scale, s_shift, t_shift, slope, factor, beta, KIND, FORM, TEACHER_FORM, False,
         BLOCK,
     )  # fmt: skip
 

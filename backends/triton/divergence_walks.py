@@ -1,7 +1,8 @@
 """Walks over one row of two distributions: normalisers, the sums of a loss, and the gradient.
 
-The pieces of the kernels in divergence.py. Logarithms are to base 2 inside, ``s`` and ``q`` belong
-to the student, ``t`` and ``p`` to the teacher.
+The pieces of the kernels in divergence.py. ``s``, to base 2, and ``q`` are the student's logarithms
+and probabilities, ``t`` and ``p`` the teacher's. What is subtracted from logits is natural: of a
+row with one class, that leaves exactly 0.
 """
 
 import triton
@@ -20,8 +21,8 @@ FAR: tl.constexpr = tl.constexpr(115.0)  # beyond, the smaller probability adds 
 
 
 @triton.jit
-def _log2(ptr, mask, scale, FORM: tl.constexpr):
-    """Base-2 logits, log-probabilities, or probabilities as they are; of no class outside."""
+def _values(ptr, mask, scale, FORM: tl.constexpr):
+    """Scaled logits, log-probabilities, or probabilities as they are; of no class outside."""
     if FORM == PROB:
         return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     raw = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
@@ -31,10 +32,10 @@ def _log2(ptr, mask, scale, FORM: tl.constexpr):
 @triton.jit
 def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
     """Logarithm, probability, and what stands in the same order as both, exactly."""
-    raw = _log2(ptr, mask, scale, FORM)
+    raw = _values(ptr, mask, scale, FORM)
     if FORM == PROB:
         return tl.log2(raw), raw, raw
-    s = raw - shift if FORM == LOGITS else raw * LOG2E
+    s = (raw - shift if FORM == LOGITS else raw) * LOG2E
     return s, tl.exp2(s), s if FORM == LOGITS else raw
 
 
@@ -72,11 +73,11 @@ def _both(
 
 @triton.jit
 def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
-    """Largest base-2 logit of the first ``cols``."""
+    """Largest scaled logit of the first ``cols``."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, _log2(ptr + col, col < cols, scale, LOGITS))
+        best = tl.maximum(best, _values(ptr + col, col < cols, scale, LOGITS))
     return tl.max(best, axis=0)
 
 
@@ -94,11 +95,11 @@ def _totals(
         col = start + lane
         mask = col < cols
         if FORM == LOGITS:
-            s = _log2(student_ptr + col, mask, scale, LOGITS) - s_anchor
+            s = (_values(student_ptr + col, mask, scale, LOGITS) - s_anchor) * LOG2E
             q = tl.exp2(s)
             s_total += q
         if TEACHER_FORM == LOGITS:
-            t = _log2(teacher_ptr + col, mask, scale, LOGITS) - t_anchor
+            t = (_values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor) * LOG2E
             p = tl.exp2(t)
             t_total += p
         if FORM == LOGITS and TEACHER_FORM == LOGITS:
@@ -114,7 +115,7 @@ def normalise(
     student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 lse of logits (0 of other forms) and, of logits on both sides, KL in one walk."""
+    """The lse of logits (0 of other forms) and, of logits on both sides, KL in one walk."""
     s_anchor = 0.0
     t_anchor = 0.0
     first = tl.minimum(cols, BLOCK)
@@ -136,13 +137,17 @@ def normalise(
             student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND, FORM, TEACHER_FORM,
             BLOCK,
         )  # fmt: skip
-    s_log = tl.log2(s_total)
-    t_log = tl.log2(t_total)
     # the logarithm of a quotient near 1 has more digits than a difference of logarithms
     loss = cross / t_total + tl.log2(s_total / t_total)
     if KIND == REVERSE:
         loss = cross / s_total + tl.log2(t_total / s_total)
-    return s_anchor + s_log, t_anchor + t_log, loss
+    s_lse = s_anchor
+    t_lse = t_anchor
+    if FORM == LOGITS:
+        s_lse += tl.log2(s_total) * LN2
+    if TEACHER_FORM == LOGITS:
+        t_lse += tl.log2(t_total) * LN2
+    return s_lse, t_lse, loss * LN2
 
 
 @triton.jit
