@@ -66,6 +66,12 @@ def test_the_suite_has_every_kernel_on_every_target():
     assert {v for _, v in full("gfx942")} == set(variants(TARGETS["gfx942"]))
 
 
+def test_every_exception_is_of_a_kernel():
+    for prefix, reason in static_table.ADDRESSED.items():
+        assert any(name.startswith(prefix) for name in kernels()), prefix
+        assert reason
+
+
 def test_a_tile_smaller_than_its_threads_need_not_load_16_bytes():
     case = dataclasses.replace(CASE, signature={"x": "*bf16"}, constants={"BLOCK": 256})
     assert static_table.streamed(case, dataclasses.replace(GOOD, threads=32)) == 16
