@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to, sum_all_partials
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    assume_rows,
+    cdiv,
+    round_to,
+    sum_all_partials,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import (
     BackwardKnobs,
@@ -61,6 +68,8 @@ def _poly_norm_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
     w3, w2, w1 = _load_weights(weight_ptr)
@@ -86,6 +95,7 @@ def _poly_norm_forward_wide_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, x_stride, cols, eps, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
     sixth = tl.zeros([BLOCK], tl.float32)
     fourth = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
@@ -126,6 +136,9 @@ def _poly_norm_backward_kernel(
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_cols(cols, BLOCK)
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     dx_offset = row[:, None] * cols + col[None, :]
@@ -171,6 +184,7 @@ def _poly_norm_backward_wide_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    assume_cols(cols)
     w3, w2, w1 = _load_weights(weight_ptr)
     sum3 = 0.0
     sum2 = 0.0
