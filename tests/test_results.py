@@ -59,7 +59,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
 
 
 def test_failures_are_named_as_they_happen_and_half_a_run_is_no_result(run, pytester):
-    stopped = "def test_fails(): assert False\n\ndef test_stops(): raise KeyboardInterrupt\n"
+    stopped = "import pytest\ndef test_fails(): assert False\ndef test_stops(): pytest.exit('time')\n"
     with pytest.raises(ValueError, match="not enough values"):
         run(stopped)
     named = (pytester.path / "out" / "native.failed").read_text()
