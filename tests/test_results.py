@@ -63,7 +63,7 @@ def test_failures_are_named_as_they_happen_and_half_a_run_is_no_result(run, pyte
         "import pytest\ndef test_fails(): assert False\ndef test_stops(): pytest.exit('time')\n"
     )
     with pytest.raises(ValueError, match="not enough values"):
-        run(stop)
+        run(stopped)
     named = (pytester.path / "out" / "native.failed").read_text()
     assert named == "test_suite.py::test_fails (call)\n"
 
