@@ -37,6 +37,8 @@ from liger_multi.backends.triton.norm_knobs import (
 )
 from liger_multi.launch import DeviceInfo, knobs
 
+PLACES: tl.constexpr = tl.constexpr(16)  # of a partial sum, three of them used: whole lines
+
 
 def poly_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
     """As the plain norm's, with three values a lane where a row is walked."""
@@ -170,11 +172,11 @@ def _poly_norm_backward_kernel(
             )  # fmt: skip
             dx = round_to(dx, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
-    partial_ptr += tl.program_id(0) * 3
+    partial_ptr += tl.program_id(0) * PLACES
     tl.store(partial_ptr, tl.sum(sum3))
     tl.store(partial_ptr + 1, tl.sum(sum2))
     tl.store(partial_ptr + 2, tl.sum(sum1))
-    tl.store(partial_ptr + programs * 3, tl.sum(sum0))
+    tl.store(partial_ptr + programs * PLACES, tl.sum(sum0))
 
 
 @triton.jit
@@ -224,11 +226,11 @@ def _poly_norm_backward_wide_kernel(
                 tl.store(
                     dx_ptr + row * cols + col, round_to(dx, dx_ptr.dtype.element_ty), mask=mask
                 )
-    partial_ptr += tl.program_id(0) * 3
+    partial_ptr += tl.program_id(0) * PLACES
     tl.store(partial_ptr, sum3)
     tl.store(partial_ptr + 1, sum2)
     tl.store(partial_ptr + 2, sum1)
-    tl.store(partial_ptr + tl.num_programs(0) * 3, sum0)
+    tl.store(partial_ptr + tl.num_programs(0) * PLACES, sum0)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
@@ -269,7 +271,7 @@ def backward(
             element_bytes=size,
         )  # fmt: skip
         # the second set has the bias in its first place
-        partial = x.new_zeros((2, k.programs, 3), dtype=torch.float32)
+        partial = x.new_zeros((2, k.programs, PLACES.value), dtype=torch.float32)
         tensors = (dy, x, weight, rstd, dx if needs_x else None, partial[0])
         sizes = (dy.stride(0), x.stride(0), rows, cols)
         if k.block >= cols:
@@ -283,5 +285,5 @@ def backward(
                 k.num_warps,
             )  # fmt: skip
         sums = sum_all_partials(partial, *kinds) if needs_weight or needs_bias else (dx, dx)
-    dweight = sums[0] if needs_weight else weight.new_empty(0)
+    dweight = sums[0][:3] if needs_weight else weight.new_empty(0)
     return dx, dweight, sums[1][:1].clone() if needs_bias else x.new_empty(0, dtype=kinds[1])
