@@ -39,8 +39,26 @@ def pytest_addoption(parser):
 STARTED = pytest.StashKey[float]()
 
 
+class Failures:
+    """Names failing tests beside the results while the suite runs: a run may be cut short."""
+
+    def __init__(self, path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid} ({report.when})\n")
+
+
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    if config.getoption("--results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(
+            Failures(config.getoption("--results").with_suffix(".failed"))
+        )
     harness.poison_empty()
     if config.getoption("--backend"):
         harness.selected_backends(config)  # refuses before anything is collected
@@ -59,10 +77,10 @@ def pytest_collection_modifyitems(config, items):
     harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     path = config.getoption("--results")
-    if path is None:
-        return
+    if path is None or exitstatus == pytest.ExitCode.INTERRUPTED:
+        return  # half a run is no result
     from ci import results
 
     counts = {n: len(terminalreporter.stats.get(n, ())) for n in results.OUTCOMES}

@@ -58,6 +58,16 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     assert found.seconds > 0
 
 
+def test_failures_are_named_as_they_happen_and_half_a_run_is_no_result(run, pytester):
+    stopped = (
+        "import pytest\ndef test_fails(): assert False\ndef test_stops(): pytest.exit('time')\n"
+    )
+    with pytest.raises(ValueError, match="not enough values"):
+        run(stop)
+    named = (pytester.path / "out" / "native.failed").read_text()
+    assert named == "test_suite.py::test_fails (call)\n"
+
+
 def test_a_run_without_failures_is_green_and_an_empty_one_is_not(run):
     assert run(SUITE, "-k", "not fails").green
     assert not run(SUITE, "-k", "skipped").green
