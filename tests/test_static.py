@@ -116,6 +116,13 @@ def test_what_a_row_must_not_have(change, variant, said):
     assert said in "".join(found)
 
 
+def test_registers_that_unaligned_arguments_spill_are_shown_on_nvidia():
+    spilled = dataclasses.replace(GOOD, spills=8)
+    rows = [Row(CASE, "sm90", Variant(aligned), spilled) for aligned in (True, False)]
+    assert [len(failures(row)) for row in rows] == [1, 0]
+    assert "8 B spilled" in static_table.line(rows[1])
+
+
 @pytest.mark.parametrize(
     ("arch", "threads", "warp", "registers", "shared", "held"),
     [

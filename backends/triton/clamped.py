@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, assume_cols, cdiv, round_to, sigmoid
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    round_to,
+    sigmoid,
+)
 from liger_multi.backends.triton.gated import flatten, tile_knobs
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import knobs
@@ -32,7 +39,9 @@ def _load_both(
 ):  # fmt: skip
     """Gate and up of a piece in fp32; interleaved, both stand behind gate_ptr."""
     if INTERLEAVED:
-        at = 2 * start + tl.arange(0, 2 * BLOCK)
+        first = 2 * start
+        assume_cols(first)
+        at = first + tl.arange(0, 2 * BLOCK)
         both = tl.load(gate_ptr + at, mask=at < 2 * cols, other=0.0).to(tl.float32)
         return tl.split(tl.reshape(both, [BLOCK, 2]))
     else:
@@ -84,7 +93,9 @@ def _clamped_backward_kernel(
     dgate = tl.where(gate > limit, 0.0, dgate)
     if INTERLEAVED:
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
-        at = 2 * start + tl.arange(0, 2 * BLOCK)
+        first = 2 * start
+        assume_cols(first)
+        at = first + tl.arange(0, 2 * BLOCK)
         both = round_to(both, dgate_ptr.dtype.element_ty)
         tl.store(dgate_ptr + row * dgate_stride + at, both, mask=at < 2 * cols)
     else:
@@ -103,6 +114,7 @@ def _launch(
     """All tensors are rows with adjacent columns; interleaved ones have twice the columns."""
     some = next(t for t in tensors if t is not None)
     rows, cols = shape
+    checked_cols(2 * cols if interleaved else cols)
     k = knobs(name, tile_knobs, some.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     strides = [0 if t is None else t.stride(0) for t in tensors]

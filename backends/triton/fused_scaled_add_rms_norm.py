@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import fused_add_rms_norm
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    assume_rows,
+    cdiv,
+    round_to,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import forward_knobs
 from liger_multi.backends.triton.rms_norm_kernels import _load_weight, _normalized
@@ -42,6 +48,9 @@ def _scaled_add_rms_norm_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(residual_ptr, residual_stride, ROWS)
+    assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
     weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)
@@ -68,6 +77,7 @@ def _scaled_add_rms_norm_forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
+    assume_cols(cols)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
