@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 BLOCK_BYTES = 32 * 2**20  # fp32 temporaries of one block of rows in the reference
 AUTO_BYTES = 5 * 2**28  # largest automatic chunk of logits: 4096 rows of 151 936 columns in bf16
 FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
+assumed_free: ContextVar[int] = ContextVar("liger_multi_assumed_free", default=0)  # where none is
 MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
 
 
@@ -33,8 +35,8 @@ def as_rows(x: Tensor) -> Tensor:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that an allocation on ``device`` could still get, in bytes; 0 if nobody can say."""
-    if device.type == "cpu":
-        return 0
+    if device.type in ("cpu", "meta"):
+        return assumed_free.get()
     module = torch.get_device_module(device.type)
     query, stats = getattr(module, "mem_get_info", None), getattr(module, "memory_reserved", None)
     if query is None or stats is None or capturing(device):
@@ -44,7 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 def capturing(device: torch.device) -> bool:
     """Whether a graph of the device's stream is being captured (nothing may be read back then)."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return False
     return bool(
         getattr(torch.get_device_module(device.type), "is_current_stream_capturing", bool)()

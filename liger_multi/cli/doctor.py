@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from liger_multi.cli.page import Page
+from liger_multi.page import Page
 from liger_multi.memory.measure import format_bytes
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")

@@ -12,7 +12,7 @@ import torch
 
 from liger_multi.bench import command as bench
 from liger_multi.cli import doctor
-from liger_multi.cli.page import Page
+from liger_multi.page import Page
 from liger_multi.demo import command as demo
 from liger_multi.errors import LigerMultiError
 
