@@ -43,6 +43,7 @@ LAZY = (
     "accelerate",
     "peft",
     "datasets",
+    "trl",
 )
 LAZY_EXEMPT = ("patching", "bench", "cli", "demo")
 PRINTERS = ("cli", "demo")

@@ -16,6 +16,8 @@ from torch import Tensor
 from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
+    divergence,
+    embedding,
     fused_add_rms_norm,
     fused_linear_log_prob,
     gated_mlp,
@@ -25,9 +27,13 @@ from liger_multi.backends.triton import (
     rms_norm,
     rope,
     scaling,
+    selective_log_softmax,
+    softmax,
+    sparsemax,
     swiglu,
     swiglu_packed,
 )
+from liger_multi.reference.divergence_rows import Goal
 from liger_multi.reference.log_prob import Upstream
 from liger_multi.reference.rows import Objective, Rows
 
@@ -146,6 +152,35 @@ def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
 
 
+def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x = _meta(rows, cols, dtype=dtype)
+    softmax.backward(softmax.forward(x), x)
+    sparsemax.backward(sparsemax.forward(x), x)
+
+
+def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
+    logits, index = _meta(4096, cols, dtype=dtype), _meta(4096, choices, dtype=torch.int64)
+    found, lse = selective_log_softmax.forward(logits, index, scale, -100, False)
+    selective_log_softmax.backward(found, logits, index, lse, scale, -100)
+
+
+def _embedding(rows: int, classes: int, cols: int, dtype: torch.dtype, scale: float) -> None:
+    weight, index = _meta(classes, cols, dtype=dtype), _meta(rows, dtype=torch.int64)
+    y = embedding.forward(weight, index, classes, 3, scale, False)
+    embedding.backward(y, index, classes, 3, scale)
+
+
+def _divergence(kind: str, cols: int, dtype: torch.dtype, form: str, teacher_form: str) -> None:
+    student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
+    target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
+    goal, kernels = Goal(kind, 0.5, form, teacher_form, 0.5), divergence.TritonPairs("jsd")
+    rows = kernels.statistics(student, teacher, target, goal)
+    kernels.gradient_into(
+        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor
+    )
+    kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -201,5 +236,27 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"scale {_name(dtype)}"] = part(_scale, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
         found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 16384, BF16),
+        (4096, 32768, BF16), (2048, 131072, FP32),
+    ):  # fmt: skip
+        found[f"softmax {rows}x{cols} {_name(dtype)}"] = part(_softmax, rows, cols, dtype)
+    found["selective_log_softmax 128256"] = part(_selective, 128256, 1, 1.0)
+    found["selective_log_softmax 151936 of 16"] = part(_selective, 151936, 16, 0.5, FP32)
+    for cols, dtype in ((128, BF16), (2048, BF16), (4096, BF16), (8192, FP32)):
+        label = f"embedding {cols} {_name(dtype)}"
+        found[label] = part(_embedding, 8192, 128256, cols, dtype, 1.0)
+    found["embedding 2304 scaled"] = part(_embedding, 8192, 256000, 2304, BF16, 48.0)
+    for kind in divergence.KINDS:
+        for dtype in (BF16, FP32):
+            label = f"divergence {kind} 128256 {_name(dtype)}"
+            found[label] = part(_divergence, kind, 128256, dtype, "logits", "logits")
+        found[f"divergence {kind} log_prob"] = part(
+            _divergence, kind, 128256, FP32, "log_prob", "log_prob"
+        )
+    found["divergence forward prob"] = part(
+        _divergence, "forward", 128256, FP32, "log_prob", "prob"
+    )
+    found["divergence tvd prob"] = part(_divergence, "tvd", 32000, BF16, "prob", "prob")
     found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)
     return found

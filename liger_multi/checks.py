@@ -64,7 +64,9 @@ def same_shape(op: str, **tensors: Tensor) -> None:
             )
 
 
-def targets(op: str, target: Tensor, rows: torch.Size, beside: Tensor) -> None:
+def targets(
+    op: str, target: Tensor, rows: torch.Size, beside: Tensor, name: str = "target"
+) -> None:
     """One class id a row: integers of the rows' shape, on the same device."""
     if not isinstance(target, Tensor) or target.dtype not in (
         torch.int64,
@@ -74,15 +76,15 @@ def targets(op: str, target: Tensor, rows: torch.Size, beside: Tensor) -> None:
         torch.int8,
     ):
         raise TypeError(
-            f"{op}: target must be a tensor of integer class ids (int64), got {describe(target)}"
+            f"{op}: {name} must be a tensor of integer class ids (int64), got {describe(target)}"
         )
     if target.shape != rows:
         raise ValueError(
-            f"{op}: target must have shape {tuple(rows)}, one id a row, got {describe(target)}"
+            f"{op}: {name} must have shape {tuple(rows)}, one id a row, got {describe(target)}"
         )
     if target.device != beside.device:
         raise ValueError(
-            f"{op}: all tensors must be on one device, got target on {target.device} and rows on "
+            f"{op}: all tensors must be on one device, got {name} on {target.device} and rows on "
             f"{beside.device}"
         )
 

@@ -35,6 +35,7 @@ class LogProbKernels(Protocol):
 class ReferenceRows:
     """Row kernels in plain PyTorch."""
 
+    scale = staticmethod(scale_to)
     statistics = staticmethod(rows_of.statistics)
     log_prob_gradient_ = staticmethod(gradient_)
 
@@ -82,6 +83,7 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         return tuple(scale_to(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
 
+    forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
     return forward, backward
 
 

@@ -9,17 +9,20 @@ from liger_multi.reference.chunking import statistics_dtype
 from liger_multi.reference.rows import Objective, Rows
 
 
-def check_targets(target: Tensor, vocabulary: int, ignore_index: int, validate: bool) -> None:
+def check_targets(
+    target: Tensor, vocabulary: int, ignore_index: int | None, validate: bool, name: str = "target"
+) -> None:
     """Raise for a target outside of ``[0, vocabulary)``: on a CPU, elsewhere on demand (a sync)."""
     if not (validate or target.device.type == "cpu") or target.numel() == 0:
         return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
+    wrong = (target < 0) | (target >= vocabulary)
+    if ignore_index is not None:
+        wrong &= target != ignore_index
     if bool(wrong.any()):
-        place = int(wrong.nonzero()[0, 0])
+        row, value = int(wrong.nonzero()[0, 0]), int(target[wrong][0])
         raise IndexError(
-            f"target {int(target[place])} at row {place} is out of range: expected 0 <= target < "
-            f"{vocabulary} or "
-            f"ignore_index = {ignore_index}"
+            f"{name} {value} at row {row} is out of range: expected 0 <= {name} < {vocabulary}"
+            + ("" if ignore_index is None else f" or ignore_index = {ignore_index}")
         )
 
 

@@ -164,7 +164,24 @@ def fused_linear_log_prob(
     outputs=LogProb._fields,
     **_,
 ):
-    z = (hidden @ weight.mT + (0 if bias is None else bias)) * logit_scale
+    logits = hidden @ weight.mT + (0 if bias is None else bias)
+    return token_log_prob(
+        logits, target, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        ignore_index=ignore_index, outputs=outputs,
+    )  # fmt: skip
+
+
+def token_log_prob(
+    logits,
+    target,
+    *,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    ignore_index=-100,
+    outputs=LogProb._fields,
+):
+    z = logits * logit_scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     valid = target != ignore_index
     log_p = torch.log_softmax(z, -1)
@@ -177,3 +194,107 @@ def fused_linear_log_prob(
     made = {n: torch.where(valid, x, 0) for n, x in made.items()}
     made["argmax"] = torch.where(valid, z.argmax(-1), -1)
     return LogProb(**{n: made[n] for n in outputs})
+
+
+def _log_of(x, form, temperature):
+    if form == "logits":
+        return torch.log_softmax(x / temperature, -1)
+    return x.log() if form == "prob" else x
+
+
+def _divergence(student, teacher, target, loss_of, form, teacher_form, options):
+    """Loss of rows, computed from probabilities and their logarithms, then reduced."""
+    temperature = options.get("temperature", 1.0)
+    log_q = _log_of(student, form, temperature)
+    log_p = _log_of(teacher, teacher_form or form, temperature)
+    rows = loss_of(log_q, log_p).sum(-1)
+    valid = torch.ones_like(rows, dtype=torch.bool)
+    if target is not None:
+        valid = target != options.get("ignore_index", -100)
+    rows = torch.where(valid, rows, 0)
+    reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        return rows
+    return rows.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
+
+
+def _kl(log_q, log_p):
+    return log_p.exp() * (log_p - log_q)
+
+
+def _jensen(log_q, log_p, beta):
+    if beta in (0.0, 1.0):
+        return _kl(log_q, log_p) if beta == 0.0 else _kl(log_p, log_q)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (beta * p + (1 - beta) * q).log()
+    return beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+
+
+def _variation(log_q, log_p):
+    return (log_q.exp() - log_p.exp()).abs() / 2
+
+
+def kl_div(student, teacher, target=None, *, form="log_prob", teacher_form="prob", **options):
+    return _divergence(student, teacher, target, _kl, form, teacher_form, options)
+
+
+def jsd(student, teacher, target=None, *, beta=0.5, form="log_prob", teacher_form=None, **options):
+    def loss_of(log_q, log_p):
+        return _jensen(log_q, log_p, beta)
+
+    return _divergence(student, teacher, target, loss_of, form, teacher_form, options)
+
+
+def tvd(student, teacher, target=None, *, form="prob", teacher_form=None, **options):
+    return _divergence(student, teacher, target, _variation, form, teacher_form, options)
+
+
+kl_div_inplace, jsd_inplace, tvd_inplace = kl_div, jsd, tvd
+
+
+def _of_heads(rows_of):
+    def oracle(
+        hidden, weight, teacher_hidden, teacher_weight, target=None, bias=None, teacher_bias=None,
+        *, temperature=1.0, square_temperature=False, vocabulary="equal", **options,
+    ):  # fmt: skip
+        logits = hidden @ weight.mT + (0 if bias is None else bias)
+        teacher = teacher_hidden @ teacher_weight.mT
+        teacher = teacher + (0 if teacher_bias is None else teacher_bias)
+        common = min(logits.shape[-1], teacher.shape[-1])
+        options = {k: v for k, v in options.items() if k not in ("chunk", "compact", "accumulate")}
+        loss = rows_of(
+            logits[..., :common], teacher[..., :common], target, form="logits",
+            teacher_form="logits", temperature=temperature, **options,
+        )  # fmt: skip
+        return loss * temperature**2 if square_temperature else loss
+
+    return oracle
+
+
+fused_linear_kl_div, fused_linear_jsd, fused_linear_tvd = map(_of_heads, (kl_div, jsd, tvd))
+
+
+def selective_log_softmax(logits, index, *, temperature=1.0, ignore_index=-100, **_):
+    log_p = torch.log_softmax(logits / temperature, -1)
+    several = index.ndim == logits.ndim
+    places = index if several else index.unsqueeze(-1)
+    valid = places != ignore_index
+    found = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
+    return found if several else found.squeeze(-1)
+
+
+def softmax(x, dim=-1):
+    return torch.softmax(x, dim)
+
+
+def sparsemax(x, dim=-1):
+    x = x.movedim(dim, -1)
+    fallen = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    total = fallen.cumsum(-1) - 1
+    k = (fallen * count > total).sum(-1, keepdim=True)
+    return (x - total.gather(-1, k - 1) / k).clamp(min=0).movedim(-1, dim)
+
+
+def embedding(index, weight, padding_idx=None, *, scale=1.0):
+    return F.embedding(index, weight, padding_idx) * scale

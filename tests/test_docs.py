@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EVERY = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES]
 NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
-RUN = ("concepts.md", "dispatch.md", "configuration.md")
+RUN = ("losses.md", "concepts.md", "dispatch.md", "configuration.md")
 
 
 def without_code(text):

@@ -19,6 +19,7 @@ OPTIONAL = (
     "accelerate",
     "peft",
     "datasets",
+    "trl",
 )
 
 TRAIN = """

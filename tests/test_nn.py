@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi import nn, ops
+from liger_multi import losses, nn, ops
 
 HALF, WIDE = torch.bfloat16, torch.float32
 
@@ -27,6 +27,16 @@ target = torch.tensor([3, 0, -100, 10, 7, 7])
 
 def leaf(*shape, dtype=WIDE):
     return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def ids(rows):
+    made = torch.arange(5 * rows).view(rows, 5) % 11
+    return made.masked_fill(made == 4, -100)
+
+
+def answers(rows):
+    """A head behind hidden states of answers, and their targets."""
+    return losses.Head(leaf(rows, 5, 16), leaf(11, 16)), ids(rows)
 
 
 def head():
@@ -80,6 +90,76 @@ MODULES = {
         lambda: (*head(), target),
         "fused_linear_cross_entropy",
     ),
+    "Softmax": (lambda: nn.Softmax(0), lambda: (leaf(3, 16),), "softmax"),
+    "Sparsemax": (lambda: nn.Sparsemax(), lambda: (leaf(3, 16),), "sparsemax"),
+    "Embedding": (
+        lambda **f: nn.Embedding(11, 16, 0, scale=4.0, **f),
+        lambda: (torch.tensor([3, 0, 10, 3]),),
+        "embedding",
+    ),
+    "KLDivLoss": (
+        lambda: nn.KLDivLoss(form="logits", temperature=0.5),
+        lambda: (leaf(6, 11), torch.rand(6, 11), target),
+        "kl_div",
+    ),
+    "JSDLoss": (
+        lambda: nn.JSDLoss(0.2),
+        lambda: (leaf(6, 11), torch.randn(6, 11), target),
+        "jsd",
+    ),
+    "TVDLoss": (
+        lambda: nn.TVDLoss(form="logits", reduction="sum"),
+        lambda: (leaf(6, 11), torch.randn(6, 11), target),
+        "tvd",
+    ),
+    "FusedLinearKLDivLoss": (
+        lambda: nn.FusedLinearKLDivLoss(temperature=2.0, square_temperature=True),
+        lambda: (*head(), torch.randn(6, 8), torch.randn(11, 8), target),
+        "fused_linear_kl_div",
+    ),
+    "FusedLinearJSDLoss": (
+        lambda: nn.FusedLinearJSDLoss(0.2, chunk=4),
+        lambda: (*head(), torch.randn(6, 8), torch.randn(11, 8), target),
+        "fused_linear_jsd",
+    ),
+    "FusedLinearTVDLoss": (
+        lambda: nn.FusedLinearTVDLoss(vocabulary="common"),
+        lambda: (*head(), torch.randn(6, 8), torch.randn(13, 8), target),
+        "fused_linear_tvd",
+    ),
+    "DPOLoss": (
+        lambda: nn.DPOLoss(loss_type=("ipo", "sft"), beta=0.3, metrics=("entropy",)),
+        lambda: (*answers(4), torch.randn(4)),
+        "fused_linear_log_prob",
+    ),
+    "CPOLoss": (lambda: nn.CPOLoss(beta=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "SimPOLoss": (lambda: nn.SimPOLoss(gamma=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "ORPOLoss": (lambda: nn.ORPOLoss(beta=0.3), lambda: answers(4), "fused_linear_log_prob"),
+    "KTOLoss": (
+        lambda: nn.KTOLoss(desirable_weight=1.5),
+        lambda: (*answers(3), torch.tensor([True, False, True]), torch.randn(3), 0.1),
+        "fused_linear_log_prob",
+    ),
+    "PolicyLoss": (
+        lambda: nn.PolicyLoss(loss_type="sapo", passes="two"),
+        lambda: (*answers(3), torch.tensor([1.0, -2.0, 0.5])),
+        "fused_linear_log_prob",
+    ),
+    "SequenceLoss": (
+        lambda: nn.SequenceLoss(loss_type="dft", z_loss=1e-3, passes="two"),
+        lambda: answers(3),
+        "fused_linear_log_prob",
+    ),
+    "MTPLoss": (
+        lambda: nn.MTPLoss(0.5, passes="two"),
+        lambda: ([answers(3)[0], answers(3)[0]], answers(3)[1]),
+        "fused_linear_log_prob",
+    ),
+    "DistillationLoss": (
+        lambda: nn.DistillationLoss(beta=0.2),
+        lambda: (answers(3)[0], losses.Head(torch.randn(3, 5, 8), torch.randn(11, 8)), ids(3)),
+        "fused_linear_jsd",
+    ),
     "FusedLinearLogProb": (
         lambda: nn.FusedLinearLogProb(temperature=0.7, outputs=("log_prob", "entropy")),
         lambda: (*head(), target, leaf(11)),
@@ -87,7 +167,9 @@ MODULES = {
     ),
 }
 every_module = pytest.mark.parametrize("name", MODULES)
-with_parameters = pytest.mark.parametrize("name", [n for n in MODULES if "Loss" not in n][:-1])
+with_parameters = pytest.mark.parametrize(
+    "name", [n for n in MODULES if "Loss" not in n and "max" not in n][:-1]
+)
 
 
 def made(name, **factory):
@@ -100,11 +182,19 @@ def made(name, **factory):
 
 def run(module, inputs):
     """Results and gradients of inputs and parameters."""
-    result = module(*inputs)
-    results = [result] if isinstance(result, torch.Tensor) else [t for t in result if t is not None]
-    leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
-    grads = torch.autograd.grad([r.sum() for r in results], leaves)
+    results = tensors(module(*inputs))
+    leaves = [t for t in (*tensors(inputs), *module.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad([r.sum() for r in results if r.requires_grad], leaves)
     return [*results, *grads]
+
+
+def tensors(value):
+    """The tensors in what a module takes or gives."""
+    if isinstance(value, losses.Head):
+        value = (value.hidden, value.weight, value.bias)
+    if isinstance(value, tuple | list):
+        return [t for part in value for t in tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def same(left, right):

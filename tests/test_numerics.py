@@ -418,6 +418,12 @@ BAD = [
         r"bias must have shape \(9,\)",
     ),
     (lambda: ops.fused_linear_cross_entropy(x, w, t + 200), IndexError, "target 200 at row 0"),
+    (lambda: ops.token_log_prob(x, t[:2]), ValueError, r"target must have shape \(4,\)"),
+    (lambda: ops.token_log_prob(x.long(), t), TypeError, "token_log_prob: logits must be"),
+    (lambda: ops.token_log_prob(x[0, 0], t), ValueError, r"logits must have shape \(\.\.\., V\)"),
+    (lambda: ops.token_log_prob(x, t, temperature=0.0), ValueError, "temperature must be above 0"),
+    (lambda: ops.token_log_prob(x, t, outputs=()), ValueError, "at least one of"),
+    (lambda: ops.token_log_prob(x, t + 8), IndexError, "target 8 at row 0"),
 ]
 
 

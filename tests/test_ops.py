@@ -9,6 +9,7 @@ import torch
 import harness
 import liger_multi
 from liger_multi import ops, samples
+from liger_multi.op import OPS
 from liger_multi.registry import module, operators, unavailable
 from liger_multi.tolerance import excess
 
@@ -63,7 +64,8 @@ def call(op, tensors, options, **backends):
     name = op.removesuffix("_inplace")
     arguments = dict(tensors)
     if options.get("inplace"):
-        arguments["logits"] = arguments["logits"] * 1
+        written = OPS[op].inplace
+        arguments[written] = arguments[written] * 1
     with liger_multi.use(**backends):
         return getattr(ops, name)(**arguments, **options)
 

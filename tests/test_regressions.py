@@ -342,6 +342,8 @@ for row in (Shard(0), Shard(1), Replicate()):
     compare(ops.swiglu_packed, (x,), (row,), row, x)
     compare(ops.geglu, (x, up), (row, row), row, x)
     compare(ops.geglu_packed, (x,), (row,), row, x)
+    compare(ops.softmax, (x,), (row,), row, x)
+    compare(ops.sparsemax, (x,), (row,), row, x)
 
 uneven = torch.randn(3, 8)
 same([ops.rms_norm(leaf(uneven, Shard(0)), leaf(w, Replicate()))], [ops.rms_norm(uneven, w)])
@@ -357,6 +359,7 @@ REFUSED = (
     (ops.swiglu, (leaf(x, Shard(2)), leaf(up, Shard(2))), "gate is sharded on axis 2 of 3"),
     (ops.swiglu_packed, (leaf(x, Shard(2)),), "gate_up is sharded on axis 2 of 3"),
     (ops.geglu, (leaf(x, Shard(2)), leaf(up, Shard(2))), "gate is sharded on axis 2 of 3"),
+    (ops.softmax, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
     (ops.rope, (leaf(x, Shard(1)), leaf(up, Shard(1)), x[:, 0], x[:, 0]), "does not take DTensors"),
     (ops.cross_entropy, (leaf(x, Shard(0)), torch.zeros(4, 5).long()), "does not take DTensors"),
 )

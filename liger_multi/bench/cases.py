@@ -257,7 +257,10 @@ def _share(case: Case, tensors: Mapping[str, Tensor], part: slice) -> float:
     """What a chunk's mean weighs in the mean of all rows; 1 for a sum."""
     if case.sample.options.get("reduction", "mean") != "mean":
         return 1.0
-    target = next(n for n, t in case.sample.tensors.items() if t.classes)
+    target = next((n for n, t in case.sample.tensors.items() if t.classes), None)
+    if target is None:  # every row counts
+        rows = tensors[case.row_tensors[0]]
+        return float(rows[part].shape[0]) / max(1, rows.shape[0])
     valid = tensors[target] != case.sample.options.get("ignore_index", -100)
     return float(valid[part].sum()) / max(1.0, float(valid.sum()))
 

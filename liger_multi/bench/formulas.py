@@ -6,12 +6,15 @@ sample sets an option that a formula has not, the provider is skipped with that 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from liger_multi.bench import divergences
 
 Formula = Callable[..., Any]
 LIGER_MODULE = "liger_kernel.transformers.functional"
@@ -161,6 +164,21 @@ def _linear_cross_entropy_aten(
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
 
 
+def _token_log_prob(
+    logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
+) -> Any:
+    log_p = torch.log_softmax(logits.float(), -1)
+    found = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (found, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else found
+
+
+def _token_log_prob_aten(
+    logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
+) -> Any:
+    found = -F.cross_entropy(logits, target, reduction="none")
+    return (found, torch.special.entr(logits.softmax(-1)).sum(-1)) if len(outputs) > 1 else found
+
+
 def _linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -209,6 +227,12 @@ def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return found
 
 
+def _cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    peer = importlib.import_module("cut_cross_entropy")
+    found: Tensor = peer.linear_cross_entropy(hidden, weight, target)
+    return found
+
+
 class _Products(torch.autograd.Function):
     """The three matrix products of a linear loss and nothing else."""
 
@@ -244,6 +268,36 @@ def _log_prob_products(
     return (found,) * len(outputs) if len(outputs) > 1 else found
 
 
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _sparsemax(x: Tensor) -> Tensor:
+    z = x.float()
+    fallen = z.sort(-1, descending=True).values
+    count = torch.arange(1, z.shape[-1] + 1, device=z.device)
+    total = fallen.cumsum(-1) - 1
+    k = (fallen * count > total).sum(-1, keepdim=True)
+    return (z - total.gather(-1, k - 1) / k).clamp(min=0).to(x.dtype)
+
+
+def _selective(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
+    log_p = torch.log_softmax(logits.float() / temperature, -1)
+    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return log_p.gather(-1, places).view(index.shape)
+
+
+def _selective_aten(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
+    z = logits.float() / temperature
+    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return (z.gather(-1, places) - z.logsumexp(-1, keepdim=True)).view(index.shape)
+
+
+def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    y = F.embedding(index, weight)
+    return y if scale == 1.0 else y * torch.tensor(scale, dtype=y.dtype, device=y.device)
+
+
 TABLE: dict[str, dict[str, Formula]] = {
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
     "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
@@ -260,6 +314,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "torch": _linear_cross_entropy,
         "aten": _linear_cross_entropy_aten,
         "torch-fused": _torch_fused,
+        "cce": _cut_cross_entropy,
         "products": _products,
     },
     "fused_linear_log_prob": {
@@ -267,8 +322,15 @@ TABLE: dict[str, dict[str, Formula]] = {
         "aten": _linear_log_prob_aten,
         "products": _log_prob_products,
     },
+    "token_log_prob": {"torch": _token_log_prob, "aten": _token_log_prob_aten},
+    "softmax": {"torch": _softmax},
+    "sparsemax": {"torch": _sparsemax},
+    "selective_log_softmax": {"torch": _selective, "aten": _selective_aten},
+    "embedding": {"torch": _embedding},
+    **divergences.TABLE,
 }
 FLOORS = ("products",)
+PEERS = {"cce": "cut_cross_entropy"}  # modules that formulas import
 
 # Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
 # arguments.
@@ -317,4 +379,11 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
         _liger_log_prob,
     ),
+    "softmax": ("liger_softmax", lambda f: lambda x: f(x)),
+    "sparsemax": ("liger_sparsemax", lambda f: lambda x: f(x, -1)),
+    "embedding": (
+        "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply",
+        lambda f: lambda index, weight: f(weight, index),
+    ),
+    **divergences.LIGER,
 }

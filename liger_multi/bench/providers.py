@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import operator
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import liger_multi
 from liger_multi import ops
 from liger_multi.bench.cases import Case
-from liger_multi.bench.formulas import FLOORS, LIGER, LIGER_MODULE, TABLE, Formula
+from liger_multi.bench.formulas import FLOORS, LIGER, LIGER_MODULE, PEERS, TABLE, Formula
 from liger_multi.op import OPS
 from liger_multi.plan import candidate
 from liger_multi.registry import packages
@@ -69,6 +69,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
         return "has no such operator"
     if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
+    if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
+        return f"{PEERS[name]} is not installed"
     if name == "compile":
         torch.compiler.reset()  # what one case compiled must not make the next one dynamic
         formula = _accepting(torch.compile(formula, dynamic=False), formula)

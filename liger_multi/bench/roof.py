@@ -54,6 +54,21 @@ def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
+def _linear_pair(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
+    mine, theirs = (rows + classes) * width * size, (rows + classes) * other * size
+    product, teacher = (2.0 * rows * classes * w for w in (width, other))
+    return Work(mine + theirs, 2 * mine + theirs, product + teacher, 3 * product + teacher)
+
+
+def _embedding(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["index"]), shapes["weight"][1]
+    gathered, table = rows * width * size, math.prod(shapes["weight"]) * size
+    # rows read and written; what arrives read, and the gradient written, most of it zeros
+    return Work(2 * gathered, 3 * gathered + table)
+
+
 WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
@@ -74,6 +89,25 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "fused_linear_cross_entropy": _linear,
     # three products: whoever computes the logits twice, to save memory, does four
     "fused_linear_log_prob": _linear,
+    # logits read; read again, and the gradient written
+    "token_log_prob": _elementwise(1, 3),
+    # x read, y written; dy and y read, dx written
+    "softmax": _elementwise(2, 5),
+    "sparsemax": _elementwise(2, 5),
+    # logits read; the gradient written, which one pass can do
+    "selective_log_softmax": _elementwise(1, 2),
+    "embedding": _embedding,
+    # student and teacher read; the gradient written, which one pass can do
+    "kl_div": _elementwise(2, 3),
+    "jsd": _elementwise(2, 3),
+    "tvd": _elementwise(2, 3),
+    "kl_div_inplace": _elementwise(2, 3),
+    "jsd_inplace": _elementwise(2, 3),
+    "tvd_inplace": _elementwise(2, 3),
+    # both logits, and two products for the gradients of the student
+    "fused_linear_kl_div": _linear_pair,
+    "fused_linear_jsd": _linear_pair,
+    "fused_linear_tvd": _linear_pair,
 }
 
 

@@ -4,8 +4,8 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from liger_multi import checks
 from liger_multi.op import Op
+from liger_multi.ops._overwrite import writable_rows
 from liger_multi.ops.cross_entropy import RETURNS, shapes
 from liger_multi.ops.cross_entropy import SAMPLES as FUNCTIONAL
 from liger_multi.samples import Sample
@@ -37,26 +37,7 @@ def backward(dloss: Tensor, logits: Tensor) -> None:
 
 def overwrite(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Run the operator on a view of the caller's logits."""
-    if logits.is_leaf:
-        raise ValueError(
-            "cross_entropy: inplace=True overwrites the logits by their gradient, so they must "
-            "come from an operation, "
-            f"got a leaf: {checks.describe(logits)}"
-        )
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    ):
-        raise ValueError(
-            "cross_entropy: inplace=True needs logits whose elements are stored once each, got "
-            f"strides {logits.stride()}"
-        )
-    try:
-        rows = logits.view(logits.shape[:-1].numel(), logits.shape[-1])
-    except RuntimeError:
-        raise ValueError(
-            f"cross_entropy: inplace=True needs logits that can be viewed as (rows, V), got "
-            f"strides {logits.stride()}"
-        ) from None
+    rows = writable_rows("cross_entropy", "logits", logits)
     results: tuple[Tensor, ...] = op(rows, *args)
     return results
 

@@ -1,6 +1,6 @@
 """Contract of ``fused_linear_log_prob``."""
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -140,6 +140,33 @@ def fused_linear_log_prob(
         (arXiv:1707.06347) and DPO (arXiv:2305.18290); chunking: Wijmans et al. 2024
         (arXiv:2411.09009).
     """
+    arguments = prepared(
+        hidden, weight, target, bias, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale, ignore_index=ignore_index, chunk=chunk, accumulate=accumulate,
+        compact=compact, validate=validate, outputs=outputs,
+    )  # fmt: skip
+    results, asked = op(*arguments), arguments[-1].split(",")
+    found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}
+    return LogProbOutput(**found)
+
+
+def prepared(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    chunk: int | str,
+    accumulate: torch.dtype,
+    compact: bool,
+    validate: bool,
+    outputs: tuple[str, ...],
+) -> tuple[Any, ...]:
+    """The checked arguments of the operator."""
     name = "fused_linear_log_prob"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias)
     head.shapes_fit(name, hidden, weight, accumulate)
@@ -151,7 +178,7 @@ def fused_linear_log_prob(
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
-    results = op(
+    return (
         hidden.reshape(target.numel(), hidden.shape[-1]), weight,
         target.reshape(-1).to(torch.int64), bias,
         # cap tanh(scale x / cap) / T = (cap / T) tanh((scale / T) x / (cap / T))
@@ -159,9 +186,6 @@ def fused_linear_log_prob(
         scale / cool, *head.rows_and_budget(name, chunk), accumulate,
         head.compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
     )  # fmt: skip
-    asked = wanted.split(",")
-    found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}
-    return LogProbOutput(**found)
 
 
 _EVERY = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "chunk": 4}

@@ -278,7 +278,7 @@ SAMPLES = (
     Sample("frozen-q", {**_case(2, (2, 1), 3, 8), "q": T((2, 2, 3, 8), grad=False)}),
     Sample("frozen-k", {**_case(2, (2, 1), 3, 8), "k": T((2, 1, 3, 8), grad=False)}),
     Sample("past-65535-rows", _case(1, (2, 1), 65537, 4), size="thin"),
-    Sample("2x8192 32/8x128", _case(2, (32, 8), 8192, 128, layout="swapped"), size="bench"),
+    Sample("8x2048 32/8x128", _case(8, (32, 8), 2048, 128, layout="swapped"), size="bench"),
     Sample("8x1024 32/8x128", _case(8, (32, 8), 1024, 128, layout="swapped"), size="bench"),
     Sample("8x1024 14/2x64", _case(8, (14, 2), 1024, 64, layout="swapped"), size="bench"),
     Sample(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from liger_multi.patching.loss import CrossEntropyCall, fused
+from liger_multi.patching.loss import CrossEntropyCall, fused, run_bound
 from liger_multi.patching.protocol import (
     GRADIENT_BY_LOGITS,
     METADATA,
@@ -28,7 +28,7 @@ from liger_multi.patching.protocol import (
     warn_above_budget,
 )
 from liger_multi.patching.real import loss_logits
-from liger_multi.patching.recipe import Recipe
+from liger_multi.patching.recipe import Job, Recipe
 from liger_multi.patching.reductions import REDUCTIONS
 from liger_multi.patching.rows import ROWS
 from liger_multi.patching.steps import RECORDED, WRITES
@@ -177,6 +177,37 @@ class LazyLogits(Tensor):
                 "liger_multi.patching.real_logits(logits) instead"
             )
         return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
+
+    def as_head(self) -> dict[str, Any] | None:
+        """The arguments of a ``losses.Head`` that gives these logits; None if there are real ones.
+
+        Its weight is a function, which runs a loss in the head's own call.
+        """
+        slot, options = self._slot, self._slot.recipe.settings.fused
+        epilogue = slot.recipe.epilogue
+        if options is None or epilogue is None or slot.available or slot.family.pinned:
+            return None
+        return {
+            "hidden": slot.recipe.hidden,
+            "weight": functools.partial(_run, slot.recipe),
+            "logit_scale": epilogue[0],
+            "softcap": epilogue[1],
+            "chunk": options.chunk,
+            "accumulate": options.accumulate,
+            "compact": options.compact,
+        }
+
+
+def _run(recipe: Recipe, hidden: Tensor, loss: Callable[..., Any]) -> Any:
+    def run(head: Any, rows: Tensor) -> Any:
+        return loss(rows, head.weight, head.bias)
+
+    options = recipe.settings.fused
+    assert options is not None
+    with recipe.mode():
+        return recipe.run(
+            Job(lambda *args: run_bound(options, ("fused_linear_log_prob",), run, *args)), hidden
+        )
 
 
 def lazy_logits(

@@ -1,0 +1,56 @@
+"""Losses on log-probabilities of tokens: preferences, policies, distillation, sequences."""
+
+from liger_multi.losses.distillation import (
+    DistillationMetrics,
+    DistillationOptions,
+    Teacher,
+    TopK,
+    distillation_loss,
+)
+from liger_multi.losses.kto import KTOMetrics, KTOOptions, kto_divergence, kto_loss
+from liger_multi.losses.margins import CPOOptions, cpo_loss
+from liger_multi.losses.one_pass import token_sum
+from liger_multi.losses.pairs import PreferenceMetrics
+from liger_multi.losses.policies import PolicyOptions
+from liger_multi.losses.preference import DPOOptions, dpo_loss
+from liger_multi.losses.reductions import segments_of
+from liger_multi.losses.reinforcement import PolicyMetrics, policy_loss
+from liger_multi.losses.sequence import (
+    MTPMetrics,
+    SequenceMetrics,
+    SequenceOptions,
+    mtp_loss,
+    sequence_loss,
+)
+from liger_multi.losses.sources import Head, Logits, Source, tokens
+
+__all__ = [
+    "CPOOptions",
+    "DPOOptions",
+    "DistillationMetrics",
+    "DistillationOptions",
+    "Head",
+    "KTOMetrics",
+    "KTOOptions",
+    "Logits",
+    "MTPMetrics",
+    "PolicyMetrics",
+    "PolicyOptions",
+    "PreferenceMetrics",
+    "SequenceMetrics",
+    "SequenceOptions",
+    "Source",
+    "Teacher",
+    "TopK",
+    "cpo_loss",
+    "distillation_loss",
+    "dpo_loss",
+    "kto_divergence",
+    "kto_loss",
+    "mtp_loss",
+    "policy_loss",
+    "segments_of",
+    "sequence_loss",
+    "token_sum",
+    "tokens",
+]

@@ -1,0 +1,347 @@
+"""Distillation: a student's tokens against a teacher's distributions, and against labels.
+
+    loss = soft_weight mean_i D(p[i], q[i]) + hard_weight mean_i -log q'[i, t[i]]
+
+with the teacher's ``p`` and the student's ``q`` at a temperature, and ``q'`` without it. Tokens
+whose target is ignored are ignored in both terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi import checks, ops
+from liger_multi.losses.one_pass import Columns, token_sum
+from liger_multi.losses.options import Options
+from liger_multi.losses.reductions import divisor, masked_mean
+from liger_multi.losses.sequence import sequence_loss
+from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
+from liger_multi.losses.tiles import curved, tiled_sum
+from liger_multi.ops import LogProbOutput
+
+
+@dataclass(frozen=True)
+class TopK:
+    """What a teacher says of its likeliest tokens.
+
+    Args:
+        ids: Their ids ``(..., K)``; negative ones stand for nothing.
+        log_prob: Their log-probabilities ``(..., K)`` at the temperature of the loss; where the
+            rest is renormalised away, logits divided by it serve as well.
+    """
+
+    ids: Tensor
+    log_prob: Tensor
+
+
+Teacher: TypeAlias = Head | Logits | TopK | Tensor
+
+
+class DistillationMetrics(NamedTuple):
+    """What trainers log: means over tokens without gradients; None where there is no such thing."""
+
+    soft: Tensor
+    hard: Tensor | None
+    tokens: Tensor
+    entropy: Tensor | None = None
+    token_accuracy: Tensor | None = None
+
+
+class Divergence(NamedTuple):
+    """The operator of two heads, that of rows (or a formula), what they take, and the source."""
+
+    fused: str | None
+    rows: str | Callable[..., Tensor]
+    keywords: Callable[[Any], dict[str, Any]]
+    source: str
+
+
+def cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    """``1 - cos`` of rows of logits."""
+    return 1 - F.cosine_similarity(student, teacher, dim=-1)
+
+
+def _jsd(share: float | None) -> Callable[[Any], dict[str, Any]]:
+    return lambda o: {"beta": o.beta if share is None else share}
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": Divergence(
+        "fused_linear_jsd", "jsd", _jsd(0.0), "KL(p, q), Hinton et al., arXiv:1503.02531"
+    ),
+    "reverse_kl": Divergence(
+        "fused_linear_jsd", "jsd", _jsd(1.0), "KL(q, p), MiniLLM, arXiv:2306.08543"
+    ),
+    "jsd": Divergence(
+        "fused_linear_jsd", "jsd", _jsd(None),
+        "beta KL(p, m) + (1 - beta) KL(q, m), GKD, arXiv:2306.13649 eq. 1",
+    ),
+    "tvd": Divergence(
+        "fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"
+    ),
+    "cosine": Divergence(None, cosine, lambda o: {}, "1 - cos of logits, PKD, arXiv:1908.09355"),
+}  # fmt: skip
+RESTS = ("renormalise", "bucket")
+FEW = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(Options):
+    """Options of :func:`distillation_loss`.
+
+    Args:
+        divergence: One of the divergences.
+        beta: Share of the teacher in jsd's mixture.
+        temperature: Logits of both are divided by it, on top of the sources' own.
+        square_temperature: Multiply the soft term by ``temperature^2``, which keeps gradients at
+            the size that they have without one.
+        soft_weight: Factor of the divergence.
+        hard_weight: Factor of the labels' negative log-likelihood.
+        vocabulary: Where the vocabularies differ in size, ``common`` compares the distributions
+            over the first classes that both have; ``equal`` raises.
+        rest: What becomes of the probability outside of a top-k teacher's tokens: ``renormalise``
+            (both are distributions over those tokens) or ``bucket`` (one more class).
+        metrics: Further metrics, which cost one more look at the student's logits: entropy,
+            token_accuracy.
+    """
+
+    divergence: str = "jsd"
+    beta: float = 0.5
+    temperature: float = 1.0
+    square_temperature: bool = False
+    soft_weight: float = 1.0
+    hard_weight: float = 0.0
+    vocabulary: str = "equal"
+    rest: str = "renormalise"
+    metrics: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = self.title()
+        checks.one_of(name, "divergence", self.divergence, DIVERGENCES)
+        checks.one_of(name, "vocabulary", self.vocabulary, ("equal", "common"))
+        checks.one_of(name, "rest", self.rest, RESTS)
+        checks.names(name, self.metrics, ("entropy", "token_accuracy"))
+        self.number("beta", 0.0, 1.0)
+        self.number("temperature", 0.0, above=True)
+        self.number("soft_weight", 0.0)
+        self.number("hard_weight", 0.0)
+        self.serves("beta", 0.5, self.divergence == "jsd", self.divergence)
+        self.serves("square_temperature", False, self.divergence != "cosine", "cosine")
+        if not self.soft_weight and not self.hard_weight:
+            raise ValueError(f"{name}: soft_weight and hard_weight are both 0")
+
+
+def distillation_loss(
+    student: Source,
+    teacher: Teacher,
+    target: Tensor,
+    *,
+    num_items: Tensor | float | None = None,
+    processes: int = 1,
+    group: Any = None,
+    ignore_index: int = IGNORED,
+    **options: Any,
+) -> tuple[Tensor, DistillationMetrics]:
+    """The loss of a student that learns from a teacher.
+
+    Args:
+        student: The trained model's tokens: a head or logits.
+        teacher: The frozen model's: a head, of any width, or logits or :class:`TopK`. It gets no
+            gradient.
+        target: Ids ``(..., T)``, already shifted; the hard term's labels, and which tokens count.
+        num_items: Tokens of all ranks and micro-batches of a step, which both means divide by;
+            without it they are counted here: this batch, over the ranks of group.
+        processes: Ranks whose gradients are averaged, with num_items.
+        group: Ranks to count tokens over, by one collective, without num_items.
+        ignore_index: Targets that cost nothing.
+        options: As :class:`DistillationOptions`.
+    """
+    o = DistillationOptions.of(**options)
+    found = understood("Distillation", student, target)
+    if not isinstance(found, Head | Logits):
+        raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
+    mask = target != ignore_index
+    by = divisor(mask, num_items, processes, group)
+    total = _soft(found, teacher, target, ignore_index, o) if o.soft_weight else by.new_zeros(())
+    soft = total / by * (o.temperature**2 if o.square_temperature else 1.0)
+    loss, hard = o.soft_weight * soft, None
+    if o.hard_weight:
+        hard, _ = sequence_loss(found, target, num_items=by, ignore_index=ignore_index)
+        loss = loss + o.hard_weight * hard
+    entropy = accuracy = None
+    if o.metrics:
+        names = {"entropy": "entropy", "token_accuracy": "argmax"}
+        wanted = tuple(names[m] for m in o.metrics)
+        with torch.no_grad():
+            own = tokens(found, target, wanted, ignore_index=ignore_index)
+        entropy = None if own.entropy is None else masked_mean(own.entropy, mask)
+        if own.argmax is not None:
+            accuracy = masked_mean((own.argmax == target).float(), mask)
+    done = None if hard is None else hard.detach()
+    return loss, DistillationMetrics(soft.detach(), done, mask.sum(), entropy, accuracy)
+
+
+def _soft(
+    student: Head | Logits, teacher: Teacher, target: Tensor, ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:  # fmt: skip
+    """The divergence, summed over the tokens that count."""
+    warm = replace(student, temperature=student.temperature * o.temperature)
+    if isinstance(teacher, TopK):
+        return _few(warm, teacher, target, ignore_index, o)
+    other = understood("Distillation", teacher, target)
+    if not isinstance(other, Head | Logits):
+        raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
+    other = replace(other, temperature=other.temperature * o.temperature)
+    if isinstance(warm, Logits):
+        return _given(warm, other, target, ignore_index, o)
+    plain = DIVERGENCES[o.divergence].fused is not None and _alike(warm, other)
+    loss: Tensor = warm.run(lambda *own: _of_head(warm, own, other, plain, target, ignore_index, o))
+    return loss
+
+
+def _alike(student: Head, teacher: Head | Logits) -> bool:
+    """Whether one temperature serves both heads, as the operators have it."""
+    scales = {s.logit_scale / s.temperature for s in (student, teacher)}
+    caps = (student.softcap, teacher.softcap)
+    return isinstance(teacher, Head) and caps == (None, None) and len(scales) == 1
+
+
+def _of_head(
+    student: Head, own: tuple[Any, ...], teacher: Head | Logits, plain: bool, target: Tensor,
+    ignore_index: int, o: DistillationOptions,
+) -> Tensor:  # fmt: skip
+    hidden, weight, bias = own
+    kind = DIVERGENCES[o.divergence]
+    if isinstance(teacher, Logits):
+        flat = teacher.logits.detach().reshape(target.numel(), -1)
+        _same_size(weight.shape[0], flat.shape[-1], o)
+        return _tiles(student, own, lambda i: curved(flat[i], teacher), target, ignore_index, o)
+
+    def run(t_hidden: Tensor, t_weight: Tensor, t_bias: Tensor | None) -> Tensor:
+        if plain and kind.fused is not None:
+            return getattr(ops, kind.fused)(  # type: ignore[no-any-return]
+                hidden, weight, t_hidden.detach(), t_weight.detach(), target, bias, t_bias,
+                temperature=student.temperature / student.logit_scale, vocabulary=o.vocabulary,
+                ignore_index=ignore_index, reduction="sum", chunk=student.chunk,
+                accumulate=student.accumulate, compact=student.compact, **kind.keywords(o),
+            )  # fmt: skip
+        _same_size(weight.shape[0], t_weight.shape[0], o)
+        rows = t_hidden.detach().reshape(target.numel(), -1)
+
+        def logits(i: Tensor) -> Tensor:
+            with torch.no_grad():
+                return curved(F.linear(rows[i].to(t_weight.dtype), t_weight, t_bias), teacher)
+
+        return _tiles(student, own, logits, target, ignore_index, o)
+
+    found: Tensor = teacher.run(run)
+    return found
+
+
+def _tiles(
+    student: Head, own: tuple[Any, ...], teacher: Callable[[Any], Tensor], target: Tensor,
+    ignore_index: int, o: DistillationOptions,
+) -> Tensor:  # fmt: skip
+    share = torch.ones(target.shape, dtype=torch.float32, device=target.device)
+    return tiled_sum(student, own, teacher, target, share, _rows(o), ignore_index)
+
+
+def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
+    """A divergence of rows of logits at no temperature."""
+    kind = DIVERGENCES[o.divergence]
+
+    def rows(student: Tensor, teacher: Tensor) -> Tensor:
+        classes = min(student.shape[-1], teacher.shape[-1])
+        student, teacher = student[..., :classes], teacher[..., :classes]
+        if callable(kind.rows):
+            return kind.rows(student, teacher)
+        return getattr(ops, kind.rows)(  # type: ignore[no-any-return]
+            student, teacher, form="logits", teacher_form="logits", reduction="none",
+            **kind.keywords(o),
+        )  # fmt: skip
+
+    return rows
+
+
+def _same_size(student: int, teacher: int, o: DistillationOptions) -> None:
+    if student != teacher and o.vocabulary == "equal":
+        raise ValueError(
+            f"Distillation: the student has {student} classes and the teacher {teacher}; where the "
+            f"first {min(student, teacher)} are the same tokens, vocabulary='common' compares "
+            "the distributions over those"
+        )
+
+
+def _given(
+    student: Logits, teacher: Head | Logits, target: Tensor, ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:  # fmt: skip
+    if isinstance(teacher, Head):
+        raise TypeError(
+            "Distillation: the student's logits exist and the teacher's do not; give both as "
+            "losses.Head, or the teacher's logits too"
+        )
+    _same_size(student.logits.shape[-1], teacher.logits.shape[-1], o)
+    mine, theirs = curved(student.logits, student), curved(teacher.logits.detach(), teacher)
+    valid = target != ignore_index
+    return torch.where(valid, _rows(o)(mine, theirs), 0).sum()
+
+
+# --- a teacher's likeliest tokens ---
+
+
+def _few(
+    student: Head | Logits, teacher: TopK, target: Tensor, ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:  # fmt: skip
+    ids, log_p = teacher.ids, teacher.log_prob.detach()
+    if ids.shape != log_p.shape or ids.shape[:-1] != target.shape:
+        raise ValueError(
+            f"Distillation: ids and log_prob of a top-k teacher must have shape "
+            f"{(*target.shape, 'K')}, got {checks.describe(ids)} and {checks.describe(log_p)}"
+        )
+    if o.divergence not in FEW:
+        raise ValueError(f"Distillation: {o.divergence} of a top-k teacher is not defined")
+    columns = {"ids": ids, "teacher": log_p}
+    passes = "one" if isinstance(student, Head) else "two"
+    loss, _ = token_sum(
+        student, target, _few_formula(o), columns, ("lse",), passes=passes,
+        ignore_index=ignore_index, name="Distillation",
+    )  # fmt: skip
+    return loss
+
+
+def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
+    kind = DIVERGENCES[o.divergence]
+
+    def formula(made: LogProbOutput, c: Columns) -> Tensor:
+        there = (c["ids"] >= 0) & ~c["teacher"].isneginf()
+        sides = [torch.where(there, x.float(), -torch.inf) for x in (c["picked"], c["teacher"])]
+        some = there.any(-1)
+        # a row of nothing has no distribution; it costs nothing
+        sides = [torch.where(some.unsqueeze(-1), x, 0.0) for x in sides]
+        if o.rest == "bucket":
+            q, p = (torch.cat((x, _remainder(x)), -1) for x in sides)
+        else:
+            q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
+        assert isinstance(kind.rows, str)
+        each = getattr(ops, kind.rows)(
+            q, p.detach(), form="log_prob", teacher_form="log_prob", reduction="none",
+            **kind.keywords(o),
+        )  # fmt: skip
+        return torch.where(some, each, 0)
+
+    return formula
+
+
+def _remainder(log_p: Tensor) -> Tensor:
+    """The logarithm of the probability that is left."""
+    total = torch.logsumexp(log_p, -1, keepdim=True).clamp(max=-1e-7)
+    return torch.log(-torch.expm1(total))

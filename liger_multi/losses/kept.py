@@ -1,0 +1,124 @@
+"""Log-probabilities whose logits stay until backward, where a byte budget allows it.
+
+Losses of pairs and of sequences know what arrives at a token only when all tokens are known, so
+without logits they look at the vocabulary twice. Where the logits of all rows fit into a budget,
+they are kept and overwritten by their gradient: three products of the head, not four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_multi.config_file import parse_bytes
+from liger_multi.losses.one_pass import on_device, row_kernels
+from liger_multi.ops import LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS
+
+
+def kept_tokens(
+    tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
+) -> LogProbOutput | None:
+    """Statistics of tokens with gradients; None where the logits are too large to keep."""
+    from liger_multi.reference.chunking import is_whole
+
+    hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
+    if keep == "auto":
+        rows, width = hidden.shape
+        fits = is_whole(rows, width, weight.shape[0], size, args[7], args[8])
+    else:
+        limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
+        fits = hidden.shape[0] * weight.shape[0] * size <= limit
+    if not fits:
+        return None
+    kernels = row_kernels(tensors, args)
+    if kernels is None:
+        return None
+    apply: Any = _Kept.apply
+    found = apply(hidden, weight, args[3], kernels, args)
+    asked = args[-1].split(",")
+    return LogProbOutput(
+        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, found, strict=True) if n in asked}
+    )
+
+
+class _Kept(torch.autograd.Function):
+    """One chunk of all rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernels: Any, args: Any
+    ) -> tuple[Tensor, ...]:
+        from liger_multi.reference.reduction import check_targets
+        from liger_multi.reference.rows import Rows
+
+        ctx.kernels, ctx.rest, ctx.raw = kernels, args[4:], None
+        target, outputs = args[2], args[-1]
+        check_targets(target, weight.shape[0], args[4], args[12])
+        with torch._C._DisableAutocast(), on_device(hidden):
+            chunks = _chunks(args)
+            rows = Rows.room(
+                target.numel(), chunks.goal, outputs, chunks.buffer,
+                ignored=chunks.index is not None, loss=False,
+            )  # fmt: skip
+            for _, where, _, t, raw in chunks:
+                rows.put(where, kernels.statistics(raw, t, None, chunks.goal, outputs))
+                ctx.raw = raw
+        ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.argmax)
+        return rows.log_prob, rows.entropy, rows.lse, rows.argmax
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        from liger_multi.reference.gradients import Accumulator
+        from liger_multi.reference.log_prob import upstream_of, within_range
+
+        if all(g is None for g in grads[:3]):
+            return (None,) * 5
+        *tensors, entropy, lse = ctx.saved_tensors
+        hidden, weight, target, bias = tensors
+        logits, ctx.raw = ctx.raw, None  # a second backward multiplies again
+        with torch._C._DisableAutocast(), on_device(hidden):
+            chunks = _chunks((*tensors, *ctx.rest))
+            into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
+            arrived = upstream_of(
+                *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
+                objective=chunks.goal,
+            )  # fmt: skip
+            upstream, factor = within_range(arrived, chunks.goal, chunks.kind)
+            for place, where, h, t, raw in chunks.over(logits):
+                ctx.kernels.log_prob_gradient_(
+                    raw, t, lse[where].contiguous(), chunks.goal, upstream.at(where)
+                )
+                into.add(place, where, h, raw)
+            kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            scale = ctx.kernels.scale
+            made = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
+        found = [g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)]
+        return (*found, None, None)
+
+
+def _chunks(args: tuple[Any, ...]) -> Any:
+    """All rows as one chunk, whose logits may be there already."""
+    from liger_multi.reference.fused_linear import Chunks, Plan
+    from liger_multi.reference.rows import Objective
+
+    class Whole(Chunks):
+        goal = Objective(args[4], 0.0, 0.0, args[5], args[6])
+
+        def over(self, logits: Tensor | None) -> Any:
+            if logits is None or not self.rows:
+                yield from self
+                return
+            place = slice(0, self.rows)
+            where = place if self.index is None else self.index
+            yield place, where, self.hidden[where].to(self.kind), self.target[where], logits
+
+    hidden, weight, target, bias = args[:4]
+    plan = Plan(max(1, target.numel()), 0, args[10], args[11])
+    return Whole(hidden, weight, target, bias, Whole.goal, plan)

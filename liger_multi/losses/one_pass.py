@@ -1,0 +1,273 @@
+"""Sums over tokens whose loss depends on the token's own statistics: one walk over the vocabulary.
+
+Two ways lead to the same numbers. With two passes, :func:`fused_linear_log_prob` gives statistics
+that any formula may use, and computes the logits once more in backward: four products of a head,
+8 M H V operations. With one pass, a chunk's statistics give at once what every row's gradient is
+multiplied by, its logits are overwritten by their gradient while they are there, and backward only
+scales: three products, 6 M H V operations, at the price of keeping the gradients of hidden states
+and weight (in the accumulator's dtype) until backward.
+
+The formula is the same function in both. It runs on the numbers of a chunk's rows under autograd,
+which costs a few small launches a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_multi import checks
+from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
+from liger_multi.ops import LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
+from liger_multi.plan import resolve
+
+Columns = Mapping[str, Tensor]
+Formula = Callable[[LogProbOutput, Columns], Tensor]
+"""The loss of every token, weighted, from its statistics and its entries of named columns."""
+
+Walker = Callable[[tuple[bool, ...]], tuple[Tensor, tuple[Tensor, ...], Any]]
+"""From what needs gradients to the sum, statistics of rows, and the gradients of the sum."""
+
+PASSES = ("auto", "one", "two")
+
+
+def token_sum(
+    source: Source,
+    target: Tensor,
+    formula: Formula,
+    columns: Columns,
+    outputs: tuple[str, ...] = ("log_prob",),
+    *,
+    passes: str = "auto",
+    ignore_index: int = IGNORED,
+    name: str = "token_sum",
+) -> tuple[Tensor, LogProbOutput]:
+    """The sum of a formula over tokens, and the tokens' statistics without gradients.
+
+    Args:
+        source: The policy.
+        target: Token ids ``(...)``; ignored tokens cost nothing.
+        formula: Acts on every token by itself; one pass calls it with a chunk of rows at a time.
+        columns: Constants of every token, of the target's shape, or with one axis more. With a
+            column ``ids`` of classes, the formula finds their log-probabilities as ``picked``.
+        outputs: Statistics that the formula reads or that the caller wants.
+        passes: One, two, or auto: one where the source is a head and something needs a gradient.
+        ignore_index: Targets that cost nothing.
+        name: Who asks, for messages.
+    """
+    checks.one_of(name, "passes", passes, PASSES)
+    for key, column in columns.items():
+        checks.constant(name, key, column)
+    found = understood(name, source, target)
+    if passes == "one" and not isinstance(found, Head):
+        raise ValueError(f"{name}: one pass needs a losses.Head, got {type(found).__name__}")
+    if isinstance(found, Head) and passes != "two":
+        done: Any = found.run(
+            lambda hidden, weight, bias: _fused(
+                found, (hidden, weight, bias), target, formula, columns, outputs, ignore_index,
+                passes,
+            )
+        )  # fmt: skip
+        if done is not None:
+            return done[0], LogProbOutput(*done[1:])
+    made = tokens(found, target, outputs, ignore_index=ignore_index, name=name)
+    if "ids" in columns:
+        columns = {**columns, "picked": _picked(name, found, made, columns["ids"])}
+    loss = _masked(formula(made, columns), target, ignore_index).sum()
+    return loss, LogProbOutput._make(None if x is None else x.detach() for x in made)
+
+
+def _picked(name: str, source: Any, made: LogProbOutput, ids: Tensor) -> Tensor:
+    if not isinstance(source, Logits):
+        raise ValueError(
+            f"{name}: classes are picked from given logits, or from a losses.Head in one pass, "
+            f"got {type(source).__name__}"
+        )
+    assert made.lse is not None
+    z = source.logits.gather(-1, ids.clamp(min=0)).to(made.lse.dtype) * source.logit_scale
+    if source.softcap is not None:
+        z = source.softcap * torch.tanh(z / source.softcap)
+    return z / source.temperature - made.lse.unsqueeze(-1)
+
+
+def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    # NaN of a token that nobody could score goes nowhere either
+    return torch.where(target != ignore_index, values, 0)
+
+
+def _fused(
+    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, formula: Formula,
+    columns: Columns, outputs: tuple[str, ...], ignore_index: int, passes: str,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """One pass; None where two serve better."""
+    hidden, weight, bias = tensors
+    args = prepared(
+        hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs, **head.options()
+    )
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    # the range of float16 does not hold sums whose upstream gradient is not known yet
+    narrow = (args[10] or hidden.dtype) == torch.float16
+    wanted = (grad or passes == "one") and not narrow
+    kernels = row_kernels(tensors, args) if wanted else None
+    if kernels is None:
+        if passes == "one":
+            reason = "float16" if narrow else "these tensors, or the backend that they resolve to"
+            raise ValueError(f"one pass is not available for {reason}; use passes='auto'")
+        return None
+    flat = {key: _flat(key, column, target) for key, column in columns.items()}
+    found = in_one_pass(
+        args[0], args[1], args[3], kernels.scale,
+        lambda needs: walk(kernels, args, formula, flat, needs),
+    )  # fmt: skip
+    shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
+    asked = dict(zip(OUTPUTS, shaped, strict=True))
+    return (found[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
+
+
+def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
+    shape = target.shape
+    if column.shape[: target.ndim] != shape or column.ndim > target.ndim + 1:
+        raise ValueError(
+            f"the column {key} must have the shape {tuple(shape)} of the targets (and one axis "
+            f"more, if any), got {checks.describe(column)}"
+        )
+    return column.reshape(target.numel(), *column.shape[target.ndim :])
+
+
+def row_kernels(tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """The row kernels of the backend that serves these tensors; None where operators must."""
+    if torch.compiler.is_compiling() or any(
+        x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta)
+        for x in tensors
+    ):
+        return None
+    return getattr(resolve(op.fwd, args), "kernels", None)
+
+
+def in_one_pass(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
+) -> tuple[Tensor, ...]:
+    """The loss and the statistics of a walk that makes gradients as it goes."""
+    apply: Any = _OnePass.apply
+    found: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, walker)
+    return found
+
+
+class _OnePass(torch.autograd.Function):
+    """Loss and gradients of all chunks; backward scales by the upstream gradient of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
+    ) -> tuple[Tensor, ...]:
+        with torch._C._DisableAutocast(), on_device(hidden):
+            loss, rows, gradients = walker(ctx.needs_input_grad[:3])
+        ctx.scale = scale
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)
+        return loss, *rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 5
+        found: list[Tensor | None] = [None] * 5
+        with on_device(dloss):
+            for i, gradient in enumerate(ctx.saved_tensors):
+                if ctx.needs_input_grad[i]:
+                    found[i] = ctx.scale(gradient, dloss, ctx.dtypes[i])
+        return tuple(found)
+
+
+def on_device(x: Tensor) -> Any:
+    """The device of ``x`` as the current one, where its kind has several."""
+    import contextlib
+
+    if x.device.type in ("cpu", "meta"):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device.type).device(x.device.index)
+
+
+def walk(
+    kernels: Any, args: tuple[Any, ...], formula: Formula, columns: Columns, needs: tuple[bool, ...]
+) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    """Go through the chunks once: the sum, the rows' statistics, and the gradients of the sum."""
+    from liger_multi.reference.fused_linear import Chunks, Plan
+    from liger_multi.reference.gradients import Accumulator
+    from liger_multi.reference.log_prob import upstream_of
+    from liger_multi.reference.reduction import check_targets
+    from liger_multi.reference.rows import Objective, Rows
+
+    (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
+     compact, validate, outputs) = args  # fmt: skip
+    check_targets(target, weight.shape[0], ignore_index, validate)
+    goal = Objective(ignore_index, 0.0, 0.0, softcap, scale)
+    chunks = Chunks(hidden, weight, target, bias, goal, Plan(chunk, budget, kind, compact))
+    rows = Rows.room(
+        target.numel(), goal, outputs, chunks.buffer, ignored=chunks.index is not None, loss=False
+    )
+    into = Accumulator(chunks, hidden, weight, accumulate, needs)
+    total = rows.lse.new_zeros(())
+    for place, where, h, t, raw in chunks:
+        made = kernels.statistics(raw, t, None, goal, outputs)
+        rows.put(where, made)
+        part = {key: column[where] for key, column in columns.items()}
+        picked = picked_logits(raw, part["ids"], goal) if "ids" in part else None
+        value, slopes, dpicked = _slopes(formula, made, part, t, ignore_index, picked)
+        total += value
+        if any(needs):
+            upstream = upstream_of(
+                *slopes, entropies=made.entropy, target=t, vocabulary=weight.shape[0],
+                objective=goal,
+            )  # fmt: skip
+            kernels.log_prob_gradient_(raw, t, made.lse, goal, upstream.at(slice(None)))
+            if dpicked is not None and picked is not None:
+                if goal.softcap is not None:
+                    dpicked = dpicked * (1 - (picked / goal.softcap).square())
+                dpicked = (dpicked * goal.logit_scale).to(raw.dtype)
+                raw.scatter_add_(1, part["ids"].clamp(min=0), dpicked)
+            into.add(place, where, h, raw)
+    return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), into.gradients
+
+
+def picked_logits(raw: Tensor, ids: Tensor, goal: Any) -> Tensor:
+    """Logits of a few classes of every row, as the objective makes them; negative ids pick any."""
+    from liger_multi.reference.objective import scaled
+
+    return scaled(raw.gather(1, ids.clamp(min=0)), goal)
+
+
+def _slopes(
+    formula: Formula, made: Any, columns: Columns, target: Tensor, ignore_index: int,
+    picked: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:  # fmt: skip
+    """The sum over a chunk; its derivatives by log_prob, entropy, lse, and the logits picked."""
+    with torch.enable_grad():
+        leaves = [
+            x.detach().requires_grad_() if x.numel() == target.numel() else None
+            for x in (made.log_prob, made.entropy, made.lse)
+        ]
+        own, entropy, lse = leaves
+        seen = LogProbOutput(own, entropy, lse, made.argmax if made.argmax.numel() else None)
+        if picked is not None:
+            assert lse is not None
+            picked = picked.detach().requires_grad_()
+            leaves.append(picked)
+            columns = {**columns, "picked": picked - lse.unsqueeze(1)}
+        value = _masked(formula(seen, columns), target, ignore_index).sum()
+        given = [x for x in leaves if x is not None]
+        if not value.requires_grad:  # a formula whose coefficients are all constants
+            return value, [torch.zeros_like(given[0]), None, None], None
+        found = iter(torch.autograd.grad(value, given, allow_unused=True))
+        slopes = [None if x is None else next(found) for x in leaves]
+    if all(slope is None for slope in slopes[:3]):
+        slopes[0] = torch.zeros_like(made.lse)
+    return value.detach(), slopes[:3], slopes[3] if picked is not None else None

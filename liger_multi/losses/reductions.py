@@ -1,0 +1,77 @@
+"""From tokens to sequences to a number: sums, means, and divisors that ranks share.
+
+Every mean divides by a count that is at least one, so that nothing to learn from is a loss of zero
+that is still connected to the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def lengths(mask: Tensor) -> Tensor:
+    """Tokens of every sequence, at least one."""
+    return mask.sum(-1).clamp(min=1)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean of ``x`` over tokens."""
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def token_count(mask: Tensor, group: Any = None) -> Tensor:
+    """Tokens of a step: of this rank, or the mean over the ranks of ``group``, by one collective.
+
+    A sum divided by it, and averaged over ranks as data parallelism averages gradients, is the mean
+    over the tokens of all ranks.
+    """
+    count = mask.sum().to(torch.float32)
+    if group is None:
+        return count
+    import torch.distributed as dist
+
+    dist.all_reduce(count, group=group)
+    return count / float(dist.get_world_size(group))
+
+
+def divisor(mask: Tensor, num_items: Tensor | float | None, processes: int, group: Any) -> Tensor:
+    """What the sum over this rank's tokens is divided by.
+
+    ``num_items`` counts the tokens of all ranks and of all micro-batches of a step, as trainers do.
+    """
+    if num_items is None:
+        return token_count(mask, group).clamp(min=1)
+    given = torch.as_tensor(num_items, device=mask.device, dtype=torch.float32)
+    return given.clamp(min=1) / processes
+
+
+def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:
+    """Weights whose sum over tokens is the mean over sequences of the means over their tokens.
+
+    Args:
+        mask: Tokens that count, ``(rows, T)`` or ``(T,)``.
+        segments: Numbers of the sequences in packed rows, any integers that differ within a row;
+            without them every row is one sequence.
+    """
+    rows = mask.reshape(-1, mask.shape[-1])
+    if segments is None:
+        own = rows.sum(-1, keepdim=True).expand(rows.shape)
+        count = (rows.sum(-1) > 0).sum()
+    else:
+        ids = segments.reshape(rows.shape)
+        place = torch.arange(rows.shape[0], device=mask.device).unsqueeze(1).expand(rows.shape)
+        pairs = torch.stack((place, ids), -1).reshape(-1, 2)
+        _, index = torch.unique(pairs, dim=0, return_inverse=True)
+        sizes = torch.zeros(index.numel(), device=mask.device, dtype=torch.int64)
+        sizes.index_add_(0, index, rows.reshape(-1).to(torch.int64))
+        own, count = sizes[index].view(rows.shape), (sizes > 0).sum()
+    weights = torch.where(rows, 1.0 / own.clamp(min=1), 0.0) / count.clamp(min=1)
+    return weights.view(mask.shape)
+
+
+def segments_of(position_ids: Tensor) -> Tensor:
+    """Numbers of packed sequences from positions, which start again at 0 in every sequence."""
+    return (position_ids == 0).cumsum(-1)

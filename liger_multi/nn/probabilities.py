@@ -1,0 +1,116 @@
+"""Rows of probabilities, and tables of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import checks, ops
+from liger_multi.nn._shared import changed
+
+
+class Softmax(nn.Module):
+    """Softmax along an axis.
+
+    Like:
+        ``torch.nn.Softmax``; the axis is the last one without another.
+
+    Operator:
+        softmax
+
+    Args:
+        dim: The axis.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = checks.integer(type(self).__name__, "dim", dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Probabilities."""
+        return ops.softmax(input, self.dim)
+
+    def extra_repr(self) -> str:
+        """What was chosen."""
+        return changed(self)
+
+
+class Sparsemax(nn.Module):
+    """Projection on the simplex along an axis: probabilities with exact zeros.
+
+    Like:
+        ``torch.nn.Softmax``; the axis is the last one without another.
+
+    Operator:
+        sparsemax
+
+    Args:
+        dim: The axis.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = checks.integer(type(self).__name__, "dim", dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Probabilities."""
+        return ops.sparsemax(input, self.dim)
+
+    def extra_repr(self) -> str:
+        """What was chosen."""
+        return changed(self)
+
+
+class Embedding(nn.Embedding):
+    """A table of embeddings, whose gradient is summed in a fixed order.
+
+    Like:
+        ``torch.nn.Embedding``, of which it is a subclass, and with ``scale`` the scaled embedding
+        of Gemma 3; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` are refused.
+
+    Operator:
+        embedding
+
+    Args:
+        num_embeddings: Rows of the table.
+        embedding_dim: Columns of the table.
+        padding_idx: The row that gets no gradient.
+        scale: Factor of what is looked up, rounded to the dtype of the table.
+        validate: Raise for ids out of range on a device too (a sync).
+        device: Of the parameter.
+        dtype: Of the parameter.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        scale: float = 1.0,
+        validate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        given = {name: value for name, value in others.items() if value not in (None, False)}
+        given.pop("norm_type", None)  # without max_norm it says nothing
+        if given:
+            raise ValueError(
+                f"{type(self).__name__} does not support {', '.join(given)}; use torch.nn.Embedding"
+            )
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.scale = checks.number(type(self).__name__, "scale", scale, float("-inf"))
+        self.validate = validate
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of some ids."""
+        return ops.embedding(
+            input, self.weight, self.padding_idx, scale=self.scale, validate=self.validate
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, and what was chosen."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {changed(self)}".rstrip(", ")

@@ -1,0 +1,241 @@
+"""What the divergences share: shape rules, checks and samples."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import OPS, Op
+from liger_multi.ops._overwrite import writable_rows
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+FORMS = ("log_prob", "prob", "logits")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Room for numbers of rows, beside ``x``."""
+    return x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def declare(op: Op) -> None:
+    """Both halves of a divergence of given rows."""
+
+    def forward(
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Shape rule."""
+        rows, raw = student.shape[0], form == "logits"
+        return (
+            statistics(student, (rows,) if reduction == "none" else ()),
+            statistics(student, (rows if raw else 0,)),
+            statistics(student, (rows if teacher_form == "logits" else 0,)),
+            statistics(student, (rows if raw else 0,)),
+        )
+
+    def backward(
+        dloss: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        lse: Tensor,
+        teacher_lse: Tensor,
+        slope: Tensor,
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
+        """Shape rule."""
+        return student.new_empty(student.shape)
+
+    residuals = "lse teacher_lse slope"
+    op.forward(returns=f"loss {residuals}", residuals=residuals)(forward)
+    op.backward(returns="dstudent")(backward)
+
+
+def declare_inplace(op: Op) -> None:
+    """Both halves of a divergence whose gradient replaces the student."""
+
+    def forward(
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
+        """Shape rule."""
+        return statistics(student, (student.shape[0],) if reduction == "none" else ())
+
+    def backward(dloss: Tensor, student: Tensor) -> None:
+        """Shape rule: ``student`` holds the gradient and is scaled where it stands."""
+
+    op.forward(returns="loss")(forward)
+    op.backward(returns="")(backward)
+
+
+def run(
+    op: Op,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    beta: float,
+    form: str,
+    teacher_form: str | None,
+    temperature: float,
+    ignore_index: int,
+    reduction: str,
+    inplace: bool,
+) -> Tensor:
+    """Check the arguments of a divergence of given rows, and call it."""
+    name = op.name
+    checks.floating(name, student=student, teacher=teacher)
+    checks.same_shape(name, student=student, teacher=teacher)
+    checks.constant(name, "teacher", teacher)
+    if student.ndim == 0 or student.shape[-1] == 0:
+        raise ValueError(
+            f"{name}: student must have shape (..., V) with V >= 1, got {checks.describe(student)}"
+        )
+    if target is not None:
+        checks.targets(name, target, student.shape[:-1], student)
+    checks.one_of(name, "reduction", reduction, REDUCTIONS)
+    checks.one_of(name, "form", form, FORMS)
+    checks.one_of(name, "teacher_form", teacher_form or form, FORMS)
+    cool = checks.number(name, "temperature", temperature, 0.0, above=True)
+    if cool != 1.0 and "logits" not in (form, teacher_form or form):
+        raise ValueError(
+            f"{name}: temperature = {temperature!r} divides logits, and there are none "
+            f"(form {form!r}, teacher_form {teacher_form or form!r})"
+        )
+    rows, lead = student.shape[:-1].numel(), student.shape[:-1]
+    overwrite = inplace and student.requires_grad and torch.is_grad_enabled()
+    if overwrite and not torch.compiler.is_compiling():
+        op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
+    else:
+        given = student.reshape(rows, student.shape[-1])
+    found: Tensor = op(
+        given,
+        teacher.reshape(rows, student.shape[-1]),
+        None if target is None else target.reshape(-1).to(torch.int64),
+        beta,
+        form,
+        teacher_form or form,
+        1 / cool,
+        checks.integer(name, "ignore_index", ignore_index),
+        reduction,
+    )
+    return found.view(lead) if reduction == "none" else found
+
+
+# --- samples ---
+
+
+def pair(
+    rows: int,
+    classes: int,
+    *,
+    marked: float | None = None,
+    layout: str = "contiguous",
+    scale: float = 1.5,
+) -> dict[str, T]:
+    """Tensors of a sample; ``marked`` is the share of ignored rows."""
+    made = {
+        "student": T((rows, classes), scale=scale, layout=layout),
+        "teacher": T((rows, classes), scale=scale, layout=layout, grad=False),
+    }
+    return made | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
+
+
+def samples_of(**own: Any) -> tuple[Sample, ...]:
+    """The samples that every divergence has, each with the options ``own``."""
+    logits = {**own, "form": "logits", "teacher_form": "logits"}
+    logs = {**own, "form": "log_prob", "teacher_form": "log_prob"}
+    prob = T((6, 40), positive=True)
+    fixed = T((6, 40), positive=True, grad=False)
+    return (
+        Sample("mean", pair(7, 50), logits),
+        Sample("sum", pair(7, 50), {**logits, "reduction": "sum"}),
+        Sample("none", pair(7, 50, marked=0.3), {**logits, "reduction": "none"}),
+        Sample("quarter-ignored", pair(8, 33, marked=0.25), logits),
+        Sample("all-ignored", pair(4, 33, marked=1.0), logits),
+        Sample("cold", pair(5, 40), {**logits, "temperature": 0.5}),
+        Sample("hot", pair(5, 40, marked=0.2), {**logits, "temperature": 3.0}),
+        Sample("log-prob", pair(6, 40), logs),
+        Sample("log-prob-none", pair(6, 40, marked=0.3), {**logs, "reduction": "none"}),
+        Sample(
+            "prob",
+            {"student": prob, "teacher": fixed, "target": T((6,), classes=9, ignored=0.2)},
+            {**own, "form": "prob", "teacher_form": "prob"},
+        ),
+        Sample(
+            "log-prob-and-prob",
+            {"student": T((6, 40)), "teacher": fixed},
+            {**own, "form": "log_prob", "teacher_form": "prob"},
+        ),
+        Sample(
+            "logits-and-prob",
+            # of few classes, so that some of the student's outweigh the teacher's
+            {"student": T((12, 2), scale=6.0), "teacher": T((12, 2), positive=True, grad=False)},
+            {**own, "form": "logits", "teacher_form": "prob", "temperature": 2.0},
+        ),
+        Sample(
+            "prob-and-logits",
+            {"student": prob, "teacher": T((6, 40), grad=False)},
+            {**own, "form": "prob", "teacher_form": "logits", "reduction": "sum"},
+        ),
+        Sample("large-logits", pair(6, 40, scale=3.0), logits),
+        Sample("one-class", pair(5, 1), logits),
+        Sample("one-row", pair(1, 129), logits),
+        Sample("no-rows", pair(0, 12), logits),
+        Sample("sliced", pair(5, 24, layout="sliced"), logits),
+        Sample("row-gaps", pair(5, 64, layout="rows"), logits),
+        Sample(
+            "three-axes",
+            {
+                "student": T((2, 3, 20)),
+                "teacher": T((2, 3, 20), grad=False),
+                "target": T((2, 3), classes=9, ignored=0.3),
+            },
+            {**logits, "reduction": "none"},
+        ),
+        Sample("odd-vocabulary", pair(2, 32777), logits, size="thin"),
+        Sample("large-vocabulary", pair(2, 262144), logits, size="thin"),
+        Sample("large-vocabulary-log-prob", pair(2, 262144, scale=0.1), logs, size="thin"),
+        Sample("past-65535-rows", pair(65537, 2), logits, size="thin"),
+        Sample("8192x32000", pair(8192, 32000), logs, size="bench"),
+        Sample("8192x128256", pair(8192, 128256), logs, size="bench"),
+        Sample("logits-8192x32000", pair(8192, 32000), logits, size="bench"),
+        Sample("logits-4096x128256", pair(4096, 128256), logits, size="bench"),
+    )
+
+
+_INPLACE = (
+    "mean", "sum", "none", "quarter-ignored", "all-ignored", "cold", "log-prob", "log-prob-none",
+    "prob", "logits-and-prob", "one-row", "sliced", "row-gaps", "three-axes", "large-vocabulary",
+    "large-vocabulary-log-prob",
+)  # fmt: skip
+
+
+def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Those of the functional form that reach what is different about overwriting."""
+    return tuple(
+        Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
+        for s in samples
+        if s.name in _INPLACE or s.size == "bench" or s.name.startswith("beta-")
+    )

@@ -1,0 +1,290 @@
+"""What the divergences of two linear heads share: shape rules, checks and samples."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops import _head as head
+from liger_multi.ops._divergence import REDUCTIONS, statistics
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+VOCABULARIES = ("equal", "common")
+GRADIENTS = "hidden_gradient weight_gradient bias_gradient denominator"
+CONSUMED = (
+    "hidden", "weight", "teacher_hidden", "teacher_weight", "target", "bias", "teacher_bias",
+)  # fmt: skip
+
+
+def declare(op: Op) -> None:
+    """Both halves of a divergence of two heads."""
+
+    def forward(
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        target: Optional[Tensor],
+        bias: Optional[Tensor],
+        teacher_bias: Optional[Tensor],
+        beta: float,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Shape rule; the residual gradients are as large as the real ones, or empty."""
+        from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
+        from liger_multi.reference.fused_linear_pairs import student_budget
+
+        kept, (rows, width) = reduction != "none", hidden.shape
+        kind = compute_dtype or hidden.dtype
+        like = hidden.new_empty(0, dtype=kind)
+        limit = student_budget(budget)
+        whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, limit)
+        total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
+        return (
+            statistics(like, () if kept else (rows,)),
+            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+            weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
+            statistics(like, (weight.shape[0] if kept and needs_bias else 0,)),
+            statistics(like, ()),
+        )
+
+    def backward(
+        dloss: Tensor,
+        hidden: Optional[Tensor],
+        weight: Optional[Tensor],
+        teacher_hidden: Optional[Tensor],
+        teacher_weight: Optional[Tensor],
+        target: Optional[Tensor],
+        bias: Optional[Tensor],
+        teacher_bias: Optional[Tensor],
+        hidden_gradient: Tensor,
+        weight_gradient: Tensor,
+        bias_gradient: Tensor,
+        denominator: Tensor,
+        beta: float,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        bias_dtype: Optional[torch.dtype],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Shape rule."""
+        h, w, classes = hidden_gradient, weight_gradient, bias_gradient.shape[0]
+        if hidden is not None and weight is not None:
+            h, w, classes = hidden, weight, weight.shape[0]
+        return (
+            h.new_empty(h.shape if needs_hidden else (0,), dtype=hidden_dtype),
+            w.new_empty(w.shape if needs_weight else (0,), dtype=weight_dtype),
+            w.new_empty(classes if needs_bias else 0, dtype=bias_dtype or weight_dtype),
+        )
+
+    op.forward(returns=f"loss {GRADIENTS}", residuals=GRADIENTS)(forward)
+    op.backward(
+        returns="dhidden dweight dbias",
+        omit=lambda reduction: () if reduction == "none" else CONSUMED,
+    )(backward)
+
+
+def run(
+    op: Op,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    *,
+    beta: float,
+    temperature: float,
+    square_temperature: bool,
+    vocabulary: str,
+    ignore_index: int,
+    reduction: str,
+    chunk: int | str,
+    accumulate: torch.dtype,
+    compact: bool,
+) -> Tensor:
+    """Check the arguments of a divergence of two heads, and call it."""
+    name = op.name
+    checks.floating(
+        name, hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias,
+    )  # fmt: skip
+    head.shapes_fit(name, hidden, weight, accumulate)
+    lead = hidden.shape[:-1]
+    head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight, accumulate)
+    if teacher_hidden.shape[:-1] != lead:
+        raise ValueError(
+            f"{name}: teacher_hidden must have the rows of hidden, {tuple(lead)}, got "
+            f"{checks.describe(teacher_hidden)}"
+        )
+    checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
+    checks.vector(name, "teacher_bias", teacher_bias, teacher_weight.shape[0], "teacher's classes")
+    if target is not None:
+        checks.targets(name, target, lead, hidden)
+    checks.one_of(name, "reduction", reduction, REDUCTIONS)
+    cool = checks.number(name, "temperature", temperature, 0.0, above=True)
+    kind = head.compute_dtype(name, hidden, weight, bias)
+    head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
+    classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
+    # a slice of all classes would cost a copy of the gradient
+    if classes < weight.shape[0]:
+        weight, bias = weight[:classes], None if bias is None else bias[:classes]
+    found: Tensor = op(
+        hidden.reshape(lead.numel(), hidden.shape[-1]), weight,
+        teacher_hidden.detach().reshape(lead.numel(), teacher_hidden.shape[-1]),
+        teacher_weight.detach()[:classes],
+        None if target is None else target.reshape(-1).to(torch.int64), bias,
+        None if teacher_bias is None else teacher_bias.detach()[:classes], beta, 1 / cool,
+        checks.integer(name, "ignore_index", ignore_index), reduction,
+        *head.rows_and_budget(name, chunk), accumulate, kind, bool(compact),
+    )  # fmt: skip
+    found = found.view(lead) if reduction == "none" else found
+    return found * cool**2 if square_temperature else found
+
+
+def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:
+    checks.one_of(name, "vocabulary", vocabulary, VOCABULARIES)
+    if student != teacher and vocabulary == "equal":
+        raise ValueError(
+            f"{name}: weight has {student} classes and teacher_weight {teacher}; where the first "
+            f"{min(student, teacher)} of both are the same tokens, vocabulary='common' compares "
+            "the distributions over those"
+        )
+    return min(student, teacher)
+
+
+# --- samples ---
+
+
+def heads(
+    rows: int,
+    width: int,
+    teacher_width: int,
+    classes: int,
+    *,
+    marked: float | None = None,
+    bias: bool = False,
+    frozen: tuple[str, ...] = (),
+    teacher_classes: int = 0,
+) -> dict[str, T]:
+    """Tensors of a sample."""
+    other = teacher_classes or classes
+
+    def make(name: str, *shape: int, scale: float = 1.0) -> T:
+        return T(shape, scale=scale, grad=name not in frozen and "teacher" not in name)
+
+    made = {
+        "hidden": make("hidden", rows, width),
+        "weight": make("weight", classes, width, scale=1.2 / width**0.5),
+        "teacher_hidden": make("teacher_hidden", rows, teacher_width),
+        "teacher_weight": make(
+            "teacher_weight", other, teacher_width, scale=2 / teacher_width**0.5
+        ),
+    }
+    made |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
+    if bias:
+        made |= {
+            "bias": make("bias", classes, scale=0.3),
+            "teacher_bias": make("teacher_bias", other, scale=0.3),
+        }
+    return made
+
+
+def samples_of(**own: Any) -> tuple[Sample, ...]:
+    """The samples that every divergence of two heads has, each with the options ``own``."""
+    four = {**own, "chunk": 4}
+    rows = {**four, "reduction": "none"}
+    return (
+        Sample("mean", heads(10, 16, 24, 50), own),
+        Sample("chunk-1", heads(5, 16, 16, 50), {**own, "chunk": 1}),
+        Sample("chunk-7", heads(16, 16, 8, 50, marked=0.25), {**own, "chunk": 7}),
+        Sample("sum", heads(10, 16, 24, 50), {**four, "reduction": "sum"}),
+        Sample("none", heads(10, 16, 24, 50, marked=0.3), rows),
+        Sample("none-every-row", heads(6, 16, 24, 50), rows),
+        Sample("not-compact", heads(10, 16, 24, 50, marked=0.3), {**four, "compact": False}),
+        Sample("all-ignored", heads(6, 16, 24, 50, marked=1.0), own),
+        Sample(
+            "all-ignored-not-compact", heads(6, 16, 24, 50, marked=1.0), {**own, "compact": False}
+        ),
+        Sample("bias", heads(10, 16, 24, 50, bias=True), four),
+        Sample("bias-none", heads(10, 16, 24, 50, bias=True), rows),
+        Sample("cold", heads(8, 16, 24, 50), {**own, "temperature": 0.7}),
+        Sample(
+            "hot-squared", heads(8, 16, 24, 50, marked=0.2),
+            {**four, "temperature": 2.5, "square_temperature": True},
+        ),
+        Sample(
+            "hot-squared-none", heads(8, 16, 24, 50),
+            {**rows, "temperature": 2.5, "square_temperature": True},
+        ),
+        Sample(
+            "larger-teacher", heads(8, 16, 24, 50, teacher_classes=61, bias=True),
+            {**four, "vocabulary": "common"},
+        ),
+        Sample(
+            "larger-student", heads(7, 16, 24, 50, teacher_classes=43, bias=True),
+            {**four, "vocabulary": "common"},
+        ),
+        Sample("frozen-weight", heads(10, 16, 24, 50, bias=True, frozen=("weight",)), four),
+        Sample("frozen-hidden", heads(10, 16, 24, 50, bias=True, frozen=("hidden",)), four),
+        Sample("only-bias", heads(10, 16, 24, 50, bias=True, frozen=("hidden", "weight")), four),
+        Sample(
+            "frozen", heads(4, 16, 24, 50, bias=True, frozen=("hidden", "weight", "bias")), own
+        ),
+        Sample(
+            "three-axes",
+            {
+                **heads(6, 8, 8, 20), "hidden": T((2, 3, 8)),
+                "teacher_hidden": T((2, 3, 8), grad=False),
+                "target": T((2, 3), classes=9, ignored=0.3),
+            },
+            rows,
+        ),
+        Sample(
+            "transposed-weights",
+            {
+                **heads(6, 16, 24, 30),
+                "weight": T((30, 16), scale=0.3, layout="transposed"),
+                "teacher_weight": T((30, 24), scale=0.3, layout="transposed", grad=False),
+            },
+            own,
+        ),
+        Sample(
+            "sliced-hidden",
+            {
+                **heads(6, 16, 24, 30), "hidden": T((6, 16), layout="sliced"),
+                "teacher_hidden": T((6, 24), layout="sliced", grad=False),
+            },
+            own,
+        ),
+        Sample("one-row", heads(1, 16, 24, 33), own),
+        Sample("no-rows", heads(0, 16, 24, 33), own),
+        Sample("odd-vocabulary", heads(3, 8, 8, 32777), {**own, "chunk": 2}, size="thin"),
+        Sample("past-65535-rows", heads(65537, 2, 2, 3), {**own, "chunk": 65537}, size="thin"),
+        Sample("8192x4096x128256", heads(8192, 4096, 4096, 128256, marked=0.0), own, size="bench"),
+        Sample("8192x2048x151936", heads(8192, 2048, 4096, 151936, marked=0.0), own, size="bench"),
+    )  # fmt: skip

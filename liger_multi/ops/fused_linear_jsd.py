@@ -1,0 +1,92 @@
+"""Contract of ``fused_linear_jsd``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops._divergence_head import declare, heads, run, samples_of
+from liger_multi.samples import Sample
+
+op = Op("fused_linear_jsd")
+declare(op)
+
+
+def fused_linear_jsd(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    square_temperature: bool = False,
+    vocabulary: str = "equal",
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+) -> Tensor:
+    """Divergence of Jensen and Shannon of two linear heads, without all their logits.
+
+    Math:
+        A row costs ``beta KL(p, m) + (1 - beta) KL(q, m)``, ``m = beta p + (1 - beta) q``, and at
+        the ends, where that is 0, ``KL(p, q)`` for ``beta = 0`` and ``KL(q, p)`` for ``beta = 1``
+        (:func:`jsd`),
+        with the teacher's probabilities ``p = softmax(teacher_logits / temperature)`` and the
+        student's ``q = softmax(logits / temperature)``, ``logits = hidden @ weight.T + bias``.
+        ``square_temperature`` multiplies by ``temperature^2``, which keeps gradients at the size
+        that they have without one. ``mean`` divides by the number of rows that count; without any
+        it is 0. Rows where ``target`` (labels, shifted as the caller's loss wants them) is
+        ``ignore_index`` are dropped before the products. The teacher is a constant: no gradient
+        reaches it. Where the vocabularies differ in size, ``vocabulary="common"`` compares the
+        distributions over the first classes that both have, renormalised (the others are masked
+        in both); ``"equal"``, the default, raises.
+
+    Shapes:
+        hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``; teacher_hidden ``(..., H')``,
+        teacher_weight ``(V', H')``, teacher_bias ``(V',)``; target ``(...)`` of ids, of which only
+        ``ignore_index`` matters. Loss scalar, or ``(...)`` for ``none``.
+
+    Dtypes:
+        In: hidden, weight and bias of one floating dtype, the teacher's of one (perhaps another),
+        or any under autocast, which then sets the dtype of the products. Inside: products in that
+        dtype, statistics and loss fp32 (fp64 for fp64). The gradient of weight accumulates in
+        ``accumulate`` and is rounded once to the dtype of weight.
+
+    Memory:
+        A chunk of the student's logits, as in :func:`fused_linear_cross_entropy` (a budget is for
+        both), and beside it an eighth of its rows of the teacher's, 256 at least. Kept for
+        backward: the gradients of what needs one; for ``none`` the inputs, and the logits are
+        computed again. With ``chunk="1GiB"`` and ``accumulate`` the dtype of the weight, nothing
+        beyond 1 GiB and the gradients.
+
+    Raises:
+        TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
+        ValueError: Shapes, devices, vocabularies or options that do not fit; a weight without
+        elements (a ZeRO-3 shard).
+
+    Source:
+        Generalised knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649); chunking as in
+        :func:`fused_linear_cross_entropy`.
+    """
+    share = checks.number(op.name, "beta", beta, 0.0, 1.0)
+    return run(
+        op, hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias,
+        beta=share, temperature=temperature, square_temperature=square_temperature,
+        vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
+        accumulate=accumulate, compact=compact,
+    )  # fmt: skip
+
+
+SAMPLES = (
+    *samples_of(),
+    *[
+        Sample(f"beta-{beta}", heads(9, 16, 24, 40, marked=0.2), {"beta": beta, "chunk": 4})
+        for beta in (0.0, 0.1, 0.9, 1.0)
+    ],
+)

@@ -1,0 +1,85 @@
+"""Contract of ``jsd``."""
+
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops._divergence import declare, pair, run, samples_of
+from liger_multi.samples import Sample
+
+op = Op("jsd")
+declare(op)
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    form: str = "log_prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """Divergence of Jensen and Shannon of a student and a teacher, a number a row.
+
+    Math:
+        With q the student's and p the teacher's probabilities of a row and
+        ``m = beta p + (1 - beta) q``:
+        ``sum_j beta p[j] (log p[j] - log m[j]) + (1 - beta) q[j] (log q[j] - log m[j])``.
+        At the ends, where that is 0, it is a divergence of Kullback and Leibler: ``beta = 0`` of
+        the student from the teacher, ``sum_j p[j] (log p[j] - log q[j])``, and ``beta = 1`` of
+        the teacher from the student.
+        ``form`` and ``teacher_form`` say what ``student`` and ``teacher`` are: ``log_prob``,
+        ``prob``, or ``logits`` with ``q = softmax(student / temperature)``. ``teacher_form``
+        is ``form`` where it is not given. ``mean``
+        divides by the number of rows that count, not of elements; without any it is 0. Rows where
+        ``target`` is ``ignore_index`` cost nothing and get no gradient, whatever stands in them.
+
+    Shapes:
+        student and teacher ``(..., V)`` with any strides, target ``(...)`` of ids, of which only
+        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number a row, never
+        one a class.
+
+    Dtypes:
+        In: any floating dtypes. Inside and loss: fp32 (fp64 for fp64). Gradient: that of student.
+
+    Memory:
+        Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
+        for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        ``inplace=True`` permits writing the gradient over the student's rows, which must then have
+        no other reader: one pass over both, nothing kept, no second tensor. The permission is not
+        used under ``torch.compile``.
+
+    Raises:
+        TypeError: Wrong kinds of arguments.
+        ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
+        teacher that wants a gradient; ``inplace`` on a leaf.
+
+    Source:
+        Generalised knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649).
+    """
+    share = checks.number(op.name, "beta", beta, 0.0, 1.0)
+    return run(
+        op, student, teacher, target, share, form, teacher_form, temperature, ignore_index,
+        reduction, inplace,
+    )  # fmt: skip
+
+
+_LOGITS = {"form": "logits"}
+SAMPLES = (
+    *samples_of(),
+    *[
+        Sample(f"beta-{beta}{'-' if form else ''}{form}", pair(6, 40, marked=0.2), options)
+        for beta in (0.0, 0.1, 0.9, 1.0)
+        for form, options in (
+            ("", {**_LOGITS, "beta": beta}),
+            ("log-prob", {"beta": beta, "reduction": "none"}),
+        )
+    ],
+    Sample("beta-0.0-large", pair(2, 32777), {**_LOGITS, "beta": 0.0}, size="thin"),
+    Sample("beta-1.0-large", pair(2, 32777), {**_LOGITS, "beta": 1.0}, size="thin"),
+)

@@ -1,0 +1,51 @@
+"""Contract of ``sparsemax``."""
+
+from torch import Tensor
+
+from liger_multi.op import Op
+from liger_multi.ops.softmax import along, samples_of
+
+op = Op("sparsemax", rows=("x", "dy"))
+
+
+@op.forward(returns="y")
+def forward(x: Tensor) -> Tensor:
+    """Shape rule."""
+    return x.new_empty(x.shape)
+
+
+@op.backward(returns="dx")
+def backward(dy: Tensor, y: Tensor) -> Tensor:
+    """Shape rule."""
+    return dy.new_empty(dy.shape)
+
+
+def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
+    """Projection on the probability simplex along an axis: a softmax with exact zeros.
+
+    Math:
+        ``y[j] = max(x[j] - tau, 0)`` with the ``tau`` for which y sums to 1. On the support,
+        where ``y[j] > 0``, ``dx[j] = dy[j] - mean of dy over the support``; elsewhere 0.
+
+    Shapes:
+        x of any shape and strides; y the same, contiguous if ``dim`` is the last axis. Another
+        axis is moved to the end, which copies.
+
+    Dtypes:
+        In and out: any floating dtype. Inside: fp32 (fp64 for fp64).
+
+    Memory:
+        Kept for backward: y. The kernels find tau by Newton's method, without sorting and without
+        room for it.
+
+    Raises:
+        TypeError: x is no floating-point tensor, or dim no integer.
+        ValueError: dim names no axis, or one without elements.
+
+    Source:
+        Martins and Astudillo 2016 (arXiv:1602.02068).
+    """
+    return along(op, x, dim)
+
+
+SAMPLES = samples_of()

@@ -1,0 +1,65 @@
+"""Contract of ``tvd``."""
+
+from torch import Tensor
+
+from liger_multi.op import Op
+from liger_multi.ops._divergence import declare, run, samples_of
+
+op = Op("tvd")
+declare(op)
+
+
+def tvd(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """Total variation distance of a student from a teacher, a number a row.
+
+    Math:
+        With q the student's and p the teacher's probabilities of a row:
+        ``sum_j |q[j] - p[j]| / 2``. Where both are equal, the gradient by ``q[j]`` is 0.
+        ``form`` and ``teacher_form`` say what ``student`` and ``teacher`` are: ``log_prob``,
+        ``prob``, or ``logits`` with ``q = softmax(student / temperature)``. ``teacher_form``
+        is ``form`` where it is not given. ``mean``
+        divides by the number of rows that count, not of elements; without any it is 0. Rows where
+        ``target`` is ``ignore_index`` cost nothing and get no gradient, whatever stands in them.
+
+    Shapes:
+        student and teacher ``(..., V)`` with any strides, target ``(...)`` of ids, of which only
+        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number a row, never
+        one a class.
+
+    Dtypes:
+        In: any floating dtypes. Inside and loss: fp32 (fp64 for fp64). Gradient: that of student.
+
+    Memory:
+        Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
+        for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        ``inplace=True`` permits writing the gradient over the student's rows, which must then have
+        no other reader: one pass over both, nothing kept, no second tensor. The permission is not
+        used under ``torch.compile``.
+
+    Raises:
+        TypeError: Wrong kinds of arguments.
+        ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
+        teacher that wants a gradient; ``inplace`` on a leaf.
+
+    Source:
+        Half of ``torch.nn.functional.l1_loss``, summed over classes; distillation: Wen et al.
+        2023 (arXiv:2307.15190).
+    """
+    return run(
+        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
+        reduction, inplace,
+    )  # fmt: skip
+
+
+SAMPLES = samples_of()
