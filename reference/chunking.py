@@ -46,9 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 def capturing(device: torch.device) -> bool:
     """Whether a graph of the device's stream is being captured (nothing may be read back then)."""
-    if device.type in ("cpu", "meta"):
-        return False
-    module = torch.get_device_module(device.type)
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
     return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
@@ -92,17 +90,16 @@ def weight_gradient_dtype(
     A single product in the dtype of the weight is rounded once as well; but not in float16, whose
     range a sum over rows leaves.
     """
-    if kind == torch.float64:
-        return kind
-    return kind if whole and kind == weight and kind != torch.float16 else accumulate
+    rounded_once = whole and kind == weight and kind != torch.float16
+    return kind if rounded_once or kind == torch.float64 else accumulate
 
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of low precision can be written in float32 here (asked once, on 16x16)."""
     try:
-        a = torch.zeros(16, 16, dtype=dtype, device=device_type)
-        out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
+        kinds = (dtype, torch.float32)
+        a, out = (torch.zeros(16, 16, dtype=kind, device=device_type) for kind in kinds)
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
     except (TypeError, RuntimeError, NotImplementedError):
         return False

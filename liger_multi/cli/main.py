@@ -12,9 +12,9 @@ import torch
 
 from liger_multi.bench import command as bench
 from liger_multi.cli import doctor
-from liger_multi.page import Page
 from liger_multi.demo import command as demo
 from liger_multi.errors import LigerMultiError
+from liger_multi.page import Page
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 

@@ -177,9 +177,9 @@ def estimate(
         offload: ``"cpu"`` or ``"nvme"``: optimizer states (and fp32 copies) stand there.
         offload_parameters: Parameters too (ZeRO-3, FSDP2).
         checkpointing: Keep the inputs of layers only.
-        patched: Whether the model is patched by :func:`liger_multi.patch`, or the options of that.
+        patched: Whether the model is patched by :func:`liger_multi.patch`, or its options.
         attention: ``"sdpa"`` or ``"flash_attention_2"`` (nothing quadratic), or ``"eager"``.
-        device: ``"cuda"`` or another accelerator, or ``"cpu"``, where the operators' reference runs.
+        device: ``"cuda"`` or another accelerator, or ``"cpu"``, where the references run.
         capacity: Bytes of the device, from which automatic chunks of logits follow.
 
     Raises:
@@ -199,13 +199,13 @@ def estimate(
         _checkpoint(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     states = _state_bytes(trained, spec, copies)
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[union-attr,operator]
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     simulation = Simulation(device, capacity, model, vocabulary, sequence, autocast)
     simulation.add(Block(states, role=STATES))
     simulation.step(batch, sequence, _temporary_bytes(trained, spec, copies))
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     level = 3 if fsdp else zero_stage
-    scale = {name: 1 / world for name in sharded.get(level, ())}
+    scale = dict.fromkeys(sharded.get(level, ()), 1 / world)
     away = {STATES} if offload else set()
     away |= {PARAMETERS} if offload_parameters else set()
     static = {

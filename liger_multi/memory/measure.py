@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from liger_multi.memory.storages import Storages, StorageMode
+from liger_multi.memory.storages import StorageMode, Storages
 
 Result = TypeVar("Result")
 

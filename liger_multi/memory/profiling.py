@@ -29,9 +29,9 @@ def profile(
 ) -> Profile:
     """Run a training step and say what its memory was spent on, when, and by whom.
 
-    On an accelerator whose PyTorch keeps a history of its allocator, every block of that is counted,
-    also those inside native kernels; elsewhere all storages that operators touch. Operators cost
-    some microseconds more while they are recorded, and gradients that meet are added out of place.
+    On an accelerator whose PyTorch keeps a history of its allocator, every block is counted, also
+    those inside native kernels; elsewhere all storages that operators touch. Operators cost some
+    microseconds more while they are recorded, and gradients that meet are added out of place.
 
     Args:
         step_fn: Forward, backward and, if it belongs to the step, the optimizer's step.

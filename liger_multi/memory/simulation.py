@@ -82,12 +82,19 @@ class Simulation(Recorder):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
         name = func.name()
-        if name == "aten::_local_scalar_dense" and args[0].dtype == torch.bool:
-            return True  # "is everything in place?": no padding, one sequence a row
+        if name == "aten::_local_scalar_dense":
+            if args[0].dtype == torch.bool:
+                return True  # "is everything in place?": no padding, one sequence a row
+            raise ValueError(
+                f"the model's forward reads a value of a {args[0].dtype} tensor, which shapes do "
+                "not give (experts in a loop do so: ask for another implementation of them)"
+            )
         if name == "aten::nonzero":
             return args[0].new_empty(self._valid(args[0].numel()), args[0].ndim, dtype=torch.int64)
         if name == "aten::add.Tensor" and _accumulates(args):
             return args[0]
+        if name == "aten::_grouped_mm":  # the meta device knows it in bf16 only
+            return self.named(name, lambda: _grouped(*args, **kwargs))
         return super().run(func, args, kwargs)
 
     def _valid(self, count: int) -> int:
@@ -174,12 +181,13 @@ class _Attention(torch.autograd.Function):
             out = query.new_empty([shape[i] for i in order]).permute(order)
             return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
+        out: Tensor
         out, normaliser = recorder.named("scaled_dot_product_attention", make)
         ctx.save_for_backward(query, key, value, out, normaliser, mask)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> Any:
         query, key, value, _, normaliser, _ = ctx.saved_tensors
 
         def make() -> tuple[Tensor, ...]:
@@ -192,6 +200,8 @@ class _Attention(torch.autograd.Function):
         named = "scaled_dot_product_attention_backward"
         return None, *ctx.recorder.named(named, make), None
 
+
+_attention: Any = _Attention.apply
 
 _PRODUCTS = {
     *(nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
@@ -226,7 +236,7 @@ class StandIns(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            return _Attention.apply(self._recorder, *(given.get(name) for name in names))
+            return _attention(self._recorder, *(given.get(name) for name in names))
         return func(*args, **kwargs)
 
 
@@ -251,6 +261,15 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
                     made = nn.Parameter(made, requires_grad=value.requires_grad)
                 memo[id(value)] = made
     return copy.deepcopy(model, memo)
+
+
+def _grouped(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """What a product of groups of rows, of columns, or of a batch allocates."""
+    groups = () if offs is None or a.ndim + b.ndim != 4 else (offs.numel(),)
+    batch = (a.shape[0],) if a.ndim + b.ndim == 6 else groups
+    return a.new_empty(*batch, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 def _backward(loss: Tensor) -> None:
