@@ -16,7 +16,8 @@ ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full doctor container check static bench docs site format clean env
+.PHONY: help demo test test-full doctor container check lint static static-full static-tables bench docs site
+.PHONY: tune format clean env
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -90,15 +91,27 @@ doctor: $(ENV)  ## what this machine can use, and why not the rest
 container:  ## the suite of BACKEND in its image, by docker, with that backend's devices
 	RESULTS=$(RESULTS) ci/docker/run.sh $(or $(BACKEND),cpu)
 
-static: $(ENV)  ## format, lint, types, layering, generated pages
+lint: $(ENV)  ## format, lint, types, layering, generated pages
 	@failed=; \
 	for step in "ruff format --check ." "ruff check ." mypy ci.layering "ci.docs --check"; do \
 	  echo "== $$step"; $(RUN) -m $$step || failed="$$failed $${step%% *}"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-check: static  ## static and the fast tests, under two minutes
+check: lint  ## lint and the fast tests, under two minutes
 	$(PYTEST) -m "not slow" $(PROCESSES) $(FAST) $(ARGS)
+
+static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print what they cost there
+	$(RUN) -m ci.static --store build/static.txt $(ARGS)
+
+static-full: $(ENV)  ## compile every launch in every variant (many minutes)
+	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
+
+tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
+	$(RUN) -m ci.tune_table $(ARGS)
+
+static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
+	$(RUN) -m ci.static --tables $(ARGS)
 
 bench: $(ENV)  ## time and memory of every operator on this machine
 	$(RUN) -m ci.bench $(ARGS)

@@ -211,7 +211,8 @@ def modules_page() -> str:
     rows = [["Module", "What", "Like", "Operator"], ["---"] * 4]
     for name, text in texts.items():
         like, op = " ".join(text["Like"].split()), text["Operator"]
-        rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, f"[`{op}`](ops/{op}.md)"])
+        link = f"[`{op}`](ops/{op}.md)" if op in public_operators() else op
+        rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
     out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", ""]
     out += ["| " + " | ".join(markdown(c) for c in row) + " |" for row in rows] + [""]
     for name, text in texts.items():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ci import results
 from ci.results import Result
 
@@ -96,13 +98,23 @@ def architectures(backend: str) -> list[str]:
     return found
 
 
+def _measured(table: Path) -> bool:
+    """Whether a launch table has entries that somebody measured."""
+    entries = (yaml.safe_load(table.read_text(encoding="utf-8")) or {}).get("entries") or {}
+    sources = [str(e.get("source")) for several in entries.values() for e in several]
+    return any(not source.startswith("static model") for source in sources)
+
+
 def _own(name: str) -> str:
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
     operators = set(importlib.import_module("liger_multi.registry").operators())
     own = sorted(p.stem for p in folder.glob("*.py") if p.stem in operators)
     tables = sorted(p.stem for p in (folder / "launch").glob("*.yaml"))
     said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
-    said += [f"launch numbers for {', '.join(tables)}"] if tables else []
+    measured = [t for t in tables if _measured(folder / "launch" / f"{t}.yaml")]
+    said += [f"launch numbers for {', '.join(measured)}"] if measured else []
+    modelled = [t for t in tables if t not in measured]
+    said += [f"launch numbers of a static model for {', '.join(modelled)}"] if modelled else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.yaml"
     said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
     parents = _records()[name].parents

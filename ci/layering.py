@@ -413,6 +413,30 @@ def silence(tree: Tree) -> Iterator[Finding]:
                 yield Finding(file.path, node.lineno, "print", "the library prints nothing")
 
 
+def portable(tree: Tree) -> Iterator[Finding]:
+    """Kernels ask for nothing that one vendor's hardware does otherwise.
+
+    Capability numbers mean other cards on other vendors; products of fp32 are of TF32 or XF32
+    unless told; an atomic sum has no fixed order, and for 16 bits becomes a loop.
+    """
+    for file in tree.files:
+        if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
+            continue
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name, given = ast.unparse(node.func), {k.arg for k in node.keywords}
+            wrong = ""
+            if name.endswith("get_device_capability"):
+                wrong = "asks for a capability number"
+            elif name == "tl.dot" and "input_precision" not in given:
+                wrong = "tl.dot without input_precision"
+            elif name.startswith("tl.atomic_"):
+                wrong = f"{name}: an atomic operation; sum partials of programs instead"
+            if wrong:
+                yield Finding(file.path, node.lineno, "portable", wrong)
+
+
 RULES: tuple[Callable[[Tree], Iterator[Finding]], ...] = (
     downwards,
     acyclic,
@@ -420,6 +444,7 @@ RULES: tuple[Callable[[Tree], Iterator[Finding]], ...] = (
     vendors_apart,
     lazy_packages,
     vendor_words,
+    portable,
     line_budgets,
     function_budgets,
     exports,

@@ -1,39 +1,34 @@
 """Compile every Triton kernel for eight accelerators, without one, and read the machine code.
 
-``python -m ci.static`` prints one line a kernel, case and target: threads, registers, spills,
-on-chip memory and the widest global load. Triton carries the code generators of both vendors, so
-this needs no driver. It says that code fits the hardware, not that it is right or fast.
+Triton carries the code generators of both vendors, so this needs no driver. It says that code fits
+the hardware and what it costs there, not that it is right or fast. :mod:`ci.static_code` reads the
+machine code, :mod:`ci.static_table` compiles, judges and prints, ``python -m ci.static`` runs it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static_cases` calls an operator
 on meta tensors under :func:`liger_multi.launch.simulate`, and the kernels' launches are recorded
-instead of run. So formulas, launch tables, constants and types are never written down twice.
+instead of run. So formulas, launch tables, constants and types are never written down twice. Every
+launch is compiled as it stands and for the arguments nobody hopes for: nothing aligned, and on AMD
+tensors of more than 2 GiB, for which Triton compiles other code.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
-import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from rich.console import Console
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from ci.static_code import BINARIES, Code, read
 from liger_multi.launch import DeviceInfo, simulate
 
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64",
@@ -67,8 +62,8 @@ TARGETS = {
         _amd("gfx90a", 64, 65536, 104),
         _amd("gfx942", 64, 65536, 304),
         _amd("gfx950", 64, 163840, 256),
-        _amd("gfx1100", 32, 65536, 96),
-        _amd("gfx1201", 32, 65536, 64),
+        _amd("gfx1100", 32, 65536, 48),
+        _amd("gfx1201", 32, 65536, 32),
     )
 }
 
@@ -83,6 +78,7 @@ class StaticCase:
         signature: Type of every argument in Triton's spelling, ``constexpr`` for constants.
         constants: Values of the constant arguments, None and 1 among them, as a launch makes them.
         aligned: Arguments known to be multiples of 16.
+        large: Tensors of several axes, which may have more than 2 GiB.
         options: ``num_warps`` and other options of the compiler.
         streams: Whether the arguments are aligned enough for 16-byte loads to be demanded.
     """
@@ -92,6 +88,7 @@ class StaticCase:
     signature: dict[str, str]
     constants: dict[str, Any]
     aligned: tuple[str, ...]
+    large: tuple[str, ...]
     options: dict[str, Any]
     streams: bool
 
@@ -100,16 +97,36 @@ class StaticCase:
         """Name of the kernel."""
         return str(self.kernel.__name__)
 
+    @property
+    def identity(self) -> str:
+        """All that a compiler is told beside the target and the source."""
+        told = (self.signature, self.constants, self.aligned, self.large, self.options)
+        return repr((self.name, *told))
+
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What the machine code of one case uses; memory in bytes."""
+class Variant:
+    """Which arguments a launch is compiled for; the first variant is what the case recorded.
 
-    threads: int
-    registers: int
-    spills: int
-    shared: int
-    widest_load: int
+    Attributes:
+        aligned: Pointers and sizes are multiples of 16, where the recorded call's were.
+        large: Tensors of several axes have more than 2 GiB (AMD compiles other code for them).
+    """
+
+    aligned: bool = True
+    large: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables say it."""
+        words = ["64-bit"] * self.large + ["unaligned"] * (not self.aligned)
+        return " ".join(words) or "aligned"
+
+
+def variants(target: Target) -> tuple[Variant, ...]:
+    """The variants that differ on a target."""
+    sizes = (False, True) if target.gpu.backend == "hip" else (False,)
+    return tuple(Variant(aligned, large) for large in sizes for aligned in (True, False))
 
 
 def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> StaticCase:
@@ -138,7 +155,8 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
         n in aligned or signature[n] == "constexpr"
         for n in values if n == "cols" or n.endswith("_stride")
     )  # fmt: skip
-    return StaticCase(label, kernel, signature, constants, tuple(aligned), options, streams)
+    large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
+    return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
 
 
 @contextlib.contextmanager
@@ -166,12 +184,15 @@ def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) ->
     return cases
 
 
-def build(case: StaticCase, target: Target, *, wide_pointers: bool = False) -> Any:
-    """Compile a case; ``wide_pointers`` leaves out AMD's promise that a tensor is below 2 GiB."""
+def build(case: StaticCase, target: Target, variant: Variant) -> Any:
+    """Compile a case."""
     attrs: dict[tuple[int], list[list[object]]] = {}
     for i, (name, kind) in enumerate(case.signature.items()):
-        known: list[list[object]] = [["tt.divisibility", 16]] if name in case.aligned else []
-        if kind[0] == "*" and target.gpu.backend == "hip" and not wide_pointers:
+        known: list[list[object]] = []
+        if variant.aligned and name in case.aligned:
+            known.append(["tt.divisibility", 16])
+        small = not (variant.large and name in case.large)
+        if kind[0] == "*" and target.gpu.backend == "hip" and small:
             known.append(["tt.pointer_range", 32])
         if known:
             attrs[i,] = known
@@ -179,51 +200,21 @@ def build(case: StaticCase, target: Target, *, wide_pointers: bool = False) -> A
     return triton.compile(source, target=target.gpu, options=dict(case.options))
 
 
-def report(case: StaticCase, target: Target, *, wide_pointers: bool = False) -> Report:
+def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:
     """Compile a case and read its machine code."""
-    compiled = build(case, target, wide_pointers=wide_pointers)
-    threads = compiled.metadata.num_warps * target.info.warp_size
-    shared = max(int(compiled.metadata.shared), 0)
-    read = _read_amd if target.gpu.backend == "hip" else _read_nvidia
-    return Report(threads, shared=shared, **read(compiled))
+    return read(build(case, target, variant), target.info.arch, target.info.warp_size)
 
 
-def _read_amd(compiled: Any) -> dict[str, int]:
-    text = compiled.asm["amdgcn"]
+def missing(target: Target) -> str | None:
+    """Why this installation of Triton cannot compile for a target, or None."""
+    from triton.backends import backends
 
-    def number(key: str) -> int:
-        found = re.search(rf"\.{key}:\s*(\d+)", text)
-        return int(found.group(1)) if found else 0
-
-    words = {"x4": 16, "x3": 12, "x2": 8, "": 4}
-    loads = [words[m] for m in re.findall(r"\b(?:global|buffer|flat)_load_dword(x[234])?\b", text)]
-    loads += [int(m) // 8 for m in re.findall(r"\b(?:global|buffer|flat)_load_b(\d+)\b", text)]
-    loads += [2] * len(re.findall(r"\b(?:global|buffer|flat)_load_\w*(?:short|16)\b", text))
-    spills = number("vgpr_spill_count") * 4 + number("private_segment_fixed_size")
-    widest = max(loads, default=0)
-    return {"registers": number("vgpr_count"), "spills": spills, "widest_load": widest}
-
-
-def _read_nvidia(compiled: Any) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(BINARIES / "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # the kernels have no arrays of their own: a stack is spilled registers
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump printed no registers and stack: {usage!r}")
-    ptx = compiled.asm["ptx"]
-    loads = [
-        int(count or 1) * int(bits) // 8
-        for count, bits in re.findall(r"\bld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
-    ]
-    loads += [int(size, 0) for size in re.findall(r"\bcp\.async\.c\S+ [^;]*?\], (\w+)", ptx)]
-    return {
-        "registers": int(found.group(1)), "spills": int(found.group(2)),
-        "widest_load": max(loads, default=0),
-    }  # fmt: skip
+    vendor = {"hip": "amd", "cuda": "nvidia"}[target.gpu.backend]
+    if vendor not in backends:
+        return f"this Triton was built without the code generator of {vendor}"
+    if vendor == "nvidia" and not (BINARIES / "nvdisasm").exists():
+        return "this Triton comes without NVIDIA's disassembler"
+    return None
 
 
 @functools.cache
@@ -243,22 +234,7 @@ def kernels() -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Compile every Triton kernel for every target and print what the machine code uses."""
-    from ci.static_cases import calls
-
-    parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
-    parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
-    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    options = parser.parse_args()
-    table = Table("kernel", "case", "target", "threads", "registers", "spills", "shared", "load")
-    for arch in options.target or TARGETS:
-        for case in static_cases(TARGETS[arch].info, calls()):
-            if options.kernel in case.name:
-                facts = report(case, TARGETS[arch])
-                table.add_row(case.name, case.label, arch, *map(str, dataclasses.astuple(facts)))
-    Console(width=None if os.isatty(1) else 160).print(table)
-
-
 if __name__ == "__main__":
-    main()
+    from ci.static_table import main
+
+    raise SystemExit(main())

@@ -17,20 +17,33 @@ from liger_multi.backends.triton import (
     cross_entropy,
     cross_entropy_inplace,
     divergence,
+    dyt,
     embedding,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    fused_scaled_add_rms_norm,
     gated_mlp,
+    gated_rms_norm,
     geglu,
     geglu_packed,
+    group_norm,
     layer_norm,
+    modulated_rms_norm,
+    poly_norm,
+    relu_squared,
     rms_norm,
     rope,
+    rope_complex,
+    rope_multimodal,
+    rope_positions,
+    rope_sorted,
     scaling,
     selective_log_softmax,
     softmax,
     sparsemax,
     swiglu,
+    swiglu_clamped,
+    swiglu_clamped_packed,
     swiglu_packed,
 )
 from liger_multi.reference.divergence_rows import Goal
@@ -69,14 +82,75 @@ def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     layer_norm.backward(y, x, weight, mean, rstd, dtype, True, True, True)
 
 
+def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight, alpha = (_meta(*s, dtype=dtype) for s in ((rows, cols), (cols,), (1,)))
+    y = dyt.forward(x, alpha, weight, weight)
+    dyt.backward(y, x, alpha, weight, dtype, True, True, True, True)
+
+
+def _scaled_add(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    how = (0.0, "llama", 0.22, 1.0)
+    y, s, rstd = fused_scaled_add_rms_norm.forward(x, x, weight, 1e-6, *how)
+    kinds: Any = (dtype, dtype, True, True, True)
+    fused_scaled_add_rms_norm.backward(s, y, s, weight, rstd, *how, *kinds)
+
+
+def _gated_norm(
+    rows: int, cols: int, size: int, *, first: bool = False, dtype: torch.dtype = BF16,
+    casting: str = "llama",
+) -> None:  # fmt: skip
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    how = (float(casting == "gemma"), casting, size, not first)
+    y, rstd = gated_rms_norm.forward(x, x, weight, 1e-6, *how, "silu")
+    gated_rms_norm.backward(y, x, x, weight, rstd, *how, "silu", True, True, True)
+
+
+def _modulated_norm(shape: tuple[int, ...], by: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, scale, weight = (_meta(*s, dtype=dtype) for s in (shape, by, shape[-1:]))
+    y, rstd = modulated_rms_norm.forward(x, scale, scale, weight, 1e-6, 0.0, "llama")
+    rest = (rstd, 0.0, "llama", True, True, True, True)
+    modulated_rms_norm.backward(y, x, scale, dtype, weight, *rest)
+
+
+def _poly_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, weight, bias = (_meta(*s, dtype=dtype) for s in ((rows, cols), (3,), (1,)))
+    y, rstd = poly_norm.forward(x, weight, bias, 1e-6)
+    poly_norm.backward(y, x, weight, rstd, dtype, True, True, True)
+
+
+def _group_norm(shape: tuple[int, ...], groups: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = _meta(*shape, dtype=dtype), _meta(shape[1], dtype=dtype)
+    y, mean, rstd = group_norm.forward(x, groups, weight, weight, 1e-5)
+    group_norm.backward(y, x, groups, weight, mean, rstd, dtype, True, True, True)
+
+
 def _swiglu(dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
-    swiglu.backward(swiglu.forward(gate, gate), gate, gate, True, True)
+    for by in ((1.0, 1.0), (0.5, 2.0)):
+        swiglu.backward(swiglu.forward(gate, gate, *by), gate, gate, *by, True, True)
 
 
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
-    swiglu_packed.backward(swiglu_packed.forward(gate_up), gate_up)
+    swiglu_packed.backward(swiglu_packed.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0)
+
+
+def _clamped(dtype: torch.dtype) -> None:
+    gate, by = _meta(32768, 2880, dtype=dtype), (7.0, 1.702, 1.0)
+    y = swiglu_clamped.forward(gate, gate, *by)
+    swiglu_clamped.backward(y, gate, gate, *by, True, True)
+
+
+def _clamped_packed(interleaved: bool) -> None:
+    gate_up, by = _meta(32768, 5760), (7.0, 1.702, 1.0)
+    y = swiglu_clamped_packed.forward(gate_up, *by, interleaved)
+    swiglu_clamped_packed.backward(y, gate_up, *by, interleaved)
+
+
+def _relu_squared(dtype: torch.dtype) -> None:
+    x = _meta(8192, 16384, dtype=dtype)
+    relu_squared.backward(relu_squared.forward(x), x)
 
 
 def _gated_mlp(activation: str, dtype: torch.dtype) -> None:
@@ -112,6 +186,54 @@ def _rope(
     how = (style, 1, rotary, "cohere", "0213", "0213")
     dq, dk = rope.forward(q, k, cos, cos, *how)
     rope.backward(dq, dk, cos, cos, *how, dtype, dtype, True, True)
+
+
+def _rope_kinds(
+    kind: str, heads: tuple[int, int], width: int, *, style: str = "half", chunked: bool = True,
+    dtype: torch.dtype = BF16, angle: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    q, k = (_meta(4, 2048, h, width, dtype=dtype).transpose(1, 2) for h in heads)
+    orders: Any = ("0213", "0213")
+    kinds: Any = (dtype, dtype, True, True)
+    how: Any
+    pairs = width // 2
+    sections = f"{pairs - 2 * (3 * pairs // 8)},{3 * pairs // 8},{3 * pairs // 8}"
+    if kind == "multimodal":
+        cos = _meta(3, 4, 2048, width, dtype=angle)
+        how = (sections, chunked, style, 1, width, "cohere", *orders)
+        made = rope_multimodal.forward(q, k, cos, cos, *how)
+        rope_multimodal.backward(*made, cos, cos, *how, *kinds)
+    elif kind == "complex":
+        freqs = _meta(4, 2048, pairs, 2, dtype=FP32)
+        made = rope_complex.forward(q, k, freqs, 1, width, *orders)
+        rope_complex.backward(*made, freqs, 1, width, *orders, *kinds)
+    elif kind == "sorted":
+        cos = _meta(4, 2048, pairs, dtype=angle)
+        made = rope_sorted.forward(q, k, cos, cos, 1, width, "cohere", *orders)
+        rope_sorted.backward(*made, cos, cos, 1, width, "cohere", *orders, *kinds)
+    else:
+        ids, freqs = _meta(3, 4, 2048, dtype=torch.int64), _meta(pairs, dtype=FP32)
+        how = (1.0, sections, chunked, style, 1, "llama", *orders)
+        made = rope_positions.forward(q, k, ids, freqs, *how)
+        rope_positions.backward(*made, freqs, ids, *how, *kinds)
+
+
+def _rope_calls() -> dict[str, Callable[[], None]]:
+    part = functools.partial
+    found: dict[str, Callable[[], None]] = {}
+    for kind in ("multimodal", "complex", "sorted", "positions"):
+        for heads, width in (((32, 8), 128), ((28, 4), 128), ((128, 1), 64)):
+            label = f"rope_{kind} {heads[0]}/{heads[1]}x{width}"
+            found[label] = part(_rope_kinds, kind, heads, width)
+        found[f"rope_{kind} 28/4x128 fp32"] = part(
+            _rope_kinds, kind, (28, 4), 128, dtype=FP32, angle=FP32
+        )
+    for kind in ("multimodal", "positions"):
+        for style in ("half", "interleaved"):
+            found[f"rope_{kind} {style} mixed sections"] = part(
+                _rope_kinds, kind, (32, 8), 128, style=style, chunked=False
+            )
+    return found
 
 
 def _cross_entropy(
@@ -181,6 +303,36 @@ def _divergence(kind: str, cols: int, dtype: torch.dtype, form: str, teacher_for
     kernels.loss_and_gradient_(student, teacher, target, goal, factor)
 
 
+def _norm_calls() -> dict[str, Callable[[], None]]:
+    """Those of the norms beside the three plain ones."""
+    part = functools.partial
+    found: dict[str, Callable[[], None]] = {}
+    for rows, cols, dtype in (
+        (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
+        (2048, 16384, BF16), (1024, 65536, BF16),
+    ):  # fmt: skip
+        shape = f"{rows}x{cols} {_name(dtype)}"
+        found[f"dyt {shape}"] = part(_dyt, rows, cols, dtype)
+        found[f"fused_scaled_add_rms_norm {shape}"] = part(_scaled_add, rows, cols, dtype)
+        found[f"poly_norm {shape}"] = part(_poly_norm, rows, cols, dtype)
+        for first in (False, True):
+            label = f"gated_rms_norm {shape} {'after' if first else 'before'} the gate"
+            found[label] = part(_gated_norm, rows, cols, cols, first=first, dtype=dtype)
+        label = f"modulated_rms_norm {shape}"
+        found[label] = part(_modulated_norm, (8, rows // 8, cols), (8, cols), dtype)
+        if cols > 256:  # one row a tile: too little for 16 bytes a lane
+            by = (rows, cols)
+            found[f"{label} every row"] = part(_modulated_norm, by, by, dtype)
+    found["gated_rms_norm 262144x128"] = part(_gated_norm, 262144, 128, 128)
+    found["gated_rms_norm 8192x8192 groups"] = part(_gated_norm, 8192, 8192, 1024, first=True)
+    found["gated_rms_norm gemma groups"] = part(_gated_norm, 8192, 4096, 512, casting="gemma")
+    for *image, groups in ((8, 320, 64, 64, 32), (8, 1280, 16, 16, 32), (128, 2048, 512, 128)):
+        for dtype in (BF16, FP32):
+            label = f"group_norm {'x'.join(map(str, image))} {_name(dtype)}"
+            found[label] = part(_group_norm, tuple(image), groups, dtype)
+    return found
+
+
 def calls() -> dict[str, Callable[[], None]]:
     """Labelled calls of the operators' launchers."""
     part = functools.partial
@@ -205,12 +357,18 @@ def calls() -> dict[str, Callable[[], None]]:
     ):  # fmt: skip
         label = f"layer_norm {rows}x{cols} {_name(dtype)}"
         found[label] = part(_layer_norm, rows, cols, dtype)
+    found |= _norm_calls()
     for dtype in (BF16, FP32):
         found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
         for activation in ("silu", "gelu", "gelu_tanh"):
             label = f"gated_mlp {activation} 8192x14336 {_name(dtype)}"
             found[label] = part(_gated_mlp, activation, dtype)
+        found[f"swiglu_clamped 32768x2880 {_name(dtype)}"] = part(_clamped, dtype)
+        found[f"relu_squared 8192x16384 {_name(dtype)}"] = part(_relu_squared, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
+    for interleaved in (True, False):
+        label = "interleaved" if interleaved else "halves"
+        found[f"swiglu_clamped_packed 32768x2880 {label}"] = part(_clamped_packed, interleaved)
     for approximate in ("tanh", "none"):
         for dtype in (BF16, FP32):
             label = f"geglu {approximate} 8192x14336 {_name(dtype)}"
@@ -225,6 +383,7 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 32/2x128 half"] = part(_rope, (32, 2), 128, style, rotary=64)
         found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
+    found |= _rope_calls()
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
     found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)

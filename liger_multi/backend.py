@@ -31,6 +31,7 @@ class DeviceInfo:
         max_threads: Threads a program may have.
         shared_bytes: On-chip memory of one program, in bytes.
         cores: Multiprocessors, compute units or vector cores.
+        table: Architecture whose launch table applies, where there is none of its own.
     """
 
     backend: str
@@ -39,6 +40,7 @@ class DeviceInfo:
     max_threads: int
     shared_bytes: int
     cores: int
+    table: str = ""
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,10 @@ def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shap
 
 def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
     made = formula(info, **shape)
-    for entry in table(info.backend, info.arch).get(name, ()):
-        if all(low <= shape[axis] <= high for axis, (low, high) in entry["when"].items()):
+    known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
+    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
+    for entry in entries.get(name, ()):
+        if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
             made = dataclasses.replace(made, **entry["knobs"])
             break
     warps = getattr(made, "num_warps", None)
@@ -92,7 +94,11 @@ def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict
 
 @functools.cache
 def table(backend: str, arch: str) -> Mapping[str, Any]:
-    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file."""
+    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file.
+
+    What the file says of its ``device``, a warp size and the least on-chip memory, is a condition
+    of every entry: the same name with other limits is another device.
+    """
     from liger_multi.registry import packages
 
     if backend not in packages():
@@ -103,17 +109,26 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
     import yaml
 
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    device = dict(content.get("device") or {})
+    for key in device:
+        if key not in ("warp_size", "shared_bytes"):
+            wanted = ("warp_size", "shared_bytes")
+            raise ConfigurationError(unknown(f"limit of the device in {file}", key, wanted))
+    limits = {"warp_size": (device.get("warp_size", 1), device.get("warp_size", 2**31))}
+    limits["shared_bytes"] = (device.get("shared_bytes", 0), 2**31)
     return {
-        name: tuple(_entry(e, name, os.fspath(str(file))) for e in entries)
+        name: tuple(_entry(e, name, os.fspath(str(file)), limits) for e in entries)
         for name, entries in (content.get("entries") or {}).items()
     }
 
 
-def _entry(entry: Mapping[str, Any], name: str, file: str) -> dict[str, Any]:
+def _entry(
+    entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
     for key in entry:
         if key not in ("when", "knobs", "source"):
             raise ConfigurationError(
                 unknown(f"key of {name} in {file}", key, ("when", "knobs", "source"))
             )
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
-    return {"when": when, "knobs": dict(entry["knobs"])}
+    return {"when": {**when, **limits}, "knobs": dict(entry["knobs"])}

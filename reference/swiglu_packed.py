@@ -5,11 +5,11 @@ from torch import Tensor
 from liger_multi.reference import gated
 
 
-def forward(gate_up: Tensor) -> Tensor:
+def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """silu(first half) * second half."""
-    return gated.packed_forward(gate_up, "silu")
+    return gated.packed_forward(gate_up, "silu", (gate_multiplier, down_multiplier))
 
 
-def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+def backward(dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """Gradients of both halves, side by side."""
-    return gated.packed_backward(dy, gate_up, "silu")
+    return gated.packed_backward(dy, gate_up, "silu", (gate_multiplier, down_multiplier))

@@ -21,19 +21,43 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
     return AddNorm(rms_norm(s, weight, eps, **options), s)
 
 
+def fused_scaled_add_rms_norm(
+    x, residual, weight=None, eps=1e-6, *, x_scale=1.0, residual_scale=1.0, **options
+):
+    return fused_add_rms_norm(x * x_scale, residual * residual_scale, weight, eps, **options)
+
+
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
     n = x - x.mean(-1, keepdim=True)
     n = n / torch.sqrt((n * n).mean(-1, keepdim=True) + eps)
     return n * (1 if weight is None else weight) + (0 if bias is None else bias)
 
 
-def swiglu(gate, up):
-    return gate * torch.sigmoid(gate) * up
+def swiglu(gate, up, *, gate_multiplier=1.0, down_multiplier=1.0):
+    scaled = gate * gate_multiplier
+    return scaled * torch.sigmoid(scaled) * up * down_multiplier
 
 
-def swiglu_packed(gate_up):
+def swiglu_packed(gate_up, **options):
     half = gate_up.shape[-1] // 2
-    return swiglu(gate_up[..., :half], gate_up[..., half:])
+    return swiglu(gate_up[..., :half], gate_up[..., half:], **options)
+
+
+def swiglu_clamped(gate, up, *, limit=7.0, alpha=1.702, up_offset=1.0):
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+def swiglu_clamped_packed(gate_up, *, interleaved=True, **options):
+    half = gate_up.shape[-1] // 2
+    first, second = (slice(None, None, 2), slice(1, None, 2))
+    if not interleaved:
+        first, second = slice(0, half), slice(half, None)
+    return swiglu_clamped(gate_up[..., first], gate_up[..., second], **options)
+
+
+def relu_squared(x):
+    return torch.relu(x) ** 2
 
 
 def geglu(gate, up, approximate="tanh"):
@@ -65,6 +89,60 @@ def gated_mlp(
     return product @ down_weight.T + down_bias
 
 
+def dyt(x, alpha, weight=None, bias=None):
+    return (1 if weight is None else weight) * torch.tanh(alpha * x) + (0 if bias is None else bias)
+
+
+def gated_rms_norm(
+    x,
+    gate=None,
+    weight=None,
+    eps=1e-6,
+    *,
+    group_size=None,
+    norm_before_gate=True,
+    activation="silu",
+    offset=0.0,
+    casting="llama",
+):
+    act = 1
+    if gate is not None:
+        act = torch.sigmoid(gate) * (gate if activation == "silu" else 1)
+    u = x if norm_before_gate else x * act
+    parts = u.unflatten(-1, (-1, group_size or max(x.shape[-1], 1)))
+    n = rms_norm(parts, None, eps).flatten(-2)
+    y = n if weight is None else n * (weight + offset)
+    return y * act if norm_before_gate else y
+
+
+def modulated_rms_norm(x, scale, shift=None, weight=None, eps=1e-6, **options):
+    n = rms_norm(x, weight, eps, **options)
+    if x.numel() == 0:
+        return n * (1 + 0 * scale.sum()) + (0 if shift is None else 0 * shift.sum())
+    each = x.numel() // scale.numel()
+    scale, shift = (
+        0 if t is None else t.reshape(-1, x.shape[-1]).repeat_interleave(each, 0).view(x.shape)
+        for t in (scale, shift)
+    )
+    return n * (1 + scale) + shift
+
+
+def poly_norm(x, weight, bias=None, eps=1e-6):
+    terms = [weight[i] * rms_norm(x**power, None, eps) for i, power in enumerate((3, 2, 1))]
+    return sum(terms) + (0 if bias is None else bias)
+
+
+def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+    if x.numel() == 0:
+        return x * (1 if weight is None else weight[:, None]) + (
+            0 if bias is None else bias[:, None]
+        )
+    n = layer_norm(x.reshape(x.shape[0], num_groups, -1), None, None, eps).view(x.shape)
+    each = (-1, *[1] * (x.ndim - 2))
+    n = n if weight is None else n * weight.view(each)
+    return n if bias is None else n + bias.view(each)
+
+
 def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, casting="llama"):
     width = rotary_dim or cos.shape[-1]
     first, second = slice(0, width // 2), slice(width // 2, width)
@@ -81,6 +159,60 @@ def rope(q, k, cos, sin, *, style="half", unsqueeze_dim=1, rotary_dim=None, cast
         out[..., second] = b * cosines[1] + a * sines[1]
         outs.append(out)
     return tuple(outs)
+
+
+def _sections(angle, sections, arrangement, style):
+    """Angles of the grid that each pair belongs to, channel by channel."""
+    pairs, count = sum(sections), len(sections)
+    chosen = [0] * pairs
+    for pair in range(pairs):
+        if arrangement == "chunked":
+            chosen[pair] = next(g for g in range(count) if pair < sum(sections[: g + 1]))
+        elif pair < count * sections[pair % count]:
+            chosen[pair] = pair % count
+    if angle.shape[-1] == 2 * pairs:
+        chosen = chosen * 2 if style == "half" else [g for g in chosen for _ in range(2)]
+    return torch.stack([angle[g, ..., c] for c, g in enumerate(chosen)], -1)
+
+
+def rope_multimodal(q, k, cos, sin, sections, *, arrangement="chunked", style="half", **options):
+    cos, sin = (_sections(t, sections, arrangement, style) for t in (cos, sin))
+    return rope(q, k, cos, sin, style=style, **options)
+
+
+def rope_complex(q, k, freqs, *, unsqueeze_dim=2):
+    numbers = torch.view_as_complex(freqs.double().contiguous()).unsqueeze(unsqueeze_dim - q.ndim)
+    outs = []
+    for x in (q, k):
+        width = 2 * numbers.shape[-1]
+        pairs = torch.view_as_complex(x[..., :width].unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * numbers).flatten(-2)
+        outs.append(torch.cat((turned, x[..., width:]), -1))
+    return tuple(outs)
+
+
+def rope_sorted(q, k, cos, sin, *, rotary_dim=None, **options):
+    width = rotary_dim or cos.shape[-1]
+    places = [*range(0, width, 2), *range(1, width, 2), *range(width, q.shape[-1])]
+    return rope(q[..., places], k[..., places], cos, sin, rotary_dim=rotary_dim, **options)
+
+
+def rope_positions(
+    q,
+    k,
+    position_ids,
+    inv_freq,
+    *,
+    scaling=1.0,
+    sections=None,
+    arrangement="chunked",
+    **options,
+):
+    turns = position_ids.double()[..., None] * inv_freq
+    if sections is not None:
+        turns = _sections(turns, sections, arrangement, "half")
+    cos, sin = turns.cos() * scaling, turns.sin() * scaling
+    return rope(q, k, cos, sin, rotary_dim=2 * inv_freq.numel(), **options)
 
 
 def cross_entropy(

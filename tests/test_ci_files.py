@@ -95,7 +95,7 @@ def test_commands_exist():
     wanted = set(re.findall(r"\bmake ([a-z-]+)", jobs + images + pages))
     wanted |= set(re.findall(r"run\.sh [a-z]+ ([a-z]+)", pages))
     assert wanted <= targets(), wanted - targets()
-    assert {"test", "container", "static"} <= wanted
+    assert {"test", "container", "lint"} <= wanted
     given = set(re.findall(r"\b([A-Z_]+)=", "\n".join(re.findall(r"make [^\n`|]*", jobs + pages))))
     assert given <= variables(), given - variables()
     for module in re.findall(r"python3? -m (ci\.\w+)", jobs + pages + images):

@@ -9,7 +9,7 @@ from liger_multi import launch as numbers
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from ci import bench_models, tune
+from ci import bench_models, tune, tune_table
 from liger_multi.backends.triton import launching
 
 
@@ -107,6 +107,58 @@ def test_forced_numbers_hold_for_the_block_only():
     with tune.Forced("some.kernel", {"rows": 4}):
         assert found() == Knobs(4)
     assert found() == Knobs(1)
+
+
+@pytest.mark.parametrize(
+    ("us", "entries"),
+    [
+        ({2: 50.0, 4: 70.0}, {"rows": 2, "num_warps": 4}),
+        ({2: 99.0, 4: 98.0}, None),  # not worth an entry
+        ({2: 120.0, 4: 120.0}, None),
+        ({2: -1.0, 4: 98.0}, None),  # the fastest is wrong
+    ],
+)
+def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Knobs:
+        rows: int
+        num_warps: int
+
+    device, seen = torch.device("cpu"), []
+
+    def call(x):
+        k = numbers.knobs("some.forward", lambda info, rows, cols: Knobs(4, 4), device,
+                          rows=64, cols=100)  # fmt: skip
+        seen.append(k)
+        return x + (us.get(k.rows, 0) < 0)
+
+    def time_us(prim, args, device):
+        result = prim.call(*args)
+        k = seen[-1]
+        return (100.0 if k == Knobs(4, 4) else abs(us[k.rows]) * (1 + (k.num_warps != 4))), result
+
+    prim = types.SimpleNamespace(call=call, params=("x",), mutates=())
+    monkeypatch.setattr(tune, "time_us", time_us)
+    monkeypatch.setattr(tune_table, "where", lambda device: "measured on a card")
+    made = tune_table.measure(prim, (torch.zeros(3),), "an op 64x100", device)
+    assert {k.rows for k in seen} == {2, 4}
+    if entries is None:
+        assert made == {}
+        return
+    assert made == {
+        "some.forward": {
+            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "knobs": entries,
+            "source": "measured on a card: an op 64x100, 100.0 -> 50.0 us",
+        }
+    }  # fmt: skip
+
+
+def test_a_table_is_not_measured_without_a_device(capsys):
+    with pytest.raises(SystemExit):
+        tune_table.main([])
+    assert "this machine has none" in capsys.readouterr().err
 
 
 def test_runs_of_whole_models_are_named():

@@ -80,6 +80,59 @@ MODULES = {
         lambda: (leaf(3, 16),),
         "swiglu_packed",
     ),
+    "SwiGLUMLP-multipliers": (
+        lambda **f: nn.SwiGLUMLP(config(mlp_multipliers=(0.5, 2.0)), **f),
+        lambda: (leaf(3, 16),),
+        "swiglu",
+    ),
+    "ClampedSwiGLUMLP": (
+        lambda **f: nn.ClampedSwiGLUMLP(config(swiglu_limit=1.5), **f),
+        lambda: (leaf(3, 16),),
+        "swiglu_clamped",
+    ),
+    "GatedRMSNorm": (
+        lambda **f: nn.GatedRMSNorm(16, **f),
+        lambda: (leaf(3, 16), leaf(3, 16)),
+        "gated_rms_norm",
+    ),
+    "GatedRMSNorm-options": (
+        lambda **f: nn.GatedRMSNorm(
+            16,
+            1e-5,
+            group_size=4,
+            norm_before_gate=False,
+            activation="sigmoid",
+            offset=0.5,
+            casting="olmo",
+            **f,
+        ),
+        lambda: (leaf(3, 16), leaf(3, 16)),
+        "gated_rms_norm",
+    ),
+    "ModulatedRMSNorm": (
+        lambda **f: nn.ModulatedRMSNorm(16, **f),
+        lambda: (leaf(3, 5, 16), leaf(3, 16), leaf(3, 16)),
+        "modulated_rms_norm",
+    ),
+    "GroupNorm": (
+        lambda **f: nn.GroupNorm(4, 16, 1e-3, **f),
+        lambda: (leaf(3, 16, 5),),
+        "group_norm",
+    ),
+    "GroupNorm-weight": (
+        lambda **f: nn.GroupNorm(4, 16, bias=False, **f),
+        lambda: (leaf(3, 16, 2, 2),),
+        "group_norm",
+    ),
+    "DyT": (lambda **f: nn.DyT(16, **f), lambda: (leaf(3, 16),), "dyt"),
+    "DyT-weight": (lambda **f: nn.DyT(16, 0.7, bias=False, **f), lambda: (leaf(3, 16),), "dyt"),
+    "PolyNorm": (lambda **f: nn.PolyNorm(1e-3, **f), lambda: (leaf(3, 16),), "poly_norm"),
+    "ReLUSquared": (lambda **f: nn.ReLUSquared(), lambda: (leaf(3, 16),), "relu_squared"),
+    "TiledMLP": (
+        lambda **f: nn.TiledMLP(nn.SwiGLUMLP(config(), **f)),
+        lambda: (leaf(2, 7, 16),),
+        "swiglu",
+    ),
     "CrossEntropyLoss": (
         lambda: nn.CrossEntropyLoss(torch.rand(11) + 0.5, label_smoothing=0.1, z_loss=1e-3),
         lambda: (leaf(6, 11), target),
@@ -226,6 +279,18 @@ STOCK = {
         ("gemma2", "Gemma2MLP", config(hidden_activation="gelu")),
     ),
     "PackedSwiGLUMLP": (lambda: nn.PackedSwiGLUMLP(config()), ("phi3", "Phi3MLP", config())),
+    "SwiGLUMLP-multipliers": (
+        lambda: nn.SwiGLUMLP(config(mlp_multipliers=(0.3, 1.7))),
+        ("falcon_h1", "FalconH1MLP", config(mlp_multipliers=(0.3, 1.7))),
+    ),
+    "ClampedSwiGLUMLP": (
+        lambda: nn.ClampedSwiGLUMLP(config(swiglu_limit=0.75)),
+        ("deepseek_v4", "DeepseekV4MLP", config(swiglu_limit=0.75)),
+    ),
+    "RMSNorm-centred": (
+        lambda: nn.RMSNorm(16, casting="olmo", offset=1.0),
+        ("muse_spark", "MuseSparkTextCenteredRMSNorm", 16),
+    ),
 }
 
 
@@ -390,7 +455,12 @@ def test_device_and_dtype_of_the_parameters(name):
     assert {p.dtype for p in MODULES[name][0]().parameters()} <= {WIDE}
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if "Norm" in n])
+CONDITIONED = ("GatedRMSNorm", "ModulatedRMSNorm", "GroupNorm", "PolyNorm")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if "Norm" in n and n.partition("-")[0] not in CONDITIONED]
+)
 def test_reset_makes_a_norm_that_only_normalises(name):
     module, inputs = made(name)
     module.reset_parameters()

@@ -180,20 +180,40 @@ def test_frozen_parameters_have_no_partial_sums(monkeypatch, frozen):
     assert sets == ([] if frozen == "both" else [1])
 
 
-def test_rows_far_apart_are_copied_where_offsets_within_a_tile_leave_32_bits():
+def test_rows_far_apart_are_copied_where_a_tile_of_them_would_span_2_gib():
+    """Kernels tell the compiler that it does not: see assume_rows."""
     from liger_multi.backends.triton.common import as_rows
 
-    far = {
-        (rows, cols, step): as_rows(
-            torch.empty_strided((rows, cols), (step, 1), device="meta")
-        ).stride(0)
-        for rows, cols, step in ((64, 128, 2**27), (16, 128, 2**26), (64, 8192, 2**30))
-    }
-    assert far == {
-        (64, 128, 2**27): 128,
-        (16, 128, 2**26): 2**26,  # fewer rows than a tile
-        (64, 8192, 2**30): 2**30,  # a row a tile
-    }
+    def stride(rows, cols, step, dtype):
+        far = torch.empty_strided((rows, cols), (step, 1), dtype=dtype, device="meta")
+        return as_rows(far).stride(0)
+
+    assert stride(64, 128, 2**24, torch.bfloat16) == 128  # 64 rows a tile, 2 bytes: 2 GiB
+    assert stride(64, 128, 2**24 - 1, torch.bfloat16) == 2**24 - 1
+    assert stride(64, 128, 2**24 - 1, torch.float32) == 128
+    assert stride(64, 8192, 2**40, torch.float32) == 2**40  # a row a tile
+    assert stride(1, 128, 2**40, torch.float32) == 128
+
+
+def test_rows_longer_than_kernels_take_for_granted_are_refused():
+    from liger_multi.backends.triton import cross_entropy, cross_entropy_inplace, gated, norm_knobs
+    from liger_multi.backends.triton.common import LONGEST_ROW
+
+    info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
+    for cols in (LONGEST_ROW.value, LONGEST_ROW.value + 1):
+        calls = [
+            lambda cols=cols: norm_knobs.forward_knobs(info, 4, cols),
+            lambda cols=cols: norm_knobs.backward_knobs(info, 4, cols, 4),
+            lambda cols=cols: cross_entropy.row_knobs(info, 4, cols, 1),
+            lambda cols=cols: cross_entropy_inplace.scale_knobs(info, 4, cols),
+            lambda cols=cols: gated.tile_knobs(info, 4, cols),
+        ]
+        for call in calls:
+            if cols == LONGEST_ROW.value:
+                call()
+            else:
+                with pytest.raises(ValueError, match=f"got {cols}"):
+                    call()
 
 
 @pytest.mark.parametrize("sums", [1, 2])

@@ -4,6 +4,16 @@ import torch
 
 from liger_multi.backend import Backend, DeviceInfo
 
+# Architectures that the launch table of another one serves: they have the same registers a SIMD,
+# the same wave and the same LDS (features of LLVM's AMDGPU back end). Others run on the formulas.
+SIBLINGS = {
+    "gfx940": "gfx942",
+    "gfx941": "gfx942",
+    "gfx1101": "gfx1100",
+    "gfx1151": "gfx1100",
+    "gfx1200": "gfx1201",
+}
+
 
 def _probe() -> str | None:
     if torch.version.hip is None:
@@ -12,14 +22,22 @@ def _probe() -> str | None:
 
 
 def _device_info(device: torch.device) -> DeviceInfo:
+    """Limits, by the architecture's name: capability numbers mean another vendor's cards."""
     facts = torch.cuda.get_device_properties(device)
-    arch = facts.gcnArchName.partition(":")[0]
-    shared = getattr(facts, "shared_memory_per_block", 65536)
-    return DeviceInfo("rocm", arch, facts.warp_size, 1024, shared, facts.multi_processor_count)
+    arch = facts.gcnArchName.partition(":")[0]  # gfx942:sramecc+:xnack-
+    lds = getattr(facts, "shared_memory_per_block", 65536)
+    cores = facts.multi_processor_count
+    return DeviceInfo("rocm", arch, facts.warp_size, 1024, lds, cores, SIBLINGS.get(arch, arch))
 
 
 def _describe() -> dict[str, str]:
-    return {"ROCm of PyTorch": torch.version.hip or "none"}
+    found = {"ROCm of PyTorch": torch.version.hip or "none"}
+    if _probe() is None:
+        for index in range(torch.cuda.device_count()):
+            info = _device_info(torch.device("cuda", index))
+            limits = f"{info.arch}, waves of {info.warp_size}, {info.shared_bytes} bytes of LDS"
+            found[f"cuda:{index}"] = f"{limits}, launch table of {info.table}"
+    return found
 
 
 BACKEND = Backend(

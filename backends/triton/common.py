@@ -16,6 +16,8 @@ from liger_multi.launch import DeviceInfo, knobs
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
+# columns of 4 bytes that a row of 2 GiB has, and a step of a kernel less
+LONGEST_ROW: tl.constexpr = tl.constexpr(2**29 - 2**16)
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -38,10 +40,61 @@ def round_to(value, DTYPE: tl.constexpr):
     return value.to(DTYPE)
 
 
+def short_offsets(_semantic=None, _builder=None):
+    """Whether the target has memory operations for 32-bit offsets: then what follows is said.
+
+    AMD's buffer operations check bounds too, and cost no branch a mask. NVIDIA has none, and there
+    its compiler would spend the bounds of a loop on more registers (40 for 32, triton 3.9).
+    """
+    options = getattr(getattr(_semantic, "builder", _builder), "options", None)
+    name = getattr(options, "backend_name", "interpreter")
+    return tl.constexpr(name not in ("cuda", "interpreter"))
+
+
+# called by the compiler, which hands over its builder
+setattr(short_offsets, "__triton_builtin__", True)  # noqa: B010
+
+
+@triton.jit
+def assume_rows(ptr, stride, ROWS: tl.constexpr):
+    """Say what :func:`as_rows` makes true: no tile of rows reaches 2 GiB past its first element.
+
+    Without it the compiler must take 64-bit addresses for tensors of more than 2 GiB.
+    """
+    if short_offsets():
+        if ptr is not None:
+            if ROWS > 1:  # the first row of a tile is where its scalar base points
+                BYTES: tl.constexpr = ROWS * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+                tl.assume(stride >= 0)
+                tl.assume(stride < 2**31 // BYTES)
+
+
+@triton.jit
+def assume_cols(cols, MOST: tl.constexpr = LONGEST_ROW):
+    """Say that a number of columns, or the place of one, keeps a row below 2 GiB.
+
+    Where MOST is not the width of a tile, :func:`checked_cols` has made it true.
+    """
+    if short_offsets():
+        tl.assume(cols >= 0)
+        tl.assume(cols <= MOST)
+
+
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) of an fp32 x; 0 and 1 in the limits."""
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent of an fp32 x."""
+    # tanh(|x|) = (1 - t) / (1 + t), t = exp(-2 |x|), loses digits near 0: there the series to x^9
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = tl.where(x < 0.0, t - 1.0, 1.0 - t) / (1.0 + t)
+    s = x * x
+    near = 0.13333333333 + s * (-0.05396825397 + s * 0.02186948854)
+    return tl.where(tl.abs(x) < 0.25, x + x * s * (-0.33333333333 + s * near), far)
 
 
 @triton.jit
@@ -88,15 +141,26 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
     return outs
 
 
-def as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor, width: int = 0) -> Tensor:
     """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
 
-    Also where rows stand so far apart that the offsets within a tile of them leave 32 bits.
+    Also where rows stand so far apart that a tile of them would span 2 GiB (see assume_rows); a
+    tile has ``width`` columns of each, or all.
     """
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
-    near = rows.stride(0) * min(rows.shape[0], LARGEST_TILE // max(cols, 1)) < 2**31
-    return rows if near and (rows.stride(1) == 1 or cols == 1) else rows.contiguous()
+    tile = min(rows.shape[0], LARGEST_TILE // max(width or cols, 1))
+    near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
+    if near and (rows.stride(1) == 1 or cols == 1):
+        return rows
+    return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
+
+
+def checked_cols(cols: int) -> int:
+    """Refuse rows whose offsets would leave what kernels take for granted."""
+    if cols > LONGEST_ROW.value:
+        raise ValueError(f"kernels take rows of up to {LONGEST_ROW.value} columns, got {cols}")
+    return cols
 
 
 def cdiv(a: int, b: int) -> int:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import LN2, power_of_2, warps
+from liger_multi.backends.triton.common import LN2, assume_cols, checked_cols, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled, finish
 from liger_multi.backends.triton.cross_entropy_walks import (
     fill_zero,
@@ -51,7 +51,7 @@ class RowKnobs:
 
 def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
     """16 columns a thread, fewer where more than one sum a column must stay in registers."""
-    block = min(power_of_2(cols), 16384 if cols > 65536 else 8192)
+    block = min(power_of_2(checked_cols(cols)), 16384 if cols > 65536 else 8192)
     if sums > 1:  # with 4096 columns and 5 values each, sm100 spills (triton 3.6)
         block = min(block, 4096 if sums < 5 else 2048)
     threads = info.max_threads if block > 8192 else max(32, min(512, block // 8))
@@ -85,6 +85,7 @@ def _cross_entropy_forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
+    assume_cols(cols)
     target = tl.load(target_ptr + row * target_stride)
     if target == ignore_index:
         _store_rows(
@@ -152,6 +153,7 @@ def _cross_entropy_backward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
+    assume_cols(cols)
     target = tl.load(target_ptr + row * target_stride)
     if (target == ignore_index) | (target < 0) | (target >= cols):
         fill_zero(out_ptr, cols, BLOCK)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy as rows_of
-from liger_multi.backends.triton.common import power_of_2, round_to, warps
+from liger_multi.backends.triton.common import checked_cols, power_of_2, round_to, warps
 from liger_multi.backends.triton.cross_entropy_reduce import finish, reduce_rows
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
@@ -32,7 +32,9 @@ class ScaleKnobs:
 
 def scale_knobs(info: DeviceInfo, rows: int, cols: int) -> ScaleKnobs:
     """8 columns a thread."""
-    return ScaleKnobs(min(8192, power_of_2(cols)), warps(min(8192, cols) // 8, info.warp_size))
+    return ScaleKnobs(
+        min(8192, power_of_2(checked_cols(cols))), warps(min(8192, cols) // 8, info.warp_size)
+    )
 
 
 @triton.jit
@@ -43,12 +45,13 @@ def _cross_entropy_inplace_backward_kernel(
     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
     if dloss != 1.0:  # NaN differs from 1 and is multiplied
         row_ptr = logits_ptr + row * row_stride
+        lane = tl.arange(0, BLOCK)
         for start in tl.range(0, cols, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            mask = col < cols
-            value = tl.load(row_ptr + col * col_stride, mask=mask, other=0.0).to(tl.float32)
+            mask = start + lane < cols
+            at = row_ptr + (tl.cast(start, tl.int64) + lane) * col_stride
+            value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             scaled = round_to(value * dloss, logits_ptr.dtype.element_ty)
-            tl.store(row_ptr + col * col_stride, scaled, mask=mask)
+            tl.store(at, scaled, mask=mask)
 
 
 def forward(

@@ -7,17 +7,7 @@ Both are None or run-time numbers: a temperature that changes with the steps com
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LOG2E, round_to
-
-
-@triton.jit
-def _tanh(x):
-    # tanh(|x|) = (1 - t) / (1 + t), t = exp(-2 |x|), loses digits near 0: there the series to x^9
-    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = tl.where(x < 0.0, t - 1.0, 1.0 - t) / (1.0 + t)
-    s = x * x
-    near = 0.13333333333 + s * (-0.05396825397 + s * 0.02186948854)
-    return tl.where(tl.abs(x) < 0.25, x + x * s * (-0.33333333333 + s * near), far)
+from liger_multi.backends.triton.common import LOG2E, assume_cols, round_to, tanh
 
 
 @triton.jit
@@ -27,7 +17,7 @@ def logit(raw, scale, softcap):
     if scale is not None:
         z = z * scale
     if softcap is not None:
-        z = softcap * _tanh(z * (1.0 / softcap))
+        z = softcap * tanh(z * (1.0 / softcap))
     return z
 
 
@@ -107,7 +97,9 @@ def write_gradient(
         p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
     last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
-        col = last - start + tl.arange(0, BLOCK)
+        first = last - start
+        assume_cols(first)
+        col = first + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(raw, scale, softcap)

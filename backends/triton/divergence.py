@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy_inplace
-from liger_multi.backends.triton.common import power_of_2, warps
+from liger_multi.backends.triton.common import assume_cols, checked_cols, power_of_2, warps
 from liger_multi.backends.triton.cross_entropy_reduce import filled
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero
 from liger_multi.backends.triton.divergence_walks import (
@@ -48,7 +48,7 @@ def pair_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs
 
     ``logits`` says for launch tables whether rows are walked more than once.
     """
-    block = min(power_of_2(cols), 8192 if cols > 65536 else 4096)
+    block = min(power_of_2(checked_cols(cols)), 8192 if cols > 65536 else 4096)
     return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
 
@@ -72,6 +72,7 @@ def _divergence_forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
+    assume_cols(cols)
     if target_ptr is not None:
         if tl.load(target_ptr + row * target_stride) == ignore_index:
             _store_row(loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, 0.0, 0.0, 0.0, 0.0)
@@ -120,6 +121,7 @@ def _divergence_backward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
+    assume_cols(cols)
     if target_ptr is not None:
         if tl.load(target_ptr + row * target_stride) == ignore_index:
             fill_zero(out_ptr, cols, BLOCK)

@@ -8,7 +8,7 @@ row with one class, that leaves exactly 0.
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LN2, LOG2E, round_to
+from liger_multi.backends.triton.common import LN2, LOG2E, assume_cols, round_to
 
 FORWARD: tl.constexpr = tl.constexpr(0)  # kinds
 REVERSE: tl.constexpr = tl.constexpr(1)
@@ -161,7 +161,9 @@ def sums(
     slope = tl.zeros([BLOCK], tl.float32)
     steps = tl.cdiv(cols, BLOCK)
     for step in tl.range(0, steps):
-        col = (steps - 1 - step) * BLOCK + lane
+        first = (steps - 1 - step) * BLOCK
+        assume_cols(first)
+        col = first + lane
         s, q, t, p, order = _both(
             student_ptr + col, teacher_ptr + col, col < cols, scale, s_shift, t_shift, FORM,
             TEACHER_FORM,

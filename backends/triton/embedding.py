@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import (
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.embedding import rounded
@@ -35,7 +42,7 @@ class GatherKnobs:
 
 def gather_knobs(info: DeviceInfo, rows: int, cols: int) -> GatherKnobs:
     """Tiles of about 4096 elements, 16 a thread."""
-    block = min(4096, power_of_2(cols))
+    block = min(4096, power_of_2(checked_cols(cols)))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
     return GatherKnobs(per_tile, block, warps(max(32, per_tile * block // 16), info.warp_size))
 
@@ -47,7 +54,9 @@ def _embedding_forward_kernel(
 ):  # fmt: skip
     first = (tl.program_id(0) // steps).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
-    col = (tl.program_id(0) % steps) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) % steps) * BLOCK
+    assume_cols(start)
+    col = start + tl.arange(0, BLOCK)
     row_mask = first + row < rows
     index = tl.load(index_ptr + first + row, mask=row_mask, other=0)
     inside = (index >= 0) & (index < classes)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import LOG2E, round_to
+from liger_multi.backends.triton.common import LOG2E, assume_cols, round_to
 from liger_multi.backends.triton.cross_entropy import curve, row_knobs
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero, logit
 from liger_multi.backends.triton.fused_linear_cross_entropy import TritonRows
@@ -33,6 +33,7 @@ def _log_prob_gradient_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
+    assume_cols(cols)
     own = tl.load(own_ptr + row)
     share = tl.load(share_ptr + row)
     ENTROPY: tl.constexpr = entropy_ptr is not None

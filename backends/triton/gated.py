@@ -8,6 +8,8 @@ dtype once before the product, as the Hugging Face MLPs do:
 
 A program takes one piece of one row; contiguous tensors are one long row. Nothing is kept for
 backward but the inputs. Rows may have any stride, so the halves of a packed tensor need no copy.
+Multipliers of gate, before the activation, and of y are run-time numbers; without one (None) the
+compiled kernel has no trace of it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common import (
     LOG2E,
+    LONGEST_ROW,
     as_rows,
+    assume_cols,
     cdiv,
+    checked_cols,
     power_of_2,
     round_to,
     sigmoid,
@@ -49,7 +54,7 @@ class TileKnobs:
 
 def tile_knobs(info: DeviceInfo, rows: int, cols: int) -> TileKnobs:
     """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
-    block = max(16, min(1024, power_of_2(cols)))
+    block = max(16, min(1024, power_of_2(checked_cols(cols))))
     return TileKnobs(block, warps(block // 8, info.warp_size))
 
 
@@ -79,30 +84,43 @@ def _slope(x, p, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
+    down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
     act = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty).to(tl.float32)
-    y = round_to(act * up, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * y_stride + col, y, mask=mask)
+    y = act * up
+    if down_multiplier is not None:
+        y *= down_multiplier
+    tl.store(y_ptr + row * y_stride + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, out_stride,
-    cols, tiles, ACTIVATION: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    cols, tiles, gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr,
+    PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PRODUCT: act(gate) * up takes the place of dy."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
+    if down_multiplier is not None:
+        dy *= down_multiplier
     p = _share(gate, ACTIVATION)
     if dup_ptr is not None:
         act = round_to(gate * p, gate_ptr.dtype.element_ty).to(tl.float32)
@@ -114,33 +132,45 @@ def _gated_backward_kernel(
             product = round_to(act * up, dy_ptr.dtype.element_ty)
             tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
         dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
+        if gate_multiplier is not None:
+            dgate *= gate_multiplier
         dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
         tl.store(dgate_ptr + row * out_stride + col, dgate, mask=mask)
 
 
-def _flatten(*tensors: Tensor) -> list[Tensor]:
+def flatten(*tensors: Tensor) -> list[Tensor]:
     """View tensors of one shape as one long row where all are contiguous, else as rows."""
-    # column indices are 32 bits wide and run past the end by less than one block
-    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() < 2**31 - 2**16:
+    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() <= LONGEST_ROW.value:
         return [t.view(1, -1) for t in tensors]
     return [as_rows(t) for t in tensors]
 
 
-def _launch_forward(op: str, activation: str, gate: Tensor, up: Tensor, y: Tensor) -> None:
+Multipliers = tuple[Optional[float], Optional[float]]
+NONE: Multipliers = (None, None)
+
+
+def multipliers(gate: float, down: float) -> Multipliers:
+    """What kernels are given for two multipliers: None leaves the multiplication out."""
+    return None if gate == 1.0 else gate, None if down == 1.0 else down
+
+
+def _launch_forward(
+    op: str, activation: str, by: Multipliers, gate: Tensor, up: Tensor, y: Tensor
+) -> None:
     """Write y; all three are (rows, cols) with adjacent columns."""
     rows, cols = y.shape
     k = knobs(f"{op}.forward", tile_knobs, y.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     launch(
         _gated_forward_kernel, rows * tiles,
-        (gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles),
+        (gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles, *by),
         (activation, k.block), k.num_warps,
     )  # fmt: skip
 
 
 def _launch_backward(
-    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, dgate: Optional[Tensor],
-    dup: Optional[Tensor], product: bool = False,
+    op: str, activation: str, by: Multipliers, dy: Tensor, gate: Tensor, up: Tensor,
+    dgate: Optional[Tensor], dup: Optional[Tensor], product: bool = False,
 ) -> None:  # fmt: skip
     """Write dgate and dup, which have one row stride; None skips one of them.
 
@@ -153,32 +183,33 @@ def _launch_backward(
     assert out is not None
     strides = (dy.stride(0), gate.stride(0), up.stride(0), out.stride(0))
     launch(
-        _gated_backward_kernel, rows * tiles, (dy, gate, up, dgate, dup, *strides, cols, tiles),
+        _gated_backward_kernel, rows * tiles,
+        (dy, gate, up, dgate, dup, *strides, cols, tiles, *by),
         (activation, product, k.block), k.num_warps,
     )  # fmt: skip
 
 
-def forward(op: str, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
     """act(gate) * up in the promoted dtype."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     y = gate.new_empty(gate.shape, dtype=dtype)
     if y.numel():
-        _launch_forward(op, activation, *_flatten(gate, up, y))
+        _launch_forward(op, activation, by, *flatten(gate, up, y))
     return y
 
 
 def backward(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool,
-    needs_up: bool,
+    needs_up: bool, by: Multipliers = NONE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
     wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
     if wanted and dy.numel():
-        dy, gate, up, first, last = _flatten(dy, gate, up, wanted[0], wanted[-1])
+        dy, gate, up, first, last = flatten(dy, gate, up, wanted[0], wanted[-1])
         rooms = (first if needs_gate else None, last if needs_up else None)
-        _launch_backward(op, activation, dy, gate, up, *rooms)
+        _launch_backward(op, activation, by, dy, gate, up, *rooms)
     return dgate, dup
 
 
@@ -188,27 +219,29 @@ def backward_and_product(
     """Gradients of gate and up, and act(gate) * up in the place of dy."""
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     if dy.numel():
-        dys, gates, ups, first, second = _flatten(dy, gate, up, dgate, dup)
-        _launch_backward(op, activation, dys, gates, ups, first, second, product=True)
+        dys, gates, ups, first, second = flatten(dy, gate, up, dgate, dup)
+        _launch_backward(op, activation, NONE, dys, gates, ups, first, second, product=True)
     return dgate, dup, dy
 
 
-def packed_forward(op: str, activation: str, gate_up: Tensor) -> Tensor:
+def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = NONE) -> Tensor:
     """act(first half) * second half; the halves are strided views."""
     half = gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], half))
     if y.numel():
         packed = as_rows(gate_up)
-        _launch_forward(op, activation, packed[:, :half], packed[:, half:], as_rows(y))
+        _launch_forward(op, activation, by, packed[:, :half], packed[:, half:], as_rows(y))
     return y
 
 
-def packed_backward(op: str, activation: str, dy: Tensor, gate_up: Tensor) -> Tensor:
+def packed_backward(
+    op: str, activation: str, dy: Tensor, gate_up: Tensor, by: Multipliers = NONE
+) -> Tensor:
     """Gradient of gate_up, both halves in one buffer."""
     half = gate_up.shape[-1] // 2
     dgate_up = gate_up.new_empty(gate_up.shape)
     if dy.numel():
         packed, out = as_rows(gate_up), as_rows(dgate_up)
         halves = (packed[:, :half], packed[:, half:], out[:, :half], out[:, half:])
-        _launch_backward(op, activation, as_rows(dy), *halves)
+        _launch_backward(op, activation, by, as_rows(dy), *halves)
     return dgate_up

@@ -21,7 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to, sum_all_partials
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    assume_rows,
+    cdiv,
+    round_to,
+    sum_all_partials,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import BackwardKnobs, backward_knobs, forward_knobs
 from liger_multi.launch import knobs
@@ -43,6 +50,8 @@ def _layer_norm_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
     weight = _load_or(weight_ptr, col, col < cols, 1.0)
@@ -68,6 +77,7 @@ def _layer_norm_forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
+    assume_cols(cols)
     means = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     count = 0.0
@@ -103,6 +113,9 @@ def _layer_norm_backward_kernel(
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_cols(cols, BLOCK)
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     dx_offset = row[:, None] * cols + col[None, :]
@@ -128,11 +141,11 @@ def _layer_norm_backward_kernel(
             dx = (g - (tl.sum(g, axis=1) * per_col)[:, None] - n * along) * rstd
             dx = round_to(dx, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
-    at = program.to(tl.int64) * cols + col
+    at = program.to(tl.int64) * cols
     if dw_ptr is not None:
-        tl.store(dw_ptr + at, tl.sum(dw, axis=0), mask=col < cols)
+        tl.store(dw_ptr + at + col, tl.sum(dw, axis=0), mask=col < cols)
     if db_ptr is not None:
-        tl.store(db_ptr + at, tl.sum(db, axis=0), mask=col < cols)
+        tl.store(db_ptr + at + col, tl.sum(db, axis=0), mask=col < cols)
 
 
 @triton.jit
@@ -146,6 +159,7 @@ def _layer_norm_backward_wide_kernel(
     dx_ptr += row * cols
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
+    assume_cols(cols)
     sums = tl.zeros([BLOCK], tl.float32)
     products = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
@@ -174,7 +188,9 @@ def _layer_norm_backward_wide_parameters_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % groups
-    col = (tl.program_id(0) // groups) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) // groups) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
@@ -186,11 +202,11 @@ def _layer_norm_backward_wide_parameters_kernel(
             dw += dy * ((x - tl.load(mean_ptr + row)) * tl.load(rstd_ptr + row))
         if db_ptr is not None:
             db += dy
-    at = group.to(tl.int64) * cols + col
+    at = group.to(tl.int64) * cols
     if dw_ptr is not None:
-        tl.store(dw_ptr + at, dw, mask=mask)
+        tl.store(dw_ptr + at + col, dw, mask=mask)
     if db_ptr is not None:
-        tl.store(db_ptr + at, db, mask=mask)
+        tl.store(db_ptr + at + col, db, mask=mask)
 
 
 def forward(

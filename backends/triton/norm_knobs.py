@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, warps
+from liger_multi.backends.triton.common import cdiv, checked_cols, power_of_2, warps
 from liger_multi.launch import DeviceInfo
 
 # columns; beyond, or soon after, a row's registers spill on some target of ci.static (triton 3.9)
@@ -41,7 +41,7 @@ def forward_knobs(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> RowK
         cols: Columns.
         sums: Values a lane keeps along a row that is walked in steps.
     """
-    block = power_of_2(cols)
+    block = power_of_2(checked_cols(cols))
     if block > WIDEST_FORWARD:
         return RowKnobs(1, 8192 // sums, warps(info.max_threads // sums, info.warp_size))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
@@ -50,8 +50,9 @@ def forward_knobs(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> RowK
 
 
 def backward_knobs(
-    info: DeviceInfo, rows: int, cols: int, element_bytes: int, sums: int = 1
-) -> BackwardKnobs:
+    info: DeviceInfo, rows: int, cols: int, element_bytes: int, sums: int = 1,
+    widest: int = WIDEST_BACKWARD,
+) -> BackwardKnobs:  # fmt: skip
     """Persistent tiles and the stages of their loads.
 
     Args:
@@ -61,9 +62,10 @@ def backward_knobs(
         element_bytes: Of all that is read, an element.
         sums: Sums over rows, of every column, that a program keeps in registers: with more of
             them tiles are smaller and programs more.
+        widest: Columns beyond which a row is walked in steps.
     """
-    block = power_of_2(cols)
-    if block > WIDEST_BACKWARD:
+    block = power_of_2(checked_cols(cols))
+    if block > widest:
         programs = min(rows, 4 * info.cores)
         return BackwardKnobs(1, 4096, warps(512, info.warp_size), programs, 1)
     elements = 4096 if block <= 512 else 8192 // sums

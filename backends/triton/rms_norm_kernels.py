@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import round_to
+from liger_multi.backends.triton.common import assume_cols, assume_rows, round_to
 
 
 @triton.jit
@@ -31,13 +31,13 @@ def _load_weight(weight_ptr, col, mask, OFFSET: tl.constexpr, EXACT: tl.constexp
 
 
 @triton.jit
-def _load_sum(x, residual_ptr, s_ptr, residual_offset, mask, POLICY: tl.constexpr):
+def _load_sum(x, residual_ptr, s_ptr, base, offset, mask, POLICY: tl.constexpr):
     # the sum as it will be stored, so that both passes and backward see the same numbers
     if residual_ptr is None:
         return x.to(tl.float32)
     else:
         residual = tl.load(
-            residual_ptr + residual_offset, mask=mask, other=0.0, eviction_policy=POLICY
+            residual_ptr + base + offset, mask=mask, other=0.0, eviction_policy=POLICY
         )
         return round_to(x.to(tl.float32) + residual.to(tl.float32), s_ptr.dtype.element_ty)
 
@@ -60,14 +60,17 @@ def _rms_norm_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(residual_ptr, residual_stride, ROWS)
+    assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
     weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)
     x_offset = row[:, None] * x_stride + col[None, :]
-    residual_offset = first * residual_stride + row[:, None] * residual_stride + col[None, :]
+    residual_offset = row[:, None] * residual_stride + col[None, :]
     y_offset = row[:, None] * cols + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0)
-    s = _load_sum(x, residual_ptr, s_ptr, residual_offset, mask, "")
+    s = _load_sum(x, residual_ptr, s_ptr, first * residual_stride, residual_offset, mask, "")
     if s_ptr is not None:
         tl.store(s_ptr + first * cols + y_offset, s, mask=mask)
     s = s.to(tl.float32)
@@ -86,13 +89,14 @@ def _rms_norm_forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
+    base = row * residual_stride
+    assume_cols(cols)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
-        offset = row * residual_stride + col
-        s = _load_sum(x, residual_ptr, s_ptr, offset, mask, "evict_last").to(tl.float32)
+        s = _load_sum(x, residual_ptr, s_ptr, base, col, mask, "evict_last").to(tl.float32)
         squares += s * s
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
     tl.store(rstd_ptr + row, rstd)
@@ -101,7 +105,7 @@ def _rms_norm_forward_wide_kernel(
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         # summed again: what other threads of the program stored might not be visible yet
-        s = _load_sum(x, residual_ptr, s_ptr, row * residual_stride + col, mask, "evict_first")
+        s = _load_sum(x, residual_ptr, s_ptr, base, col, mask, "evict_first")
         if s_ptr is not None:
             tl.store(s_ptr + row * cols + col, s, mask=mask)
         weight = _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
@@ -118,6 +122,10 @@ def _rms_norm_backward_kernel(
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(ds_ptr, ds_stride, ROWS)
+    assume_cols(cols, BLOCK)
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     ds_offset = row[:, None] * ds_stride + col[None, :]
@@ -157,6 +165,7 @@ def _rms_norm_backward_wide_kernel(
     x_ptr += row * x_stride
     dx_ptr += row * cols
     rstd = tl.load(rstd_ptr + row)
+    assume_cols(cols)
     products = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -185,7 +194,9 @@ def _rms_norm_backward_wide_weight_kernel(
     ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % groups
-    col = (tl.program_id(0) // groups) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) // groups) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     partial = tl.zeros([BLOCK], tl.float32)
     for index in tl.range(group, rows, groups, num_stages=STAGES):

@@ -34,11 +34,12 @@ def flat_knobs(info: DeviceInfo) -> FlatKnobs:
 
 @triton.jit
 def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    mask = first + lane < size
     factor = tl.load(factor_ptr).to(tl.float32)
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, round_to(x * factor, out_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + first + lane, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first + lane, round_to(x * factor, out_ptr.dtype.element_ty), mask=mask)
 
 
 def scale(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import LN2, LOG2E, round_to
+from liger_multi.backends.triton.common import LN2, LOG2E, assume_cols, round_to
 from liger_multi.backends.triton.cross_entropy import row_knobs
 from liger_multi.backends.triton.cross_entropy_walks import fill_zero, row_maximum, walk
 from liger_multi.backends.triton.launching import launch
@@ -30,6 +30,7 @@ def _selective_log_softmax_forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
+    assume_cols(cols)
     anchor = row_maximum(row_ptr, tl.minimum(cols, BLOCK), scale, None, BLOCK)
     total, _, _, _ = walk(
         row_ptr, None, cols, anchor, scale, None, False, False, False, BLOCK, UNROLL
@@ -69,6 +70,7 @@ def _selective_log_softmax_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_ptr += row * cols
+    assume_cols(cols)
     index_ptr += row * choices
     d_ptr += row * choices
     share = 0.0

@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import LOG2E, as_rows, cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import (
+    LOG2E,
+    as_rows,
+    assume_cols,
+    assume_rows,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
 from liger_multi.backends.triton.cross_entropy_walks import row_maximum, walk
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
@@ -33,7 +43,7 @@ class TileKnobs:
 
 def tile_knobs(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileKnobs:
     """Tiles of about 4096 elements, 16 of all ``arrays`` inputs a thread, of wide ones more."""
-    block = power_of_2(cols)
+    block = power_of_2(checked_cols(cols))
     if block * arrays > 32768:
         return TileKnobs(1, 8192, warps(info.max_threads, info.warp_size))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
@@ -48,6 +58,8 @@ def _softmax_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     mask = (first + row < rows)[:, None] & (col < cols)[None, :]
     x_offset = row[:, None] * x_stride + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=float("-inf"))
@@ -63,6 +75,7 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
+    assume_cols(cols)
     anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows are wider than a step
     total, _, _, _ = walk(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
     if (total == float("inf")) | (total != total):
@@ -91,6 +104,9 @@ def _softmax_backward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(y_ptr, y_stride, ROWS)
+    assume_cols(cols, BLOCK)
     mask = (first + row < rows)[:, None] & (col < cols)[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     y_offset = row[:, None] * y_stride + col[None, :]
@@ -112,6 +128,7 @@ def _softmax_backward_wide_kernel(
     dy_ptr += row * dy_stride
     y_ptr += row * y_stride
     dx_ptr += row * cols
+    assume_cols(cols)
     total = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
 from liger_multi.backends.triton.cross_entropy_walks import row_maximum
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.softmax import backward_of
@@ -33,7 +40,7 @@ class StepKnobs:
 
 def row_knobs(info: DeviceInfo, rows: int, cols: int) -> StepKnobs:
     """16 columns a thread, up to 16384 in registers."""
-    block = power_of_2(cols)
+    block = power_of_2(checked_cols(cols))
     if block > 16384:
         return StepKnobs(8192, warps(info.max_threads, info.warp_size))
     return StepKnobs(block, warps(min(max(block // 16, 32), info.max_threads), info.warp_size))
@@ -64,6 +71,7 @@ def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.const
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
+    assume_cols(cols)
     largest = row_maximum(x_ptr, cols, None, None, BLOCK)
     tau = -1.0
     going = 1

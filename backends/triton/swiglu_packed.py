@@ -5,13 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_multi.backends.triton import gated
+from liger_multi.backends.triton.gated import multipliers
 
 
-def forward(gate_up: Tensor) -> Tensor:
+def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """silu(first half) * second half."""
-    return gated.packed_forward("swiglu_packed", "silu", gate_up)
+    by = multipliers(gate_multiplier, down_multiplier)
+    return gated.packed_forward("swiglu_packed", "silu", gate_up, by)
 
 
-def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+def backward(dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """Gradient of gate_up, both halves in one buffer."""
-    return gated.packed_backward("swiglu_packed", "silu", dy, gate_up)
+    by = multipliers(gate_multiplier, down_multiplier)
+    return gated.packed_backward("swiglu_packed", "silu", dy, gate_up, by)

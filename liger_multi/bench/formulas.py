@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences
+from liger_multi.bench import divergences, formulas_norms, formulas_rope
 
 Formula = Callable[..., Any]
-LIGER_MODULE = "liger_kernel.transformers.functional"
 
 
 # --- formulas ---
@@ -69,8 +68,12 @@ def _layer_norm_aten(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def _swiglu(
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    if gate_multiplier == down_multiplier == 1.0:
+        return F.silu(gate) * up
+    return F.silu(gate * gate_multiplier) * up * down_multiplier
 
 
 def _swiglu_packed(gate_up: Tensor) -> Tensor:
@@ -82,12 +85,21 @@ def _gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     return F.linear(_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
 
 
-def _liger_mlp(swiglu: Formula) -> Formula:
-    def mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        product = swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
-        return F.linear(product, down_weight)
+def _swiglu_clamped(
+    gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
+) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
 
-    return mlp
+
+def _swiglu_clamped_packed(gate_up: Tensor, *, interleaved: bool = True) -> Tensor:
+    if interleaved:
+        return _swiglu_clamped(gate_up[..., ::2], gate_up[..., 1::2])
+    return _swiglu_clamped(*gate_up.chunk(2, dim=-1))
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
 
 
 def _geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -205,23 +217,6 @@ def _linear_log_prob_aten(
     return (found, torch.special.entr(z.softmax(-1)).sum(-1)) if "entropy" in outputs else found
 
 
-def _liger_log_prob(nll: Formula) -> Formula:
-    """Their loss of a token is our log-probability with another sign."""
-
-    def call(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        temperature: float = 1.0,
-        outputs: tuple[str, ...] = ("log_prob",),
-    ) -> Any:
-        found = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
-        return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
-
-    return call
-
-
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     found: Tensor = F.linear_cross_entropy(hidden, weight, target)
     return found
@@ -299,6 +294,8 @@ def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 TABLE: dict[str, dict[str, Formula]] = {
+    **formulas_norms.TABLE,
+    **formulas_rope.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
     "fused_add_rms_norm": {"torch": _fused_add_rms_norm, "aten": _fused_add_rms_norm_aten},
     "layer_norm": {"torch": _layer_norm, "aten": _layer_norm_aten},
@@ -307,6 +304,9 @@ TABLE: dict[str, dict[str, Formula]] = {
     "gated_mlp": {"torch": _gated_mlp},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},
+    "swiglu_clamped": {"torch": _swiglu_clamped},
+    "swiglu_clamped_packed": {"torch": _swiglu_clamped_packed},
+    "relu_squared": {"torch": _relu_squared},
     "rope": {"torch": _rope},
     "cross_entropy": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
     "cross_entropy_inplace": {"torch": _cross_entropy, "aten": _cross_entropy_aten},
@@ -331,59 +331,3 @@ TABLE: dict[str, dict[str, Formula]] = {
 }
 FLOORS = ("products",)
 PEERS = {"cce": "cut_cross_entropy"}  # modules that formulas import
-
-# Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
-# arguments.
-LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
-    "rms_norm": (
-        "liger_rms_norm",
-        lambda f: (
-            lambda x, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
-                x, weight, eps, offset, casting
-            )
-        ),
-    ),
-    "fused_add_rms_norm": (
-        "liger_fused_add_rms_norm",
-        lambda f: (
-            lambda x, residual, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
-                x, residual, weight, eps, offset, casting
-            )
-        ),
-    ),
-    "layer_norm": (
-        "liger_layer_norm",
-        lambda f: lambda x, weight, bias, eps=1e-5: f(x, weight, bias, eps),
-    ),
-    "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
-    "swiglu_packed": (
-        "liger_kernel.ops:LigerFusedGateUpSiLUMulFunction.apply",
-        lambda f: lambda gate_up: f(gate_up),
-    ),
-    "gated_mlp": ("liger_swiglu", _liger_mlp),
-    "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
-    "rope": (
-        "liger_kernel.transformers.rope:liger_rotary_pos_emb",
-        lambda f: lambda q, k, cos, sin: f(q, k, cos, sin),
-    ),
-    "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
-    "cross_entropy_inplace": (
-        "liger_cross_entropy",
-        lambda f: lambda logits, target: f(logits, target),
-    ),
-    "fused_linear_cross_entropy": (
-        "liger_fused_linear_cross_entropy",
-        lambda f: lambda hidden, weight, target, bias=None: f(hidden, weight, target, bias),
-    ),
-    "fused_linear_log_prob": (
-        "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
-        _liger_log_prob,
-    ),
-    "softmax": ("liger_softmax", lambda f: lambda x: f(x)),
-    "sparsemax": ("liger_sparsemax", lambda f: lambda x: f(x, -1)),
-    "embedding": (
-        "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply",
-        lambda f: lambda index, weight: f(weight, index),
-    ),
-    **divergences.LIGER,
-}

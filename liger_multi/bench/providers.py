@@ -16,7 +16,8 @@ import torch.nn.functional as F
 import liger_multi
 from liger_multi import ops
 from liger_multi.bench.cases import Case
-from liger_multi.bench.formulas import FLOORS, LIGER, LIGER_MODULE, PEERS, TABLE, Formula
+from liger_multi.bench.formulas import FLOORS, PEERS, TABLE, Formula
+from liger_multi.bench.liger import LIGER, LIGER_MODULE
 from liger_multi.op import OPS
 from liger_multi.plan import candidate
 from liger_multi.registry import packages

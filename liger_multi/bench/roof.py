@@ -32,10 +32,30 @@ def _gated_packed(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * half, 8 * half)
 
 
+def _gated_norm(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    # x (and a gate) read, y written; dy and those read, their gradients written
+    inputs = 2 if "gate" in shapes else 1
+    once = math.prod(shapes["x"]) * size
+    return Work((inputs + 1) * once, (inputs + 1 + 2 * inputs + 1) * once)
+
+
+def _modulated_norm(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    once, by = math.prod(shapes["x"]) * size, math.prod(shapes["scale"]) * size
+    # x, scale and shift read, y written; dy, x and scale read, three gradients written
+    return Work(2 * once + 2 * by, 5 * once + 5 * by)
+
+
 def _rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
-    angles = (math.prod(shapes["cos"]) + math.prod(shapes["sin"])) * size
+    angles = sum(math.prod(shape) for name, shape in shapes.items() if name in ("cos", "sin"))
+    angles = angles * size + math.prod(shapes.get("freqs", (0,))) * 4
+    # an integer a token
+    angles += math.prod(shapes.get("position_ids", (0,))) * 8
     return Work(2 * heads + angles, 4 * heads + 2 * angles)
+
+
+def _rope_multimodal(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    return _rope({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size)
 
 
 def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
@@ -74,15 +94,31 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "rms_norm": _elementwise(2, 5),
     # both terms read, sum and norm written; two gradients and the sum read, one written
     "fused_add_rms_norm": _elementwise(4, 8),
+    # as that, with two gradients written
+    "fused_scaled_add_rms_norm": _elementwise(4, 9),
     "layer_norm": _elementwise(2, 5),
+    "poly_norm": _elementwise(2, 5),
+    "group_norm": _elementwise(2, 5),
+    "dyt": _elementwise(2, 5),
+    "gated_rms_norm": _gated_norm,
+    "modulated_rms_norm": _modulated_norm,
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
     "geglu": _elementwise(3, 8),
     "geglu_packed": _gated_packed,
+    "swiglu_clamped": _elementwise(3, 8),
+    "swiglu_clamped_packed": _gated_packed,
+    # x read, y written; dy and x read, dx written
+    "relu_squared": _elementwise(2, 5),
     # q, k, cos and sin read, q and k written, twice
     "rope": _rope,
+    "rope_sorted": _rope,
+    "rope_complex": _rope,
+    "rope_positions": _rope,
+    # of three grids, each pair needs the angles of one
+    "rope_multimodal": _rope_multimodal,
     # logits read; the gradient written, which one pass can do
     "cross_entropy": _elementwise(1, 2),
     "cross_entropy_inplace": _elementwise(1, 2),

@@ -1,17 +1,15 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
+from liger_multi.nn.activations import DyT, PolyNorm, ReLUSquared
 from liger_multi.nn.divergence_heads import (
     FusedLinearJSDLoss,
     FusedLinearKLDivLoss,
     FusedLinearTVDLoss,
 )
 from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
-from liger_multi.nn.losses import (
-    CrossEntropyLoss,
-    FusedLinearCrossEntropyLoss,
-    FusedLinearLogProb,
-)
-from liger_multi.nn.mlp import GEGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
+from liger_multi.nn.group_norms import GatedRMSNorm, GroupNorm, ModulatedRMSNorm
+from liger_multi.nn.losses import CrossEntropyLoss, FusedLinearCrossEntropyLoss, FusedLinearLogProb
+from liger_multi.nn.mlp import GEGLUMLP, ClampedSwiGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
 from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
 from liger_multi.nn.objectives import (
     CPOLoss,
@@ -25,13 +23,16 @@ from liger_multi.nn.objectives import (
     SimPOLoss,
 )
 from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
+from liger_multi.nn.tiled import TiledMLP
 
 __all__ = [
     "GEGLUMLP",
     "CPOLoss",
+    "ClampedSwiGLUMLP",
     "CrossEntropyLoss",
     "DPOLoss",
     "DistillationLoss",
+    "DyT",
     "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
@@ -39,20 +40,26 @@ __all__ = [
     "FusedLinearKLDivLoss",
     "FusedLinearLogProb",
     "FusedLinearTVDLoss",
+    "GatedRMSNorm",
     "GemmaRMSNorm",
+    "GroupNorm",
     "JSDLoss",
     "KLDivLoss",
     "KTOLoss",
     "LayerNorm",
     "MTPLoss",
+    "ModulatedRMSNorm",
     "ORPOLoss",
     "PackedSwiGLUMLP",
     "PolicyLoss",
+    "PolyNorm",
     "RMSNorm",
+    "ReLUSquared",
     "SequenceLoss",
     "SimPOLoss",
     "Softmax",
     "Sparsemax",
     "SwiGLUMLP",
     "TVDLoss",
+    "TiledMLP",
 ]

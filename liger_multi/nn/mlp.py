@@ -60,22 +60,59 @@ class SwiGLUMLP(_GatedMLP):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``, its activation and product as one operator.
 
     Like:
-        transformers ``LlamaMLP``, ``MistralMLP``, ``Qwen2MLP``, ``Qwen3MLP``.
+        transformers ``LlamaMLP``, ``MistralMLP``, ``Qwen2MLP``, ``Qwen3MLP``, ``FalconH1MLP``.
 
     Operator:
         swiglu
 
     Args:
         config: Configuration of a model: ``hidden_size``, ``intermediate_size``, ``hidden_act``
-            (silu or swish) and, if it has one, ``mlp_bias``.
+            (silu or swish) and, if it has them, ``mlp_bias`` and ``mlp_multipliers``, of the gate
+            and of what comes out.
         intermediate_size: In place of that of the configuration.
         device: Of the parameters.
         dtype: Of the parameters.
     """
 
+    @property
+    def gate_multiplier(self) -> float:
+        """By what the gate is multiplied before its activation."""
+        return float(getattr(self.config, "mlp_multipliers", (1.0, 1.0))[0])
+
     def forward(self, x: Tensor) -> Tensor:
         """The MLP."""
-        result: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        by, after = self.gate_multiplier, getattr(self.config, "mlp_multipliers", (1.0, 1.0))[1]
+        product = ops.swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=by)
+        result: Tensor = self.down_proj(product)
+        return result if after == 1.0 else result * after
+
+
+class ClampedSwiGLUMLP(_GatedMLP):
+    """A SwiGLU MLP whose gate and up are clamped first.
+
+    Like:
+        transformers ``DeepseekV4MLP``.
+
+    Operator:
+        swiglu_clamped
+
+    Args:
+        config: Configuration of a model: as for :class:`SwiGLUMLP`, and ``swiglu_limit``.
+        intermediate_size: In place of that of the configuration.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    @property
+    def limit(self) -> float:
+        """Largest gate, and largest size of up."""
+        return float(self.config.swiglu_limit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product = ops.swiglu_clamped(gate, up, limit=self.limit, alpha=1.0, up_offset=0.0)
+        result: Tensor = self.down_proj(product)
         return result
 
 

@@ -7,6 +7,13 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import Op
+from liger_multi.ops._rotary import (
+    check_angles,
+    check_queries_and_keys,
+    head_axis,
+    order,
+    rotary_width,
+)
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -120,14 +127,14 @@ def rope(
             raise TypeError(f"rope: {name} must be a floating-point tensor, got None")
     checks.one_of("rope", "style", style, STYLES)
     checks.one_of("rope", "casting", casting, CASTINGS)
-    heads = _head_axis(q, unsqueeze_dim)
-    _check_queries_and_keys(q, k, heads)
-    _check_angles(q, cos, sin, heads)
-    rotary = _rotary_dim(q, cos, rotary_dim)
+    heads = head_axis("rope", q, unsqueeze_dim)
+    check_queries_and_keys("rope", q, k, heads)
+    check_angles("rope", q, cos, sin, heads)
+    rotary = rotary_width("rope", q, cos, rotary_dim)
     checks.constant("rope", "cos", cos)
     checks.constant("rope", "sin", sin)
     kinds = {x.dtype for x in (q, k, cos, sin)}
-    rest = (style, heads, rotary, casting, _order(q), _order(k))
+    rest = (style, heads, rotary, casting, order(q), order(k))
     if torch.float64 in kinds and len(kinds) > 1:
         # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
         wide = op(*[x.double() for x in (q, k, cos, sin)], *rest)
@@ -137,79 +144,6 @@ def rope(
         return wide[0].to(dtypes[0]), wide[1].to(dtypes[1])
     result: tuple[Tensor, Tensor] = op(q, k, cos, sin, *rest)
     return result
-
-
-def _head_axis(q: Tensor, unsqueeze_dim: int) -> int:
-    if q.ndim not in (3, 4):
-        raise ValueError(
-            f"rope: q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D), got "
-            f"{checks.describe(q)}"
-        )
-    given = checks.integer("rope", "unsqueeze_dim", unsqueeze_dim)
-    axis = given + q.ndim if given < 0 else given
-    if not 1 <= axis <= q.ndim - 2:
-        known = "1 or 2" if q.ndim == 4 else "1"
-        raise ValueError(
-            f"rope: unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} "
-            f"axes, got {given}"
-        )
-    return axis
-
-
-def _check_queries_and_keys(q: Tensor, k: Tensor, heads: int) -> None:
-    a, b, after = q.shape, k.shape, heads + 1
-    if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
-        raise ValueError(
-            f"rope: q and k must have the same shape except for the heads (axis {heads}), got "
-            f"{tuple(q.shape)} and {tuple(k.shape)}"
-        )
-
-
-def _check_angles(q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    checks.same_shape("rope", cos=cos, sin=sin)
-    tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
-    fits = cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
-    if not fits or (cos.ndim == 3 and cos.shape[0] != 1 and cos.shape[0] != q.shape[0]):
-        wanted = f"({tokens}, R)"
-        if q.ndim == 4:
-            wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
-        raise ValueError(
-            f"rope: cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} with "
-            f"heads at axis {heads}, got {checks.describe(cos)}"
-        )
-
-
-def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
-    width = cos.shape[-1]
-    given = width if rotary_dim is None else checks.integer("rope", "rotary_dim", rotary_dim)
-    if given != width and given != 2 * width:
-        raise ValueError(
-            f"rope: rotary_dim must be the width of cos (one value a channel) or twice that (one "
-            f"value a pair), got {given} for {checks.describe(cos)}"
-        )
-    if given % 2 or not 0 < given <= q.shape[-1]:
-        raise ValueError(
-            f"rope: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
-            f"{given}"
-        )
-    return given
-
-
-def _order(x: Tensor) -> str:
-    """Axes from the outermost in memory to the innermost; the last axis is taken as that."""
-    strides, last = x.stride(), x.ndim - 1
-    if last == 3 and strides[0] >= strides[1] >= strides[2] > 0:  # both common cases at once
-        return "0123"
-    if last == 3 and strides[0] >= strides[2] >= strides[1] > 0:
-        return "0213"
-    # an axis of one element, or expanded, has no place of its own: outermost
-    free = [x.shape[i] == 1 or strides[i] == 0 for i in range(last)]
-    axes = [i for i in range(last) if free[i]]
-    for i in range(last):
-        if not free[i]:
-            before = [j for j in axes if free[j] or strides[j] >= strides[i]]
-            axes = [*before, i, *[j for j in axes if j not in before]]
-    return "".join(str(i) for i in (*axes, last))
 
 
 def _case(

@@ -14,14 +14,20 @@ op = Op("swiglu", compile="trace", rows=("gate", "up", "dy"))
 
 
 @op.forward(returns="y")
-def forward(gate: Tensor, up: Tensor) -> Tensor:
+def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """Shape rule."""
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 @op.backward(returns="dgate dup")
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_multiplier: float,
+    down_multiplier: float,
+    needs_gate: bool,
+    needs_up: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     return gate.new_empty(gate.shape if needs_gate else (0,)), up.new_empty(
@@ -29,11 +35,14 @@ def backward(
     )
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
     """Gated activation of an MLP: ``silu(gate) * up``.
 
     Math:
-        ``y = (gate * sigmoid(gate)).to(gate) * up``.
+        ``y = (g * sigmoid(g)).to(gate) * up * down_multiplier`` with ``g = gate *
+        gate_multiplier``. Both multipliers are run-time numbers; 1 costs nothing.
 
     Shapes:
         gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
@@ -46,15 +55,24 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         Kept for backward: gate and up; the activation is computed again.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor.
+        TypeError: An argument is not a floating-point tensor, or a multiplier no number.
         ValueError: Shapes or devices differ.
 
     Source:
-        Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``.
+        Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``FalconH1MLP``.
     """
     gate_and_up("swiglu", gate, up)
-    result: Tensor = op(gate, up)
+    result: Tensor = op(gate, up, *multipliers("swiglu", gate_multiplier, down_multiplier))
     return result
+
+
+def multipliers(name: str, gate: float, down: float) -> tuple[float, float]:
+    """Two numbers, checked."""
+    low = float("-inf")
+    return (
+        checks.number(name, "gate_multiplier", gate, low),
+        checks.number(name, "down_multiplier", down, low),
+    )
 
 
 def gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:
@@ -82,9 +100,18 @@ SAMPLES = (
     Sample("expanded", pair((5, 24), "expanded")),
     Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
     Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
+    Sample("multipliers", pair((3, 5, 48)), {"gate_multiplier": 0.4, "down_multiplier": 2.5}),
+    Sample("gate-multiplier", pair((4, 37)), {"gate_multiplier": 1.7}),
+    Sample("down-multiplier", pair((4, 24), "sliced"), {"down_multiplier": 0.3}),
     Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
     Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}),
     Sample("past-65535-rows", pair((65537, 2)), size="thin"),
     Sample("past-65536-columns", pair((2, 65600)), size="thin"),
     *[Sample(f"8192x{n}", pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
+    Sample(
+        "8192x12288 multipliers",
+        pair((8192, 12288)),
+        {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.5},
+        size="bench",
+    ),
 )

@@ -1,0 +1,175 @@
+"""Checks of arguments that the rotary operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.samples import Tensor as T
+
+STYLES = ("half", "interleaved")
+CASTINGS = ("llama", "cohere")
+ARRANGEMENTS = ("chunked", "interleaved")
+
+
+def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
+    """The axis of the heads, from what callers name ``unsqueeze_dim``."""
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"{name}: q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D), got "
+            f"{checks.describe(q)}"
+        )
+    given = checks.integer(name, "unsqueeze_dim", unsqueeze_dim)
+    axis = given + q.ndim if given < 0 else given
+    if not 1 <= axis <= q.ndim - 2:
+        known = "1 or 2" if q.ndim == 4 else "1"
+        raise ValueError(
+            f"{name}: unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} "
+            f"axes, got {given}"
+        )
+    return axis
+
+
+def check_queries_and_keys(name: str, q: Tensor, k: Tensor, heads: int) -> None:
+    """Queries and keys differ in their heads only."""
+    a, b, after = q.shape, k.shape, heads + 1
+    if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
+        raise ValueError(
+            f"{name}: q and k must have the same shape except for the heads (axis {heads}), got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+
+
+def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """Cos and sin have a row for every token."""
+    checks.same_shape(name, cos=cos, sin=sin)
+    tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
+    fits = cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
+    if not fits or (cos.ndim == 3 and cos.shape[0] != 1 and cos.shape[0] != q.shape[0]):
+        wanted = f"({tokens}, R)"
+        if q.ndim == 4:
+            wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
+        raise ValueError(
+            f"{name}: cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} with "
+            f"heads at axis {heads}, got {checks.describe(cos)}"
+        )
+
+
+def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
+    """How many channels turn."""
+    width = cos.shape[-1]
+    given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
+    if given != width and given != 2 * width:
+        raise ValueError(
+            f"{name}: rotary_dim must be the width of cos (one value a channel) or twice that (one "
+            f"value a pair), got {given} for {checks.describe(cos)}"
+        )
+    if given % 2 or not 0 < given <= q.shape[-1]:
+        raise ValueError(
+            f"{name}: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
+            f"{given}"
+        )
+    return given
+
+
+def order(x: Tensor) -> str:
+    """Axes from the outermost in memory to the innermost; the last axis is taken as that."""
+    strides, last = x.stride(), x.ndim - 1
+    if last == 3 and strides[0] >= strides[1] >= strides[2] > 0:  # both common cases at once
+        return "0123"
+    if last == 3 and strides[0] >= strides[2] >= strides[1] > 0:
+        return "0213"
+    # an axis of one element, or expanded, has no place of its own: outermost
+    free = [x.shape[i] == 1 or strides[i] == 0 for i in range(last)]
+    axes = [i for i in range(last) if free[i]]
+    for i in range(last):
+        if not free[i]:
+            before = [j for j in axes if free[j] or strides[j] >= strides[i]]
+            axes = [*before, i, *[j for j in axes if j not in before]]
+    return "".join(str(i) for i in (*axes, last))
+
+
+def tokens_of(q: Tensor, heads: int) -> int:
+    """Length of the sequences."""
+    return q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
+
+
+def sections_word(name: str, sections: object, pairs: int) -> tuple[str, int]:
+    """Sections as one comma-joined word, and how many."""
+    if isinstance(sections, str) or not isinstance(sections, Sequence):
+        raise TypeError(
+            f"{name}: sections must be a sequence of integers, got {checks.describe(sections)}"
+        )
+    given = [checks.integer(name, "a section", s) for s in sections]
+    if len(given) not in (2, 3) or min(given) < 0 or sum(given) != pairs:
+        raise ValueError(
+            f"{name}: sections must be two or three numbers of pairs that add up to {pairs}, got "
+            f"{tuple(given)}"
+        )
+    return ",".join(map(str, given)), len(given)
+
+
+def run(
+    op: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, ...], rest: tuple[Any, ...], casting: str
+) -> tuple[Tensor, Tensor]:
+    """Call; where only some tensors are fp64, all become it, and the results are cast back.
+
+    Half of such a call would be computed in fp32, by the dtype that backends are chosen by.
+    """
+    orders = (order(q), order(k))
+    kinds = {x.dtype for x in (q, k, *angles) if x.is_floating_point()}
+    if torch.float64 not in kinds or len(kinds) == 1:
+        result: tuple[Tensor, Tensor] = op(q, k, *angles, *rest, *orders)
+        return result
+    wide = [x.double() if x.is_floating_point() else x for x in (q, k, *angles)]
+    made = op(*wide, *rest, *orders)
+    dtypes = [q.dtype, k.dtype]
+    if casting == "llama":
+        for x in angles:
+            dtypes = [torch.promote_types(d, x.dtype) for d in dtypes]
+    return made[0].to(dtypes[0]), made[1].to(dtypes[1])
+
+
+def checked(
+    name: str, q: Tensor, k: Tensor, unsqueeze_dim: int, **constants: Tensor
+) -> int:  # fmt: skip
+    """Check queries, keys and what has no gradient; the axis of the heads."""
+    for argument, x in (("k", k), *constants.items()):
+        if x is None:  # which passes for an optional tensor elsewhere
+            raise TypeError(f"{name}: {argument} must be a floating-point tensor, got None")
+    heads = head_axis(name, q, unsqueeze_dim)
+    check_queries_and_keys(name, q, k, heads)
+    for argument, x in constants.items():
+        checks.constant(name, argument, x)
+    return heads
+
+
+def gradients(
+    dq_out: Tensor | None, dk_out: Tensor | None, like: Tensor, orders: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The shape rule of a backward half."""
+    from liger_multi.reference.rope import dense
+
+    made = [
+        dense(grad, order, dtype) if needed and grad is not None else like.new_empty(0, dtype=dtype)
+        for grad, order, dtype, needed in zip((dq_out, dk_out), orders, dtypes, needs, strict=True)
+    ]
+    return made[0], made[1]
+
+
+def queries_and_keys(
+    batch: int, heads: tuple[int, int], tokens: int, width: int, *, axis: int = 1,
+    layout: str = "contiguous",
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of a sample; without a batch, ``(S, H, D)``."""
+
+    def shape(count: int) -> tuple[int, ...]:
+        lead = (count, tokens) if axis == 1 else (tokens, count)
+        return (batch, *lead, width) if batch else (tokens, count, width)
+
+    return {n: T(shape(h), layout=layout) for n, h in zip("qk", heads, strict=True)}

@@ -1,0 +1,123 @@
+"""Contract of ``dyt``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("dyt", rows=("x", "dy"), replicated=("alpha", "weight", "bias"))
+
+
+@op.forward(returns="y")
+def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+    """Shape rule."""
+    dtype = torch.promote_types(x.dtype, alpha.dtype)
+    for parameter in (weight, bias):
+        dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@op.backward(returns="dx dalpha dweight dbias")
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_alpha: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    none, cols = (0,), x.shape[-1:]
+    return (
+        x.new_empty(x.shape if needs_x else none),
+        alpha.new_empty(alpha.shape if needs_alpha else none),
+        x.new_empty(0) if weight is None else weight.new_empty(cols if needs_weight else none),
+        x.new_empty(cols if needs_bias else none, dtype=bias_dtype),
+    )
+
+
+def dyt(
+    x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Dynamic tanh, an elementwise stand-in for a norm: ``weight * tanh(alpha * x) + bias``.
+
+    Math:
+        ``t = tanh(alpha * x)``, ``y = weight * t + bias``, rounded once. Backward:
+        ``dx = dy * weight * alpha * (1 - t^2)``; the gradients of the parameters are sums over
+        rows (alpha: over all elements), in fp32 and in a fixed order.
+
+    Shapes:
+        x ``(..., H)`` with any strides, alpha ``(1,)`` or without axes, weight and bias ``(H,)`` or
+        None, each on its own; y ``(..., H)``, contiguous.
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64). Out: the promotion of all, as the
+        plain formula has.
+
+    Memory:
+        Kept for backward: x and the parameters; tanh is computed again.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: alpha has more than one element, the width of weight or bias differs from that
+            of x, mixed devices.
+
+    Source:
+        Zhu et al. 2025 (arXiv:2503.10622).
+    """
+    checks.floating("dyt", x=x, alpha=alpha, weight=weight, bias=bias)
+    if x.ndim == 0:
+        raise ValueError(f"dyt: x must have at least one axis, got {checks.describe(x)}")
+    if alpha is None or alpha.numel() != 1 or alpha.ndim > 1:
+        raise ValueError(f"dyt: alpha must have shape (1,) or (), got {checks.describe(alpha)}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        checks.vector("dyt", name, parameter, x.shape[-1], "last axis of x")
+    result: Tensor = op(x, alpha, weight, bias)
+    return result
+
+
+def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
+    width = (shape[-1],)
+    return {
+        "x": T(shape, layout=layout),
+        "alpha": T((1,), scale=0.7, **parameters),  # type: ignore[arg-type]
+        "weight": T(width, **parameters),  # type: ignore[arg-type]
+        "bias": T(width, **parameters),  # type: ignore[arg-type]
+    }
+
+
+SAMPLES = (
+    Sample("affine", _given(2, 5, 64)),
+    Sample("fp32-parameters", _given(7, 96, dtype=torch.float32)),
+    Sample("plain", {"x": T((4, 128)), "alpha": T((1,))}),
+    Sample("scalar-alpha", {"x": T((4, 24)), "alpha": T(()), "weight": T((24,))}),
+    Sample("without-weight", {"x": T((6, 72)), "alpha": T((1,)), "bias": T((72,))}),
+    Sample("one-row", _given(1, 257)),
+    Sample("one-axis", _given(48)),
+    Sample("one-column", _given(9, 1)),
+    Sample("no-rows", _given(0, 64)),
+    Sample("no-columns", _given(3, 0)),
+    Sample("large-values", {**_given(4, 64), "x": T((4, 64), scale=40.0)}),
+    Sample("small-values", {**_given(4, 64), "x": T((4, 64), scale=1e-3)}),
+    Sample("sliced", _given(6, 32, layout="sliced")),
+    Sample("transposed", _given(2, 16, 24, layout="transposed")),
+    Sample("row-gaps", _given(3, 4, 64, layout="rows")),
+    Sample("expanded", _given(5, 64, layout="expanded")),
+    Sample("frozen-alpha", {**_given(6, 64), "alpha": T((1,), grad=False)}),
+    Sample("frozen-weight", {**_given(6, 64), "weight": T((64,), grad=False)}),
+    Sample("frozen-parameters", {**_given(6, 64, grad=False)}),
+    Sample("frozen-x", {**_given(6, 64), "x": T((6, 64), grad=False)}),
+    Sample("many-tiny-rows", _given(1100, 8)),
+    Sample("past-65535-rows", _given(65537, 2), size="thin"),
+    Sample("past-65536-columns", _given(2, 65600), size="thin"),
+    Sample("8192x4096", _given(8192, 4096), size="bench"),
+    Sample("50432x768", _given(50432, 768), size="bench"),
+)
