@@ -207,11 +207,14 @@ def summarise(
     profile.holders = _holders(blocks, alive, dict(zip(CATEGORIES, factors, strict=True)))
     kept = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
     profile.saved = _holders(blocks, kept, {SAVED: 1.0})
-    step = max(1, -(-len(totals) // POINTS))
-    for start in range(0, len(totals), step):
+    # all that stood there before the first phase is one moment
+    begin = max(0, phases[0][0] - 1) if phases else 0
+    step = max(1, -(-(len(totals) - begin) // POINTS))
+    for start in range(begin, len(totals), step):
         moment = max(totals[start : start + step], key=lambda pair: pair[0])
         profile.timeline.append(share(moment[1]))
-    profile.phases = [(min(at // step, len(profile.timeline) - 1), name) for at, name in phases]
+    last_point = len(profile.timeline) - 1
+    profile.phases = [(min((at - begin) // step, last_point), name) for at, name in phases]
     return profile
 
 

@@ -273,6 +273,7 @@ class Recorder(StorageMode):
 
     def _before_step(self, *_: Any) -> None:
         self._stepping = True
+        self._phase()
         self._states()
 
     def _after_step(self, *_: Any) -> None:
