@@ -1,5 +1,6 @@
 """Profiles of steps whose memory is known, of a small model, and of an allocator's history."""
 
+import dataclasses
 import json
 import struct
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import liger_multi
+from ci.memory_cases import Case
 from liger_multi.memory import Profile, compare, measure, profile
 from liger_multi.memory.breakdown import summarise
 from liger_multi.memory.history import HIDDEN, OLDER, join
@@ -195,14 +196,13 @@ def test_pictures(made, tmp_path):
 
 
 def test_a_patched_model_is_seen_with_its_operators():
-    from memory_models import model_of, step_of
+    pytest.importorskip("transformers")
+    case = Case("dense", 2, 64, "float32")
 
     profiles = []
     for patched in (False, True):
-        model = model_of("dense")
-        if patched:
-            liger_multi.patch(model)
-        optimizer, step = step_of(model, 2, 64)
+        model = dataclasses.replace(case, patched=patched).build("cpu")
+        optimizer, step = case.step(model)
         step()
         states = [t for s in optimizer.state.values() for t in s.values()]
         known = [*model.parameters(), *model.buffers(), *states]

@@ -116,6 +116,7 @@ class Estimate:
             "title": self.title,
             "static_bytes": self.static_bytes,
             "dynamic_bytes": self.dynamic_bytes,
+            "logits_bytes": self.profile.largest.get(LOGITS, 0),
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
             "gathered_bytes": self.gathered_bytes,
