@@ -72,7 +72,7 @@ def committed():
                 yield pytest.param(data["device"]["name"], row, id=str(case), marks=marks)
 
 
-@pytest.mark.parametrize(("device", "row"), committed())
+@pytest.mark.parametrize(("device", "row"), list(committed()))
 def test_within_ten_percent_of_a_device(device, row):
     case = Case(**row["case"])
     found = case.estimated("cuda").peak_bytes
