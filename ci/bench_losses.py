@@ -403,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="", help="TOKENSxWIDTHxCLASSES")
     parser.add_argument("--providers", default="products,ours,ours-1GiB,ours-two,torch,liger")
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file, or folder for losses.json")
     given = parser.parse_args(arguments)
     device = resolve_device(None)
     text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
@@ -418,7 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
     if given.out:
         head = {"device": report.device_facts(device), "versions": report.versions()}
-        given.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        file = given.out / "losses.json" if given.out.is_dir() else given.out
+        file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     ours = [row for row in rows if row["provider"].startswith("ours")]
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 

@@ -108,13 +108,15 @@ def test_dropout_draws_the_same_numbers_twice():
 
 
 def test_autocast_of_forward_holds_in_backward():
-    module = mlp()
+    module, kinds = mlp(), []
+    module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
     x = torch.randn(12, WIDTH, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         wanted, y = module(x), nn.TiledMLP(module, 3)(x)
     assert y.dtype == wanted.dtype == torch.bfloat16
     right = torch.autograd.grad(wanted, [x, *module.parameters()], torch.ones_like(wanted))
     found = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+    assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
     for got, exact in zip(found, right, strict=True):
         assert excess(got, exact.double(), torch.bfloat16) <= 1
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to, sigmoid
+from liger_multi.backends.triton.common import as_rows, assume_cols, cdiv, round_to, sigmoid
 from liger_multi.backends.triton.gated import flatten, tile_knobs
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import knobs
@@ -49,6 +49,7 @@ def _clamped_forward_kernel(
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(start)
     gate_ptr += row * gate_stride
     up_ptr += row * up_stride
     gate, up = _load_both(gate_ptr, up_ptr, start, cols, INTERLEAVED, BLOCK)
@@ -68,6 +69,7 @@ def _clamped_backward_kernel(
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(start)
     col = start + tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < cols, other=0.0).to(tl.float32)
     gate_ptr += row * gate_stride

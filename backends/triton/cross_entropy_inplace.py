@@ -48,7 +48,7 @@ def _cross_entropy_inplace_backward_kernel(
         lane = tl.arange(0, BLOCK)
         for start in tl.range(0, cols, BLOCK):
             mask = start + lane < cols
-            at = row_ptr + (tl.cast(start, tl.int64) + lane) * col_stride
+            at = row_ptr + tl.cast(start, tl.int64) * col_stride + lane.to(tl.int64) * col_stride
             value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             scaled = round_to(value * dloss, logits_ptr.dtype.element_ty)
             tl.store(at, scaled, mask=mask)

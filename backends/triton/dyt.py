@@ -7,7 +7,6 @@ With t = tanh(alpha * x):
     dw = sum over rows of dy * t,  db = sum over rows of dy,
     dalpha = sum over all of dy * w * (1 - t^2) * x
 
-1 - t^2 = 4 e / (1 + e)^2 with e = exp(-2 |alpha x|), which keeps its digits where t is nearly 1.
 Forward gives a program a tile. Backward gives it some columns and every so many rows: its
 sums stay in registers and leave as one fp32 partial each, which a second kernel adds in a fixed
 order.
@@ -24,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common import (
-    LOG2E,
     as_rows,
     cdiv,
     power_of_2,
@@ -32,6 +30,7 @@ from liger_multi.backends.triton.common import (
     sum_all_partials,
     sum_partials,
     tanh,
+    tanh_and_slope,
     warps,
 )
 from liger_multi.backends.triton.launching import launch
@@ -106,12 +105,12 @@ def _dyt_backward_kernel(
         mask = (first + row < rows)[:, None] & (col < cols)[None, :]
         dy = tl.load(dy_ptr + first * dy_stride + dy_offset, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+        value, slope = tanh_and_slope(x * alpha)
         if dweight_ptr is not None:
-            dweight += dy * tanh(x * alpha)
+            dweight += dy * value
         if dbias_ptr is not None:
             dbias += dy
-        e = tl.exp2(tl.abs(x * alpha) * (-2.0 * LOG2E))
-        slope = dy * weight * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+        slope *= dy * weight
         if dalpha_ptr is not None:
             dalpha += slope * x
         if dx_ptr is not None:

@@ -26,7 +26,7 @@ from liger_multi.backends.triton.group_norm_kernels import (
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
-JOIN_BLOCK = 512  # channels of a group that are joined at a time
+JOIN_BLOCK = 1024  # channels of a group that are joined at a time
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def backward(
     else:
         dy, x, mean, rstd = (t.contiguous() for t in (dy, x, mean, rstd))
         weight = None if weight is None else weight.contiguous()
-        sums = _launch(dy, x, num_groups, weight, mean, rstd, dx if needs_x else None)
+        moves = x.numel() > mean.numel()  # the norm of a single value does not
+        target = dx if needs_x and moves else None
+        sums = _launch(dy, x, num_groups, weight, mean, rstd, target)
+        if not moves:
+            dx.zero_()
         made = sum_all_partials(sums, *kinds) if needs_weight or needs_bias else (dx, dx)
     dweight = made[0] if needs_weight else x.new_empty(0, dtype=kinds[0])
     return dx, dweight, made[1] if needs_bias else x.new_empty(0, dtype=kinds[1])

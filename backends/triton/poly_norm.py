@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, round_to, sum_all_partials
+from liger_multi.backends.triton.common import (
+    as_rows,
+    assume_cols,
+    assume_rows,
+    cdiv,
+    round_to,
+    sum_all_partials,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import (
     BackwardKnobs,
@@ -29,6 +36,8 @@ from liger_multi.backends.triton.norm_knobs import (
     forward_knobs,
 )
 from liger_multi.launch import DeviceInfo, knobs
+
+PLACES: tl.constexpr = tl.constexpr(16)  # of a partial sum, three of them used: whole lines
 
 
 def poly_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
@@ -59,6 +68,8 @@ def _poly_norm_forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
     w3, w2, w1 = _load_weights(weight_ptr)
@@ -84,6 +95,7 @@ def _poly_norm_forward_wide_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, x_stride, cols, eps, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
     sixth = tl.zeros([BLOCK], tl.float32)
     fourth = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
@@ -124,6 +136,9 @@ def _poly_norm_backward_kernel(
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_cols(cols, BLOCK)
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     dx_offset = row[:, None] * cols + col[None, :]
@@ -157,11 +172,11 @@ def _poly_norm_backward_kernel(
             )  # fmt: skip
             dx = round_to(dx, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
-    partial_ptr += tl.program_id(0) * 3
+    partial_ptr += tl.program_id(0) * PLACES
     tl.store(partial_ptr, tl.sum(sum3))
     tl.store(partial_ptr + 1, tl.sum(sum2))
     tl.store(partial_ptr + 2, tl.sum(sum1))
-    tl.store(partial_ptr + programs * 3, tl.sum(sum0))
+    tl.store(partial_ptr + programs * PLACES, tl.sum(sum0))
 
 
 @triton.jit
@@ -169,6 +184,7 @@ def _poly_norm_backward_wide_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    assume_cols(cols)
     w3, w2, w1 = _load_weights(weight_ptr)
     sum3 = 0.0
     sum2 = 0.0
@@ -210,11 +226,11 @@ def _poly_norm_backward_wide_kernel(
                 tl.store(
                     dx_ptr + row * cols + col, round_to(dx, dx_ptr.dtype.element_ty), mask=mask
                 )
-    partial_ptr += tl.program_id(0) * 3
+    partial_ptr += tl.program_id(0) * PLACES
     tl.store(partial_ptr, sum3)
     tl.store(partial_ptr + 1, sum2)
     tl.store(partial_ptr + 2, sum1)
-    tl.store(partial_ptr + tl.num_programs(0) * 3, sum0)
+    tl.store(partial_ptr + tl.num_programs(0) * PLACES, sum0)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
@@ -255,7 +271,7 @@ def backward(
             element_bytes=size,
         )  # fmt: skip
         # the second set has the bias in its first place
-        partial = x.new_zeros((2, k.programs, 3), dtype=torch.float32)
+        partial = x.new_zeros((2, k.programs, PLACES.value), dtype=torch.float32)
         tensors = (dy, x, weight, rstd, dx if needs_x else None, partial[0])
         sizes = (dy.stride(0), x.stride(0), rows, cols)
         if k.block >= cols:
@@ -269,5 +285,5 @@ def backward(
                 k.num_warps,
             )  # fmt: skip
         sums = sum_all_partials(partial, *kinds) if needs_weight or needs_bias else (dx, dx)
-    dweight = sums[0] if needs_weight else weight.new_empty(0)
+    dweight = sums[0][:3] if needs_weight else weight.new_empty(0)
     return dx, dweight, sums[1][:1].clone() if needs_bias else x.new_empty(0, dtype=kinds[1])

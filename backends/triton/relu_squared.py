@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, round_to
+from liger_multi.backends.triton.common import assume_cols, cdiv, round_to
 from liger_multi.backends.triton.gated import flatten, tile_knobs
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import knobs
@@ -22,7 +22,9 @@ def _relu_squared_forward_kernel(
     x_ptr, y_ptr, x_stride, y_stride, cols, tiles, BLOCK: tl.constexpr
 ):
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
     x = tl.where(x < 0.0, 0.0, x)
@@ -34,7 +36,9 @@ def _relu_squared_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, dx_stride, cols, tiles, BLOCK: tl.constexpr
 ):
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     mask = col < cols
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)

@@ -218,7 +218,7 @@ def truth(
     """Run the oracle on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
     rows = _row_tensors(case.sample)
     count = tensors[rows[0]].shape[0]
-    widest = max(1, *(t.shape[-1] for t in tensors.values() if t.is_floating_point()))
+    widest = max(1, *(t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.ndim))
     widest = max(widest, *(t.classes for t in case.sample.tensors.values()))
     step = max(1, int(ORACLE_BYTES // (widest * dtype.itemsize)))
     if any(t.positive for t in case.sample.tensors.values()):

@@ -164,7 +164,7 @@ def distillation_loss(
     """
     o = DistillationOptions.of(**options)
     found = understood("Distillation", student, target)
-    if not isinstance(found, Head | Logits):
+    if not isinstance(found, (Head, Logits)):
         raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
     mask = target != ignore_index
     by = divisor(mask, num_items, processes, group)
@@ -196,7 +196,7 @@ def _soft(
     if isinstance(teacher, TopK):
         return _few(warm, teacher, target, ignore_index, o)
     other = understood("Distillation", teacher, target)
-    if not isinstance(other, Head | Logits):
+    if not isinstance(other, (Head, Logits)):
         raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
     other = replace(other, temperature=other.temperature * o.temperature)
     if isinstance(warm, Logits):

@@ -167,6 +167,5 @@ def cpo_loss(
         rewarded = pairs._replace(
             chosen=_alpha_reward(pairs.chosen, o), rejected=_alpha_reward(pairs.rejected, o)
         )
-    metrics = pair_metrics(rewarded, own, mask, target, o.beta)
     means = logit_means("CPO", policy, target, o.metrics, ignore_index, halves_of(target))
-    return loss, metrics._replace(chosen_logit=means[0], rejected_logit=means[1])
+    return loss, pair_metrics(rewarded, own, mask, target, o.beta, means)

@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_multi import checks
-from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
+from liger_multi.losses.sources import (
+    IGNORED,
+    Head,
+    Logits,
+    Source,
+    detached,
+    tokens,
+    understood,
+)
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
 from liger_multi.plan import resolve
@@ -79,7 +87,7 @@ def token_sum(
     if "ids" in columns:
         columns = {**columns, "picked": _picked(name, found, made, columns["ids"])}
     loss = _masked(formula(made, columns), target, ignore_index).sum()
-    return loss, LogProbOutput._make(None if x is None else x.detach() for x in made)
+    return loss, detached(made)
 
 
 def _picked(name: str, source: Any, made: LogProbOutput, ids: Tensor) -> Tensor:

@@ -57,15 +57,15 @@ class Pairs(NamedTuple):
     rejected_length: Tensor
     nll: Tensor
 
-    @property
-    def delta(self) -> Tensor:
-        """The difference of scores."""
-        return self.chosen_score - self.rejected_score
 
-    @property
-    def mean_delta(self) -> Tensor:
-        """The same of scores a token."""
-        return self.chosen_score / self.chosen_length - self.rejected_score / self.rejected_length
+def delta(p: Pairs) -> Tensor:
+    """The difference of scores."""
+    return p.chosen_score - p.rejected_score
+
+
+def mean_delta(p: Pairs) -> Tensor:
+    """The same of scores a token."""
+    return p.chosen_score / p.chosen_length - p.rejected_score / p.rejected_length
 
 
 def logistic(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -153,7 +153,12 @@ def halves_of(target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_metrics(
-    pairs: Pairs, own: LogProbOutput, mask: Tensor, target: Tensor, beta: float
+    pairs: Pairs,
+    own: LogProbOutput,
+    mask: Tensor,
+    target: Tensor,
+    beta: float,
+    means: tuple[Tensor | None, Tensor | None],
 ) -> PreferenceMetrics:
     """What trainers log."""
     with torch.no_grad():
@@ -164,5 +169,5 @@ def pair_metrics(
             up.mean(), down.mean(), (up - down).mean(), (up > down).float().mean(),
             pairs.chosen_log_prob.detach().mean(), pairs.rejected_log_prob.detach().mean(),
             pairs.nll.detach(), None if own.entropy is None else masked_mean(own.entropy, mask),
-            None if hits is None else masked_mean(hits.float(), first),
+            None if hits is None else masked_mean(hits.float(), first), *means,
         )  # fmt: skip

@@ -21,9 +21,11 @@ from liger_multi.losses.pairs import (
     EXTRA,
     Pairs,
     PreferenceMetrics,
+    delta,
     halves_of,
     logistic,
     logit_means,
+    mean_delta,
     pair_mask,
     pair_metrics,
     paired,
@@ -38,23 +40,23 @@ from liger_multi.losses.sources import IGNORED, Source, log_square_sum
 
 
 def _sigmoid(p: Pairs, o: Any) -> Any:
-    return logistic(o.beta * p.delta, o.label_smoothing)
+    return logistic(o.beta * delta(p), o.label_smoothing)
 
 
 def _sigmoid_norm(p: Pairs, o: Any) -> Any:
-    return logistic(o.beta * p.mean_delta, o.label_smoothing)
+    return logistic(o.beta * mean_delta(p), o.label_smoothing)
 
 
 def _hinge(p: Pairs, o: Any) -> Any:
-    return torch.relu(1 - o.beta * p.delta)
+    return torch.relu(1 - o.beta * delta(p))
 
 
 def _ipo(p: Pairs, o: Any) -> Any:
-    return (p.mean_delta - 1 / (2 * o.beta)).square()
+    return (mean_delta(p) - 1 / (2 * o.beta)).square()
 
 
 def _exo_pair(p: Pairs, o: Any) -> Any:
-    x, e = o.beta * p.delta, o.label_smoothing
+    x, e = o.beta * delta(p), o.label_smoothing
     won = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-e))
     return won + torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(e))
 
@@ -65,7 +67,7 @@ def _nca_pair(p: Pairs, o: Any) -> Any:
 
 
 def _robust(p: Pairs, o: Any) -> Any:
-    x, e = o.beta * p.delta, o.label_smoothing
+    x, e = o.beta * delta(p), o.label_smoothing
     return ((1 - e) * logistic(x) - e * logistic(-x)) / (1 - 2 * e)
 
 
@@ -85,8 +87,8 @@ def _aot(p: Pairs, o: Any) -> Any:
 
 
 def _aot_unpaired(p: Pairs, o: Any) -> Any:
-    delta = torch.sort(p.chosen)[0] - torch.sort(p.rejected)[0]
-    return logistic(o.beta * delta, o.label_smoothing)
+    gap = torch.sort(p.chosen)[0] - torch.sort(p.rejected)[0]
+    return logistic(o.beta * gap, o.label_smoothing)
 
 
 def _apo_zero(p: Pairs, o: Any) -> Any:
@@ -98,7 +100,7 @@ def _apo_down(p: Pairs, o: Any) -> Any:
 
 
 def _discopop(p: Pairs, o: Any) -> Any:
-    x = o.beta * p.delta
+    x = o.beta * delta(p)
     mix = torch.sigmoid(x / o.discopop_tau)
     return (1 - mix) * logistic(x) + mix * torch.exp(-x)
 
@@ -258,16 +260,14 @@ def dpo_loss(
         square = log_square_sum(policy, target, ignore_index=ignore_index, name="DPO")
         likely = sequences((own.log_prob - square).detach(), mask, None, True).exp()  # type: ignore[operator]
         factor = likely.chunk(2)[0] * likely.chunk(2)[1]
-    loss = sum(
-        w * (DPO[kind].pairs(pairs, o) * factor).mean()
-        for kind, w in zip(o.types, o.weights, strict=True)
-    )
+    loss: Any = 0.0
+    for kind, weight in zip(o.types, o.weights, strict=True):
+        loss = loss + weight * (DPO[kind].pairs(pairs, o) * factor).mean()
     if o.rpo_alpha:
         mean = sequences(own.log_prob, mask, None, True).chunk(2)[0]
         loss = loss - o.rpo_alpha * mean.mean()
-    metrics = pair_metrics(pairs, own, mask, target, o.beta)
     means = logit_means("DPO", policy, target, o.metrics, ignore_index, halves_of(target))
-    return loss, metrics._replace(chosen_logit=means[0], rejected_logit=means[1])
+    return loss, pair_metrics(pairs, own, mask, target, o.beta, means)
 
 
 def _reference(

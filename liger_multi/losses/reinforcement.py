@@ -23,7 +23,7 @@ from liger_multi import checks
 from liger_multi.losses.one_pass import Columns, token_sum
 from liger_multi.losses.policies import POLICY, Batch, PolicyOptions, cispo, clipped, token_mean
 from liger_multi.losses.reductions import divisor, lengths, masked_mean
-from liger_multi.losses.sources import IGNORED, Source, tokens
+from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
 
 
@@ -127,7 +127,7 @@ def policy_loss(
         made = tokens(policy, target, outputs, ignore_index=ignore_index, name="Policy")
         columns |= _beyond(made, columns, mask, o)
         loss = torch.where(mask, _formula(o)(made, columns), 0).sum()
-        own = LogProbOutput._make(None if x is None else x.detach() for x in made)
+        own = detached(made)
     return loss, _metrics(own, columns, mask, o, loss)
 
 

@@ -74,7 +74,7 @@ class Head:
 
     def run(self, function: Callable[[Tensor, Tensor, Tensor | None], Any]) -> Any:
         """``function(hidden, weight, bias)`` with the weight that belongs to the call."""
-        if not isinstance(self.weight, nn.Module | Tensor):
+        if not isinstance(self.weight, (nn.Module, Tensor)):
             return self.weight(self.hidden, function)
         if isinstance(self.weight, nn.Module):
             if self.bias is not None:
@@ -122,7 +122,7 @@ def understood(name: str, source: Source, target: Tensor) -> Head | Logits | Log
                 f"targets (logits one axis more), got {checks.describe(own)}"
             )
         return source
-    if not isinstance(source, Head | Logits):
+    if not isinstance(source, (Head, Logits)):
         raise TypeError(
             f"{name}: expected losses.Head, losses.Logits, ops.LogProbOutput or a tensor, got "
             f"{checks.describe(source)}"
@@ -180,6 +180,15 @@ def tokens(
 
     result: LogProbOutput = found.run(run)
     return result
+
+
+def detached(made: LogProbOutput) -> LogProbOutput:
+    """The same numbers without gradients."""
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach()
+
+    return LogProbOutput(cut(made.log_prob), cut(made.entropy), cut(made.lse), cut(made.argmax))
 
 
 def _given(

@@ -97,15 +97,15 @@ def rope_complex(
     return _rotary.run(op, q, k, (freqs,), (heads, rotary), "cohere")
 
 
-def _case(angles: tuple[int, ...], *lead: Any, kind: Any = torch.float32, **more: Any) -> Any:
+def _case(angles: tuple[int, ...], *lead: Any, kind: Any = None, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
     return {**tensors, "freqs": T((*angles, 2), dtype=kind, grad=False)}
 
 
 INSIDE, OUTSIDE = {"axis": 2}, {"unsqueeze_dim": 1}
 SAMPLES = (
-    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE)),
-    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8), OUTSIDE),
+    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, kind=torch.float32, **INSIDE)),
+    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8, kind=torch.float32), OUTSIDE),
     Sample("one-for-all", _case((1, 3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("without-batch", _case((3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("three-axes", _case((5, 4), 0, (3, 3), 5, 8), OUTSIDE),
@@ -113,12 +113,13 @@ SAMPLES = (
     Sample("odd-heads", _case((1, 6, 20), 1, (7, 5), 6, 40, **INSIDE)),
     Sample("one-token", _case((3, 1, 32), 3, (4, 2), 1, 64, **INSIDE)),
     Sample("no-tokens", _case((2, 0, 4), 2, (2, 1), 0, 8, **INSIDE)),
-    Sample("same-dtype", _case((2, 3, 4), 2, (4, 2), 3, 8, kind=None, **INSIDE)),
+    Sample("same-dtype", _case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("swapped", _case((2, 5, 4), 2, (4, 2), 5, 8, layout="swapped"), OUTSIDE),
     Sample("sliced", _case((2, 3, 4), 2, (2, 1), 3, 8, layout="sliced", **INSIDE)),
     Sample("expanded", _case((3, 3, 4), 3, (2, 1), 3, 8, layout="expanded", **INSIDE)),
     Sample("frozen-k", {**_case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE),
                         "k": T((2, 3, 2, 8), grad=False)}),
     Sample("past-65535-rows", _case((65537, 2), 1, (2, 1), 65537, 4, **INSIDE), size="thin"),
-    Sample("4x2048 40/8x128", _case((4, 2048, 64), 4, (40, 8), 2048, 128, **INSIDE), size="bench"),
+    Sample("4x2048 40/8x128",
+           _case((4, 2048, 64), 4, (40, 8), 2048, 128, kind=torch.float32, **INSIDE), size="bench"),
 )  # fmt: skip

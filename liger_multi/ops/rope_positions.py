@@ -151,34 +151,35 @@ def _positions(
     return shaped
 
 
-def _case(ids: tuple[int, ...], *lead: Any, pairs: int, low: bool = False, **more: Any) -> Any:
+def _case(ids: tuple[int, ...], *lead: Any, pairs: int, wide: bool = False, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
-    made = T((pairs,), dtype=None if low else torch.float32, grad=False, positive=True)
+    made = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
     return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": made}
 
 
 THREE: dict[str, Any] = {"sections": (1, 2, 1)}
 SAMPLES = (
-    Sample("llama", _case((2, 3), 2, (4, 2), 3, 8, pairs=4)),
+    Sample("llama", _case((2, 3), 2, (4, 2), 3, 8, pairs=4, wide=True)),
     Sample("scaled", _case((1, 3), 2, (4, 2), 3, 8, pairs=4), {"scaling": 1.3}),
     Sample("interleaved", _case((2, 3), 2, (4, 2), 3, 8, pairs=4), {"style": "interleaved"}),
-    Sample("cohere", _case((2, 3), 2, (4, 2), 3, 8, pairs=4), {"casting": "cohere"}),
+    Sample("cohere", _case((2, 3), 2, (4, 2), 3, 8, pairs=4, wide=True), {"casting": "cohere"}),
     Sample("one-axis", _case((3,), 2, (4, 2), 3, 8, pairs=4)),
     Sample("heads-inside", _case((2, 3), 2, (4, 2), 3, 8, pairs=4, axis=2), {"unsqueeze_dim": 2}),
-    Sample("qwen2-vl", _case((3, 2, 3), 2, (4, 2), 3, 8, pairs=4), THREE),
+    Sample("qwen2-vl", _case((3, 2, 3), 2, (4, 2), 3, 8, pairs=4, wide=True), THREE),
     Sample("qwen3-vl", _case((3, 2, 3), 2, (4, 2), 3, 16, pairs=8),
            {"sections": (4, 2, 2), "arrangement": "interleaved"}),
     Sample("image", _case((2, 6), 0, (3, 3), 6, 8, pairs=4), {"sections": (2, 2)}),
     Sample("three-axes", _case((5,), 0, (3, 3), 5, 8, pairs=4)),
     Sample("partial", _case((2, 3), 2, (2, 1), 3, 20, pairs=4)),
     Sample("odd-heads", _case((1, 6), 1, (7, 5), 6, 40, pairs=20)),
-    Sample("low-frequencies", _case((2, 3), 2, (4, 2), 3, 8, pairs=4, low=True)),
+    Sample("low-frequencies", _case((2, 3), 2, (4, 2), 3, 8, pairs=4)),
     Sample("no-tokens", _case((2, 0), 2, (2, 1), 0, 8, pairs=4)),
     Sample("swapped", _case((2, 5), 2, (4, 2), 5, 8, pairs=4, layout="swapped")),
     Sample("sliced", _case((2, 3), 2, (2, 1), 3, 8, pairs=4, layout="sliced")),
     Sample("frozen-q", {**_case((2, 3), 2, (4, 2), 3, 8, pairs=4),
                         "q": T((2, 4, 3, 8), grad=False)}),
     Sample("past-65535-rows", _case((65537,), 1, (2, 1), 65537, 4, pairs=2), size="thin"),
-    Sample("8x1024 32/8x128", _case((8, 1024), 8, (32, 8), 1024, 128, pairs=64, layout="swapped"),
+    Sample("8x1024 32/8x128", _case((8, 1024), 8, (32, 8), 1024, 128, pairs=64, wide=True,
+                                     layout="swapped"),
            size="bench"),
 )  # fmt: skip

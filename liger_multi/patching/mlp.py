@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as module_of_torch
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
@@ -74,12 +74,13 @@ def _apply(module: Any, x: Tensor, kind: MlpKind, names: MlpNames) -> Tensor:
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)  # of all modules
 PLAIN = (Tensor, nn.Parameter)
 
 
 def _bare(module: nn.Module, names: MlpNames) -> bool:
     """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
-    if names.up is None or _has_any_global_hook():
+    if names.up is None or any(getattr(module_of_torch, hooks) for hooks in GLOBAL_HOOKS):
         return False
     return all(_is_bare(module._modules[name]) for name in names.all)
 
