@@ -77,6 +77,7 @@ class Case:
             model: Any = transformers.AutoModelForCausalLM.from_config(
                 self.config(), dtype=DTYPES[self.dtype][0]
             )
+        model.tie_weights()
         if self.lora:
             import peft
 

@@ -36,6 +36,8 @@ def test_within_ten_percent_of_a_measured_step(case):
         pytest.skip("experts run in a loop here, which reads values")
     if case.lora:
         pytest.importorskip("peft")
+    if case.model == "gqa" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        pytest.skip("attention of grouped heads is spelled out on a CPU here")
     model = case.build("cpu")
     optimizer, step = case.step(model)
     step()

@@ -285,6 +285,7 @@ def _model(given: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any
         config._attn_implementation = kind
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # which transformers 5.0 leaves out on the meta device
     else:
         raise TypeError(
             "expected a Hugging Face configuration or a model, got "

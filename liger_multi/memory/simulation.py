@@ -8,9 +8,11 @@ decide about shapes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -66,7 +68,7 @@ class Simulation(Recorder):
         ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
         model = cast(Any, self._model)
         _alone()
-        with StandIns(self, self._autocast) as stand_ins, self.recording():
+        with _meta_has_no_autocast(), StandIns(self, self._autocast) as stand_ins, self.recording():
             token = meta_autocast.set(self._autocast)
             try:
                 loss = model(input_ids=ids, labels=ids).loss
@@ -270,6 +272,21 @@ def _grouped(
     groups = () if offs is None or a.ndim + b.ndim != 4 else (offs.numel(),)
     batch = (a.shape[0],) if a.ndim + b.ndim == 6 else groups
     return a.new_empty(*batch, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+@contextlib.contextmanager
+def _meta_has_no_autocast() -> Iterator[None]:
+    """Let PyTorch answer no where it refuses the question, which models of transformers 5.0 ask."""
+    asked: Any = torch.is_autocast_enabled
+
+    def answer(*args: Any) -> bool:
+        return False if args == ("meta",) else asked(*args)
+
+    torch.is_autocast_enabled = answer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
 
 
 def _backward(loss: Tensor) -> None:
