@@ -22,28 +22,12 @@ from typing import Any
 
 import torch
 
+from liger_multi.memory.sizes import SIZES
+
 ROOT = Path(__file__).parent.parent
 
-# Sizes as their authors published them (the models' config.json on the Hugging Face hub).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2-0.5b": (
-        "Qwen2",
-        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-         "tie_word_embeddings": True},
-    ),
-    "llama-3.2-1b": (
-        "Llama",
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "tie_word_embeddings": True},
-    ),
-    "llama-3-8b": (
-        "Llama",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "tie_word_embeddings": False},
-    ),
+    **SIZES,
     "tiny": (
         "Llama",
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ci import docs_benchmarks, docs_losses, docs_status, regressions
+from ci import docs_benchmarks, docs_losses, docs_memory, docs_status, regressions
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
@@ -279,6 +279,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "regressions.md": lambda old: regressions.page(),
         docs / "verification.md": lambda old: docs_status.page(),
         docs / "benchmarks.md": lambda old: docs_benchmarks.page(),
+        docs / "memory.md": docs_memory.page,
     }
     made |= {
         docs / "ops" / f"{name}.md": lambda old, name=name: operator_page(name)  # type: ignore[misc]

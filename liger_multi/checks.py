@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from liger_multi.errors import unknown
+
+meta_autocast: ContextVar[torch.dtype | None] = ContextVar("liger_multi_autocast", default=None)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast asks for on a device, or None; PyTorch has none of meta tensors."""
+    if device_type == "meta":
+        return meta_autocast.get()
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def describe(x: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 BLOCK_BYTES = 32 * 2**20  # fp32 temporaries of one block of rows in the reference
 AUTO_BYTES = 5 * 2**28  # largest automatic chunk of logits: 4096 rows of 151 936 columns in bf16
 FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
+assumed_free: ContextVar[int] = ContextVar("liger_multi_assumed_free", default=0)  # where none is
 MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
 
 
@@ -33,8 +35,8 @@ def as_rows(x: Tensor) -> Tensor:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that an allocation on ``device`` could still get, in bytes; 0 if nobody can say."""
-    if device.type == "cpu":
-        return 0
+    if device.type in ("cpu", "meta"):
+        return assumed_free.get()
     module = torch.get_device_module(device.type)
     query, stats = getattr(module, "mem_get_info", None), getattr(module, "memory_reserved", None)
     if query is None or stats is None or capturing(device):
@@ -44,9 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 def capturing(device: torch.device) -> bool:
     """Whether a graph of the device's stream is being captured (nothing may be read back then)."""
-    if device.type == "cpu":
-        return False
-    module = torch.get_device_module(device.type)
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
     return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
@@ -90,17 +90,16 @@ def weight_gradient_dtype(
     A single product in the dtype of the weight is rounded once as well; but not in float16, whose
     range a sum over rows leaves.
     """
-    if kind == torch.float64:
-        return kind
-    return kind if whole and kind == weight and kind != torch.float16 else accumulate
+    rounded_once = whole and kind == weight and kind != torch.float16
+    return kind if rounded_once or kind == torch.float64 else accumulate
 
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of low precision can be written in float32 here (asked once, on 16x16)."""
     try:
-        a = torch.zeros(16, 16, dtype=dtype, device=device_type)
-        out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
+        kinds = (dtype, torch.float32)
+        a, out = (torch.zeros(16, 16, dtype=kind, device=device_type) for kind in kinds)
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
     except (TypeError, RuntimeError, NotImplementedError):
         return False

@@ -18,6 +18,7 @@ from liger_multi.reference.chunking import (
     is_whole,
     row_blocks,
 )
+from liger_multi.reference.retry import divided
 from liger_multi.reference.rows import Objective
 
 
@@ -48,11 +49,12 @@ class Chunks:
             self.index = index if index.numel() < target.numel() else None
         self.rows = target.numel() if self.index is None else self.index.numel()
         like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
-        self.step = chunk_rows(self.rows, like, weight.shape[0], plan.chunk, plan.budget)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
         every, size = target.numel(), like.element_size()
         limits = (plan.chunk, plan.budget)
         self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
+        step = chunk_rows(self.rows, like, weight.shape[0], plan.chunk, plan.budget)
+        self.step = divided(min(step, max(1, self.rows)), self.whole)
         self.buffer = hidden.new_empty(min(self.step, self.rows), weight.shape[0], dtype=kind)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:

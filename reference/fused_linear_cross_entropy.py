@@ -17,6 +17,7 @@ from liger_multi.reference import objective as rows_of
 from liger_multi.reference import reduction as reduction_of
 from liger_multi.reference.fused_linear import Chunks, Plan
 from liger_multi.reference.gradients import Accumulator, Gradients, scale_to
+from liger_multi.reference.retry import retried
 from liger_multi.reference.rows import Objective, RowKernels, Rows
 
 
@@ -49,6 +50,7 @@ class ReferenceRows:
 def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
+    @retried
     def forward(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
         class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
@@ -79,6 +81,7 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         results = reduction_of.reduced(rows, target, goal, reduction, by, outputs)
         return (*results, *into.gradients, by)  # type: ignore[return-value]
 
+    @retried
     def backward(
         dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor], target: Tensor,
         bias: Optional[Tensor], class_weight: Optional[Tensor], lse: Tensor,

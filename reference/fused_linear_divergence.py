@@ -18,6 +18,7 @@ from liger_multi.reference.fused_linear_pairs import Pairs
 from liger_multi.reference.gradients import Accumulator, Gradients, scale_to
 from liger_multi.reference.log_prob import Upstream, within_range
 from liger_multi.reference.reduction import divide
+from liger_multi.reference.retry import retried
 
 FP16_GAIN = 16.0  # probabilities of a class are small for fp16
 
@@ -25,6 +26,7 @@ FP16_GAIN = 16.0  # probabilities of a class are small for fp16
 def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract ``name`` over a backend's row kernels."""
 
+    @retried
     def forward(
         hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
         target: Optional[Tensor], bias: Optional[Tensor], teacher_bias: Optional[Tensor],
@@ -55,6 +57,7 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
         by = count if reduction == "mean" else torch.ones_like(count)
         return reduced(loss, count, reduction), *into.gradients, by * gain
 
+    @retried
     def backward(
         dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor],
         teacher_hidden: Optional[Tensor], teacher_weight: Optional[Tensor],

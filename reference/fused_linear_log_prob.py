@@ -15,6 +15,7 @@ from liger_multi.reference.fused_linear import Chunks, Plan
 from liger_multi.reference.gradients import Accumulator, scale_to
 from liger_multi.reference.log_prob import Upstream, gradient_, upstream_of, within_range
 from liger_multi.reference.reduction import check_targets
+from liger_multi.reference.retry import retried
 from liger_multi.reference.rows import Objective, Rows
 
 
@@ -43,6 +44,7 @@ class ReferenceRows:
 def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
+    @retried
     def forward(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
         softcap: Optional[float], logit_scale: float, chunk: int, budget: int,
@@ -60,6 +62,7 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
             rows.put(where, kernels.statistics(raw, t, None, goal, outputs))
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
 
+    @retried
     def backward(
         dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], entropy: Tensor,

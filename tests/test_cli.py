@@ -14,7 +14,7 @@ from liger_multi import registry
 from liger_multi._version import __version__
 from liger_multi.cli import doctor
 from liger_multi.cli.main import main
-from liger_multi.cli.page import Page, _table
+from liger_multi.page import Page, _table
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from liger_multi.cli.page import Page
 from liger_multi.memory.measure import format_bytes
+from liger_multi.page import Page
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import doctor
-from liger_multi.cli.page import Page
+from liger_multi.cli import doctor, estimate
 from liger_multi.demo import command as demo
+from liger_multi.demo import memory as memory_demo
 from liger_multi.errors import LigerMultiError
+from liger_multi.page import Page
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -82,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("demo", help=text, description=text)
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    text = "where the memory of one training step goes, stock and patched"
+    command = commands.add_parser("memory-demo", help=text, description=text)
+    memory_demo.add_arguments(command)
+    command.set_defaults(run=memory_demo.run)
+
+    text = "how much memory training a model will need on each device"
+    command = commands.add_parser("estimate", help=text, description=text)
+    estimate.add_arguments(command)
+    command.set_defaults(run=estimate.run)
     return parser
 
 

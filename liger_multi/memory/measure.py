@@ -14,13 +14,13 @@ temporaries would hide behind one operator (:func:`liger_multi.op.inline_ops`).
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_multi.memory.storages import StorageMode, Storages
 
 Result = TypeVar("Result")
 
@@ -147,44 +147,20 @@ def _inline_ops() -> contextlib.AbstractContextManager[None]:
     return inline_ops()
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(StorageMode):
     """Add up the bytes of live storages around every operator."""
 
     def __init__(
         self, device: torch.device, width: int | None, known: Iterable[torch.Tensor]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device_type = device.type
         self._width = width
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._storages = Storages(device.type, self._gone)
         self._born: set[int] = set()
         self._start = self._live = self._peak = 0
         self._widest: tuple[int, torch.Size, torch.dtype] | None = None
         for tensor in known:
-            self._see(tensor, made=False)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run one operator and take stock of its inputs and outputs."""
-        # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
-        plain = torch.Tensor.__torch_dispatch__
-        if any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        for tensor in _tensors(args):
-            self._see(tensor, made=False)
-        for tensor in _tensors(kwargs.values()):
-            self._see(tensor, made=False)
-        result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
-            self._see(tensor, made=True)
-        return result
+            self.see(tensor, made=False)
 
     def report(self, peak: Peak, with_bytes: bool) -> None:
         """Copy what was seen into ``peak``."""
@@ -195,25 +171,20 @@ class _Watch(TorchDispatchMode):
             if self._widest is not None:
                 peak.widest_bytes, shape, peak.widest_dtype = self._widest
                 peak.widest_shape = tuple(shape)
-        # The storages outlive the region; what they do from here on is none of its business.
-        self._references.clear()
+        self._storages.forget()
 
-    def _see(self, tensor: torch.Tensor, made: bool) -> None:
-        if tensor.device.type != self._device_type:
+    def see(self, tensor: torch.Tensor, made: bool) -> None:
+        """Count a storage that is new or has another size."""
+        found = self._storages.see(tensor)
+        if found is None:
             return
-        storage = tensor.untyped_storage()
-        # The C++ identity: a Python wrapper of the same storage may come and go.
-        key, size = storage._cdata, storage.nbytes()
-        before = self._sizes.get(key)
-        if before is None:
-            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
-            if made:
-                self._born.add(key)
-            else:
-                self._start += size
-                self._peak += size
+        key, before, size = found
+        if before is None and made:
+            self._born.add(key)
+        elif before is None:
+            self._start += size
+            self._peak += size
         if before != size:
-            self._sizes[key] = size
             self._live += size - (before or 0)
             self._peak = max(self._peak, self._live)
         if self._width is not None and self._width in tensor.shape and key in self._born:
@@ -222,16 +193,6 @@ class _Watch(TorchDispatchMode):
             if self._widest is None or extent > self._widest[0]:
                 self._widest = (extent, tensor.shape, tensor.dtype)
 
-    def _gone(self, key: int) -> None:
-        self._live -= self._sizes.pop(key, 0)
-        self._references.pop(key, None)
+    def _gone(self, key: int, size: int) -> None:
+        self._live -= size
         self._born.discard(key)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among operator arguments, also inside lists (foreach operators)."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -35,9 +35,9 @@ def compute_dtype(
 ) -> torch.dtype | None:
     """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree."""
     kind = hidden.device.type
-    asked = kind != "meta" and torch.is_autocast_enabled(kind)
-    if asked and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
+    asked = checks.autocast_dtype(kind)
+    if asked is not None and hidden.dtype != torch.float64:
+        return asked
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         kinds = [
             str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None

@@ -163,8 +163,8 @@ def _shapes_fit(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
 def _one_dtype(tensors: dict[str, Tensor | None]) -> list[Tensor | None]:
     """All tensors in the dtype of the products: autocast's, or the one that all have."""
     given, kind = list(tensors.values()), next(iter(tensors.values())).device.type  # type: ignore[union-attr]
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        wanted = torch.get_autocast_dtype(kind)
+    wanted = checks.autocast_dtype(kind)
+    if wanted is not None:
         return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
     kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None}
     if len(set(kinds.values())) > 1:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching import versions
 from liger_multi.patching.lazy import lazy_logits
 from liger_multi.patching.options import HeadSettings
@@ -68,8 +69,9 @@ class LazyHead(Patched):
 def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype of real logits; None where the stock forward would raise."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
+    asked = autocast_dtype(kind)
+    if asked is not None and hidden.dtype != torch.float64:
+        return asked
     return hidden.dtype if hidden.dtype == weight.dtype else None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
 
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
@@ -95,7 +96,7 @@ def _is_bare(layer: nn.Module | None) -> bool:
 def _one_dtype(x: Tensor, *layers: nn.Linear) -> bool:
     if type(x) is not Tensor:
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x.device.type) is not None:
         return True
     return all(layer.weight.dtype == x.dtype for layer in layers)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching import versions
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.swap import Patched, buried
@@ -192,18 +193,18 @@ class _Circumstances:
     def __init__(self, hidden: Tensor) -> None:
         kind = hidden.device.type
         self.device_type = kind
-        self.autocast = torch.is_autocast_enabled(kind)
-        self.autocast_dtype = torch.get_autocast_dtype(kind) if self.autocast else None
+        self.autocast_dtype = autocast_dtype(kind)
 
     @contextlib.contextmanager
     def entered(self, grad: bool) -> Iterator[None]:
         """Grad mode and autocast as in the forward pass."""
-        with torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast):
-            if grad:
-                yield
-            else:
-                with torch.no_grad():
-                    yield
+        kind, dtype = self.device_type, self.autocast_dtype
+        with contextlib.ExitStack() as stack:
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if not grad:
+                stack.enter_context(torch.no_grad())
+            yield
 
 
 class Guard(_Circumstances):

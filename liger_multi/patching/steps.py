@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching.recipe import Recipe
 
 
@@ -77,7 +78,7 @@ def log_softmax(
     """``log_softmax`` over the vocabulary."""
     if dim not in (-1, recipe.hidden.ndim - 1) or not (dtype is None or dtype.is_floating_point):
         return None
-    autocast = torch.is_autocast_enabled(recipe.hidden.device.type)
+    autocast = autocast_dtype(recipe.hidden.device.type) is not None
     return recipe.step("log_softmax", dtype or (torch.float32 if autocast else recipe.dtype))
 
 

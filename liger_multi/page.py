@@ -45,8 +45,13 @@ class Page:
         if not console.is_terminal:
             sys.stdout.write(self.plain())
             return
-        for section in self.sections:
-            console.print(_table(section))
+        console.print(self.rich())
+
+    def rich(self) -> Any:
+        """The page for a rich console."""
+        from rich.console import Group
+
+        return Group(*map(_table, self.sections))
 
     def plain(self) -> str:
         """The page as aligned text."""

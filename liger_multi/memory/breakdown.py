@@ -1,0 +1,252 @@
+"""What a recorded step held, over time and at its peak, as plain data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from liger_multi.memory.recorder import CATEGORIES, FORWARD, SAVED, Block
+
+POINTS = 600  # of a timeline; between two of them the highest moment is kept
+LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass
+class Holder:
+    """Blocks of one origin that were alive at the peak.
+
+    Attributes:
+        category: What they are.
+        kind: Class of the module that they belong to.
+        module: Its path; numbers of layers are stars.
+        op: Operator that made them.
+        phase: Phase in which they were made.
+        bytes: Their sum.
+        count: How many.
+    """
+
+    category: str
+    kind: str
+    module: str
+    op: str
+    phase: str
+    bytes: int = 0
+    count: int = 0
+
+
+@dataclass
+class Profile:
+    """Memory of one step.
+
+    Attributes:
+        title: What ran.
+        device: Where.
+        method: How it was seen: ``"live tensors"``, ``"allocator history"`` or ``"shapes"``.
+        peak_bytes: Largest number of bytes alive at once.
+        peak_phase: When that was.
+        peak_module: Module that was running then.
+        peak_op: Operator that was running then.
+        at_peak: Bytes by category at that moment.
+        largest: Each category's own largest bytes, whenever that was.
+        holders: What was alive at the peak, by origin, largest first.
+        saved: What forward kept for backward when it held most, by origin, largest first.
+        timeline: Bytes of every category, in the order of :data:`CATEGORIES`, over time.
+        phases: Place in the timeline and name of every phase.
+        allocator: Of an accelerator: ``allocated``, ``reserved`` and ``fragmentation`` bytes (the
+            part of the reserved memory that was in no block at the reserved peak), and ``hidden``
+            bytes at the peak, which no tensor was seen for.
+    """
+
+    title: str
+    device: str
+    method: str
+    peak_bytes: int = 0
+    peak_phase: str = ""
+    peak_module: str = ""
+    peak_op: str = ""
+    at_peak: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    holders: list[Holder] = field(default_factory=list)
+    saved: list[Holder] = field(default_factory=list)
+    timeline: list[list[int]] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    allocator: dict[str, int] = field(default_factory=dict)
+
+    def by(self, *keys: str, saved: bool = False) -> dict[tuple[str, ...], int]:
+        """Bytes at the peak summed by attributes of :class:`Holder`, largest first.
+
+        Args:
+            *keys: ``"category"``, ``"kind"``, ``"module"``, ``"op"``, ``"phase"``.
+            saved: Of what forward kept for backward instead.
+        """
+        known = ("category", "kind", "module", "op", "phase")
+        if not keys or set(keys) - set(known):
+            raise ValueError(f"by wants some of {', '.join(known)}, got {keys}")
+        sums: dict[tuple[str, ...], int] = {}
+        for holder in self.saved if saved else self.holders:
+            key = tuple(getattr(holder, k) for k in keys)
+            sums[key] = sums.get(key, 0) + holder.bytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def as_data(self) -> dict[str, Any]:
+        """The profile as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Profile:
+        """A profile from :meth:`as_data`, or from JSON of it."""
+        rows = {name: [Holder(**row) for row in data[name]] for name in ("holders", "saved")}
+        phases = [(place, name) for place, name in data["phases"]]
+        return cls(**{**data, **rows, "phases": phases})
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_text(json.dumps(self.as_data(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what :meth:`save` wrote."""
+        return cls.from_data(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def draw(self, path: str | Path) -> None:
+        """Write a PNG of the timeline (needs matplotlib)."""
+        from liger_multi.memory.picture import draw
+
+        draw([self], Path(path))
+
+    def __str__(self) -> str:
+        from liger_multi.memory.tables import profile_page
+
+        return profile_page(self).plain()
+
+    def __rich__(self) -> Any:
+        from liger_multi.memory.tables import profile_page
+
+        return profile_page(self).rich()
+
+
+@dataclass
+class Comparison:
+    """Two profiles beside each other, as ``stock`` and ``patched``."""
+
+    first: Profile
+    second: Profile
+
+    @property
+    def saved_bytes(self) -> int:
+        """How much lower the second peak is."""
+        return self.first.peak_bytes - self.second.peak_bytes
+
+    def draw(self, path: str | Path) -> None:
+        """Write a PNG with both timelines on one scale (needs matplotlib)."""
+        from liger_multi.memory.picture import draw
+
+        draw([self.first, self.second], Path(path))
+
+    def __str__(self) -> str:
+        from liger_multi.memory.tables import comparison_page
+
+        return comparison_page(self).plain()
+
+    def __rich__(self) -> Any:
+        from liger_multi.memory.tables import comparison_page
+
+        return comparison_page(self).rich()
+
+
+def summarise(
+    profile: Profile,
+    blocks: Sequence[Block],
+    events: Sequence[tuple[int, int]],
+    phases: Sequence[tuple[int, str]],
+    scale: Mapping[str, float] | None = None,
+) -> Profile:
+    """Fill ``profile`` from a record.
+
+    Args:
+        profile: With title, device and method.
+        blocks: What lived.
+        events: ``(block, bytes)`` in order.
+        phases: ``(event, phase)``.
+        scale: Factor on the bytes of a category, where only a share of it is on this device.
+    """
+    places = {name: i for i, name in enumerate(CATEGORIES)}
+    factors = [(scale or {}).get(name, 1.0) for name in CATEGORIES]
+    category = [places[block.category] for block in blocks]
+    live, totals = [0] * len(CATEGORIES), []
+    best, peak_at, kept_at, kept_most = -1.0, -1, -1, -1
+    largest = [0] * len(CATEGORIES)
+    in_forward = _phase_of(phases)
+    for at, (index, change) in enumerate(events):
+        place = category[index]
+        live[place] += change
+        largest[place] = max(largest[place], live[place])
+        total = sum(n * f for n, f in zip(live, factors, strict=True))
+        totals.append((total, tuple(live)))
+        if total > best:
+            best, peak_at = total, at
+        if live[places[SAVED]] > kept_most and in_forward(at) == FORWARD:
+            kept_most, kept_at = live[places[SAVED]], at
+    if peak_at < 0:
+        return profile
+
+    def share(values: Sequence[int]) -> list[int]:
+        return [round(n * f) for n, f in zip(values, factors, strict=True)]
+
+    profile.at_peak = dict(zip(CATEGORIES, share(totals[peak_at][1]), strict=True))
+    profile.peak_bytes = sum(profile.at_peak.values())
+    profile.largest = dict(zip(CATEGORIES, share(largest), strict=True))
+    last = blocks[events[peak_at][0]]
+    profile.peak_phase = in_forward(peak_at)
+    profile.peak_module, profile.peak_op = last.module, last.op
+    alive = _alive(events, peak_at)
+    profile.holders = _holders(blocks, alive, dict(zip(CATEGORIES, factors, strict=True)))
+    kept = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
+    profile.saved = _holders(blocks, kept, {SAVED: 1.0})
+    # all that stood there before the first phase is one moment
+    begin = max(0, phases[0][0] - 1) if phases else 0
+    step = max(1, -(-(len(totals) - begin) // POINTS))
+    for start in range(begin, len(totals), step):
+        moment = max(totals[start : start + step], key=lambda pair: pair[0])
+        profile.timeline.append(share(moment[1]))
+    last_point = len(profile.timeline) - 1
+    profile.phases = [(min((at - begin) // step, last_point), name) for at, name in phases]
+    return profile
+
+
+def _phase_of(phases: Sequence[tuple[int, str]]) -> Any:
+    import bisect
+
+    starts = [at for at, _ in phases]
+
+    def phase(at: int) -> str:
+        place = bisect.bisect_right(starts, at) - 1
+        return phases[place][1] if place >= 0 else ""
+
+    return phase
+
+
+def _alive(events: Sequence[tuple[int, int]], until: int) -> dict[int, int]:
+    """Bytes of every block after the event ``until``."""
+    alive: dict[int, int] = {}
+    for index, change in events[: until + 1]:
+        alive[index] = alive.get(index, 0) + change
+    return {index: size for index, size in alive.items() if size}
+
+
+def _holders(
+    blocks: Sequence[Block], alive: Mapping[int, int], factors: Mapping[str, float]
+) -> list[Holder]:
+    found: dict[tuple[str, ...], Holder] = {}
+    for index, size in alive.items():
+        block = blocks[index]
+        category = block.category
+        key = (category, block.kind, LAYER.sub("*", block.module), block.op, block.phase)
+        holder = found.setdefault(key, Holder(*key))
+        holder.bytes += round(size * factors.get(category, 1.0))
+        holder.count += 1
+    return sorted(found.values(), key=lambda holder: -holder.bytes)

@@ -1,0 +1,332 @@
+"""Record every storage of a step from birth to death: what it is, whose it is, what made it.
+
+One dispatch mode serves every device: real tensors on a CPU or an accelerator, and meta tensors,
+whose storages have sizes and no memory. A module's part of the backward pass is found through
+autograd's sequence numbers: a node that was made while a module ran belongs to that module.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_multi.memory.storages import StorageMode, Storages, tensors_in
+
+PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
+SAVED, LOGITS, TEMPORARY, OTHER = "saved activations", "logits and loss", "temporaries", "other"
+CATEGORIES = (PARAMETERS, GRADIENTS, STATES, SAVED, LOGITS, TEMPORARY, OTHER)
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, BETWEEN = (
+    "forward", "backward", "recompute", "optimizer", "between",
+)  # fmt: skip
+LOSSES = ("cross_entropy", "fused_linear", "log_softmax", "nll_loss", "log_prob")
+
+
+@dataclass
+class Block:
+    """One storage, or one block of an allocator.
+
+    Attributes:
+        size: Bytes.
+        phase: Of the step in which it was made; empty for one older than the step.
+        module: Path of the module that it belongs to.
+        kind: Class of that module.
+        op: Operator that made it.
+        wide: Whether its last axis is the vocabulary.
+        role: Parameters, gradients or optimizer states where that is known, else empty.
+        died: Phase in which it was freed; empty while it lives.
+        address: Of its memory, where it has some.
+        time: When it was first seen, in microseconds.
+    """
+
+    size: int
+    phase: str = ""
+    module: str = ""
+    kind: str = ""
+    op: str = ""
+    wide: bool = False
+    role: str = ""
+    died: str = ""
+    address: int = 0
+    time: int = 0
+
+    @property
+    def category(self) -> str:
+        """One of :data:`CATEGORIES`, from the whole life of the block."""
+        if self.role:
+            return self.role
+        if self.wide or any(name in self.op for name in LOSSES):
+            return LOGITS
+        if not self.phase:
+            return OTHER
+        if self.phase in (FORWARD, RECOMPUTE) and self.died != self.phase:
+            return SAVED
+        return TEMPORARY
+
+
+class Recorder(StorageMode):
+    """See the module's docstring; everything happens within :meth:`recording`.
+
+    Args:
+        device_type: Of the tensors to record.
+        model: Its parameters and modules get their names; None names modules by their class.
+        optimizer: Its states are told apart, and its steps.
+        vocabulary: Tensors whose last axis has this length are logits.
+
+    Attributes:
+        blocks: Every storage that was seen.
+        events: ``(block, bytes)`` for every birth (positive) and death, in order.
+        phases: ``(event, phase)`` wherever the phase of the step changed.
+        moments: When each of them began, in microseconds.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks: list[Block] = []
+        self.events: list[tuple[int, int]] = []
+        self.phases: list[tuple[int, str]] = []
+        self.moments: list[int] = []
+        self.live = 0
+        self._addresses = device_type not in ("cpu", "meta")
+        self.storages = Storages(device_type, self._gone)
+        self._model, self._optimizer, self._vocabulary = model, optimizer, vocabulary
+        self._index: dict[int, int] = {}
+        self._paths = {id(m): n for n, m in model.named_modules()} if model is not None else {}
+        # shapes of weights with an axis as long as the vocabulary, sorted
+        self._weights = [sorted(p.shape) for _, p in self._parameters() if vocabulary in p.shape]
+        self._stack: list[tuple[str, str]] = []
+        self._marks: list[tuple[int, str, str]] = [(-1, "", "")]
+        self._ops: list[str] = []
+        self._stepping = False
+        self._last = FORWARD
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record what runs inside."""
+        self._know()
+        self.moments.append(time.time_ns() // 1000)
+        self.phases.append((len(self.events), FORWARD))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.storages.forget)
+            handles = list(self._watch_modules())
+            if self._optimizer is not None:
+                handles += [
+                    self._optimizer.register_step_pre_hook(self._before_step),
+                    self._optimizer.register_step_post_hook(self._after_step),
+                ]
+            for owner, parameter in self._parameters():
+                if parameter.requires_grad:
+                    hook = self._gradient_hook(*owner)
+                    handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(self)
+            yield self
+        self._know()  # gradients and states that nobody announced
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The record of a tensor's storage."""
+        found = self.storages.see(getattr(tensor, "_local_tensor", tensor))
+        return self.blocks[self._index[found[0]]] if found and found[0] in self._index else None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator; ours are entered, so that what they allocate is seen under their name."""
+        if func.namespace != "liger_multi":
+            if self._ops:
+                return func(*args, **kwargs)
+            return self.named(func.name(), lambda: func(*args, **kwargs))
+        from liger_multi.op import OPS
+
+        name, _, half = func.name().partition("::")[2].rpartition("_")
+        op = OPS[name]
+        primitive = op.fwd if half == "forward" else op.bwd
+
+        def enter() -> Any:
+            with self:
+                return self.ours(primitive, args)
+
+        return self.named(f"{name}.{half}", enter)
+
+    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+        """Run one of our operators."""
+        return primitive.call(*args)
+
+    def see(self, tensor: torch.Tensor, made: bool) -> None:
+        """Open a block for a storage that is new."""
+        found = self.storages.see(tensor)
+        if found is None:
+            return
+        key, before, size = found
+        if before is None:
+            self._born(key, size, made, tensor)
+        elif before != size:  # sharding libraries resize in place
+            index = self._index[key]
+            self.blocks[index].size = max(size, self.blocks[index].size)
+            self.events.append((index, size - before))
+            self.live += size - before
+        if made and self._vocabulary and tensor.ndim > 1 and self._vocabulary in tensor.shape:
+            block = self.blocks[self._index[key]]
+            if block.phase == BACKWARD and sorted(tensor.shape) in self._weights:
+                block.role = block.role or GRADIENTS  # of a head, before it stands in .grad
+            elif block.phase and tensor.shape[-1] == self._vocabulary:
+                block.wide = True
+
+    def _born(self, key: int, size: int, made: bool, tensor: torch.Tensor) -> None:
+        phase = self._phase() if made else ""
+        module, kind = self._owner() if made else ("", "")
+        self._index[key] = len(self.blocks)
+        block = Block(size, phase, module, kind, self._ops[0] if self._ops else "")
+        if self._addresses and tensor.untyped_storage().nbytes():
+            block.address = tensor.untyped_storage().data_ptr()
+            block.time = time.time_ns() // 1000
+        self.blocks.append(block)
+        self.events.append((self._index[key], size))
+        self.live += size
+
+    def _gone(self, key: int, size: int) -> None:
+        index = self._index.pop(key, None)
+        if index is not None:
+            self.blocks[index].died = self._phase()
+            self.events.append((index, -size))
+            self.live -= size
+
+    def named(self, name: str, call: Callable[[], Any]) -> Any:
+        """``call()``, whose storages were made by the operator ``name``."""
+        self._ops.append(name)
+        try:
+            # results are seen before the name is dropped
+            result = call()
+            for tensor in tensors_in((result,)):
+                self.see(tensor, made=True)
+            return result
+        finally:
+            self._ops.pop()
+
+    def _watch_modules(self) -> Iterator[Any]:
+        """Hooks on every module but those that are patched to work only without.
+
+        A patched MLP would call its layers one by one, and a head compute its logits.
+        """
+        modules = list(self._model.modules()) if self._model is not None else []
+        ours = [m for m in modules if hasattr(m, "_liger_multi_swap")]
+        bare = {id(m) for parent in ours for m in (parent, *parent.children())}
+        for module in modules:
+            if not (id(module) in bare and isinstance(module, nn.Linear)):
+                yield module.register_forward_pre_hook(self._enter, prepend=True)
+                yield module.register_forward_hook(self._leave, always_call=True)
+
+    def _phase(self) -> str:
+        inside = torch._C._current_autograd_node() is not None
+        if self._stepping:
+            phase = OPTIMIZER
+        elif inside:
+            phase = RECOMPUTE if self._stack else BACKWARD
+        elif self._stack or (self._last == FORWARD and torch.is_grad_enabled()):
+            phase = FORWARD
+        else:
+            phase = BETWEEN
+        shown = BACKWARD if phase == RECOMPUTE else phase
+        if phase != BETWEEN and shown != self._last:
+            self._last = shown
+            self.moments.append(time.time_ns() // 1000)
+            self.phases.append((len(self.events), shown))
+        return phase
+
+    def _owner(self) -> tuple[str, str]:
+        """Path and class of the module that is running, forwards or backwards."""
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        number = getattr(node, "_sequence_nr", None)
+        if number is None or self._stepping:
+            return "", ""
+        place = bisect.bisect_right(self._marks, number(), key=lambda mark: mark[0]) - 1
+        return self._marks[place][1:]
+
+    def _mark(self) -> None:
+        owner = self._stack[-1] if self._stack else ("", "")
+        number = torch._C._autograd._get_sequence_nr()
+        if number >= self._marks[-1][0]:  # another thread counts for itself
+            self._marks.append((number, *owner))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        kind = type(module).__name__
+        self._stack.append((self._paths.get(id(module), ""), kind))
+        self._mark()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _before_step(self, *_: Any) -> None:
+        self._stepping = True
+        self._phase()
+        self._states()
+
+    def _after_step(self, *_: Any) -> None:
+        self._states()
+        self._stepping = False
+
+    def _gradient_hook(self, module: str, kind: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._assign(parameter.grad, GRADIENTS, module, kind)
+
+        return hook
+
+    def _parameters(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        """Parameters with path and class of their module; those of the optimizer beside them."""
+        seen: set[int] = set()
+        for module in self._model.modules() if self._model is not None else ():
+            owner = (self._paths[id(module)], type(module).__name__)
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield owner, parameter
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            yield from (
+                (("", ""), p)
+                for p in group["params"]
+                if id(p) not in seen and not seen.add(id(p))  # type: ignore[func-returns-value]
+            )
+
+    def _assign(self, tensor: torch.Tensor, role: str, module: str = "", kind: str = "") -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        self.see(tensor, made=False)
+        block = self.block_of(tensor)
+        if block is not None and not block.role:
+            block.role, block.module, block.kind = role, module, kind
+
+    def _states(self) -> None:
+        if self._optimizer is None:
+            return
+        for values in self._optimizer.state.values():
+            for value in values.values() if isinstance(values, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self._assign(value, STATES)
+
+    def _know(self) -> None:
+        """Give parameters, buffers, gradients and optimizer states their roles."""
+        for owner, parameter in self._parameters():
+            self._assign(parameter, PARAMETERS, *owner)
+            if parameter.grad is not None:
+                self._assign(parameter.grad, GRADIENTS, *owner)
+        for module in self._model.modules() if self._model is not None else ():
+            owner = (self._paths[id(module)], type(module).__name__)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self._assign(buffer, PARAMETERS, *owner)
+        self._states()

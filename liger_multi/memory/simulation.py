@@ -1,0 +1,332 @@
+"""A training step on the meta device: every storage has its size, and none has memory.
+
+The model's own forward and autograd's own backward run, so that architectures, patches, adapters
+and checkpointing need no formulas. Three things have none on the meta device and get a stand-in:
+attention (which PyTorch would spell out there), our operators with chunks, and values that
+decide about shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_multi.checks import meta_autocast
+from liger_multi.memory.recorder import Block, Recorder
+
+CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
+
+
+class Simulation(Recorder):
+    """A recorder of meta tensors that stand for those of another device.
+
+    Args:
+        target: Device type that the tensors stand for.
+        capacity: Bytes of that device, from which automatic chunks follow; None: plenty.
+        model: On the meta device.
+        vocabulary: As in :class:`Recorder`.
+        sequence: Tokens of a sequence.
+        autocast: The dtype that autocast asks for, if it is on.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        capacity: int | None,
+        model: nn.Module,
+        vocabulary: int | None,
+        sequence: int,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__("meta", model, None, vocabulary)
+        self._target, self._capacity, self._sequence = target, capacity, sequence
+        self._autocast = autocast
+
+    def add(self, block: Block) -> None:
+        """A block that is there for the whole step."""
+        self.events.append((len(self.blocks), block.size))
+        self.blocks.append(block)
+        self.live += block.size
+
+    def step(self, batch: int, sequence: int, optimizer_bytes: int) -> None:
+        """Forward, loss, backward, and an optimizer step that needs some bytes beside its states.
+
+        Args:
+            batch: Sequences.
+            sequence: Tokens of each.
+            optimizer_bytes: Temporaries of the optimizer.
+        """
+        ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+        model = cast(Any, self._model)
+        _alone()
+        with _meta_has_no_autocast(), StandIns(self, self._autocast) as stand_ins, self.recording():
+            token = meta_autocast.set(self._autocast)
+            try:
+                loss = model(input_ids=ids, labels=ids).loss
+            finally:
+                meta_autocast.reset(token)
+                stand_ins.casts.clear()
+            _backward(loss)
+            self._stepping = True
+            scratch = torch.empty(optimizer_bytes, dtype=torch.uint8, device="meta")
+            del scratch
+            self._stepping = False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator; questions about values get the answer that an ordinary batch gives."""
+        name = func.name()
+        if name == "aten::_local_scalar_dense":
+            if args[0].dtype == torch.bool:
+                return True  # "is everything in place?": no padding, one sequence a row
+            raise ValueError(
+                f"the model's forward reads a value of a {args[0].dtype} tensor, which shapes do "
+                "not give (experts in a loop do so: ask for another implementation of them)"
+            )
+        if name == "aten::nonzero":
+            return args[0].new_empty(self._valid(args[0].numel()), args[0].ndim, dtype=torch.int64)
+        if name == "aten::add.Tensor" and _accumulates(args):
+            return args[0]
+        if name == "aten::_grouped_mm":  # the meta device knows it in bf16 only
+            return self.named(name, lambda: _grouped(*args, **kwargs))
+        return super().run(func, args, kwargs)
+
+    def _valid(self, count: int) -> int:
+        """How many targets are valid: the last token of every sequence predicts nothing."""
+        return count - count // self._sequence if self._sequence > 1 else count
+
+    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+        """The reference, where it will run; else its loops around kernels that only allocate."""
+        from liger_multi.reference.chunking import assumed_free
+
+        name = primitive.op.name
+        if self._target != "cpu" and name not in CHUNKED:
+            return primitive.fake(*args)
+        module = importlib.import_module(f"liger_multi.reference.{name}")
+        half = getattr(module, primitive.half)
+        if self._target != "cpu":
+            made = module.halves(_KERNELS[name]())
+            half = made[0] if primitive.half == "forward" else made[1]
+        capacity = self._capacity or 2**60
+        token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
+        try:
+            return half(*args)
+        finally:
+            assumed_free.reset(token)
+
+
+class _LossKernels:
+    """Row kernels of losses that write into what is there, and numbers of rows."""
+
+    def statistics(
+        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
+    ) -> Any:
+        from liger_multi.reference.rows import Rows
+
+        return Rows.room(raw.shape[0], objective, outputs, raw)
+
+    def statistics_and_gradient_(
+        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Tensor, outputs: str
+    ) -> Any:
+        return self.statistics(raw, target, weight, objective, outputs)
+
+    def gradient_(self, *_: Any) -> None:
+        return None
+
+    log_prob_gradient_ = gradient_
+
+    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
+        if factor is None and gradient.dtype == dtype:
+            return gradient
+        return torch.empty_like(gradient, dtype=dtype)
+
+
+class _ActivationKernels:
+    """The activation of a gated MLP as one kernel."""
+
+    def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        return torch.empty_like(gate)
+
+    def gradients(
+        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(gate), torch.empty_like(up), dproduct
+
+
+_KERNELS: dict[str, Any] = {
+    "fused_linear_cross_entropy": _LossKernels,
+    "fused_linear_log_prob": _LossKernels,
+    "gated_mlp": _ActivationKernels,
+}
+
+
+class _Attention(torch.autograd.Function):
+    """What a flash attention kernel allocates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, mask: Any
+    ) -> Tensor:
+        ctx.recorder = recorder
+
+        def make() -> tuple[Tensor, Tensor]:
+            shape = (*query.shape[:-1], value.shape[-1])
+            order = (0, 2, 1, 3) if query.ndim == 4 else tuple(range(query.ndim))
+            out = query.new_empty([shape[i] for i in order]).permute(order)
+            return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+        out: Tensor
+        out, normaliser = recorder.named("scaled_dot_product_attention", make)
+        ctx.save_for_backward(query, key, value, out, normaliser, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        query, key, value, _, normaliser, _ = ctx.saved_tensors
+
+        def make() -> tuple[Tensor, ...]:
+            partial = torch.empty_like(query, dtype=torch.float32)  # of the gradient of the query
+            rows = torch.empty_like(normaliser)
+            made = tuple(torch.empty_like(t) for t in (query, key, value))
+            del partial, rows
+            return made
+
+        named = "scaled_dot_product_attention_backward"
+        return None, *ctx.recorder.named(named, make), None
+
+
+_attention: Any = _Attention.apply
+
+_PRODUCTS = {
+    *(nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+    nn.functional.scaled_dot_product_attention,
+}
+
+
+class StandIns(TorchFunctionMode):
+    """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
+
+    def __init__(self, recorder: Recorder, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._recorder, self._autocast = recorder, autocast
+        self.casts: dict[int, Tensor] = {}
+
+    def _cast(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(self._autocast)
+        if id(value) not in self.casts:  # autocast keeps those of weights until it ends
+            self.casts[id(value)] = value.to(self._autocast)
+        return self.casts[id(value)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Everything else passes."""
+        kwargs = kwargs or {}
+        if self._autocast is not None and func in _PRODUCTS:
+            args = tuple(self._cast(a) for a in args)
+            kwargs = {name: self._cast(a) for name, a in kwargs.items()}
+        if func is nn.functional.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            return _attention(self._recorder, *(given.get(name) for name in names))
+        return func(*args, **kwargs)
+
+
+def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of ``model`` on the meta device, patches and ties kept; nothing is read.
+
+    Args:
+        model: Anywhere.
+        dtype: Of floating parameters of the copy; None: as they are.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            for value in values.values():
+                if value is None or id(value) in memo:
+                    continue
+                local = getattr(value, "_local_tensor", value)
+                change = dtype if isinstance(value, nn.Parameter) else None
+                kind = change if change is not None and value.is_floating_point() else value.dtype
+                made: Tensor = torch.empty_like(local.detach(), device="meta", dtype=kind)
+                if isinstance(value, nn.Parameter):
+                    made = nn.Parameter(made, requires_grad=value.requires_grad)
+                memo[id(value)] = made
+    return copy.deepcopy(model, memo)
+
+
+def _grouped(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """What a product of groups of rows, of columns, or of a batch allocates."""
+    groups = () if offs is None or a.ndim + b.ndim != 4 else (offs.numel(),)
+    batch = (a.shape[0],) if a.ndim + b.ndim == 6 else groups
+    return a.new_empty(*batch, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+@contextlib.contextmanager
+def _meta_has_no_autocast() -> Iterator[None]:
+    """Let PyTorch answer no where it refuses the question, which models of transformers 5.0 ask."""
+    asked: Any = torch.is_autocast_enabled
+
+    def answer(*args: Any) -> bool:
+        return False if args == ("meta",) else asked(*args)
+
+    torch.is_autocast_enabled = answer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()`` without leaving function modes, which checkpointed layers meet again."""
+    run: Any = torch.autograd.graph._engine_run_backward
+    grads = (torch.ones_like(loss),)
+    run((loss,), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _accumulates(args: tuple[Any, ...]) -> bool:
+    """Whether autograd adds two gradients where it would write into the first one.
+
+    It does so for a gradient that nobody else holds, but never while a dispatch mode looks on.
+    """
+    if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
+        return False
+    return args[0].shape == args[1].shape and _holders(args[0]) == _alone()
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """The counts of a gradient that only autograd holds, as a dispatch mode sees them."""
+    seen: list[tuple[int, int]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.name() == "aten::add.Tensor":
+                seen.append(_holders(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    leaf = torch.ones(1, device="meta", requires_grad=True)
+    twice = leaf * 1.0
+    loss = torch.exp(twice) * torch.sin(twice)
+    with Look():  # type: ignore[no-untyped-call]
+        _backward(loss)
+    return seen[0] if seen else (-1, -1)
