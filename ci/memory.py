@@ -224,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.memory", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="the small cases, storages tracked")
     parser.add_argument("--explain", action="store_true", help="only the estimates of the page")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains this, nothing else")
+    parser.add_argument("--parts", default="cases,reuse,profile", help="what to do")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks")
     parser.add_argument("--commit", default="unknown")
@@ -252,12 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     date = datetime.date.today().isoformat()
     data: dict[str, Any] = {"device": facts}
     data |= {"versions": report.versions(), "commit": given.commit, "date": date}
-    data["rows"] = rows_of([c for c in cases if given.only in str(c)], device.type, given.steps)
+    parts = given.parts.split(",")
+    chosen = [c for c in cases if given.only in str(c)] if "cases" in parts else []
+    data["rows"] = rows_of(chosen, device.type, given.steps)
     if device.type != "cpu" and not given.only:
-        data["reuse"] = child("--part", "reuse")
-        data["profile"] = child("--part", "profile", "--out", str(given.out))
+        for part in {"reuse", "profile"} & set(parts):
+            data[part] = child("--part", part, "--out", str(given.out))
     name = "cpu" if device.type == "cpu" else facts["name"].lower().replace(" ", "-")
-    _write(given.out / f"memory-{name}-{date}.json", data)
+    path = given.out / f"memory-{name}-{date}.json"
+    if path.exists():  # a day's runs add up, the newest row of a case stays
+        old = json.loads(path.read_text(encoding="utf-8"))
+        done = [row["case"] for row in data["rows"]]
+        data["rows"] = [row for row in old["rows"] if row["case"] not in done] + data["rows"]
+        data = {**old, **data}
+    _write(path, data)
     return int(any(abs(row.get("error_percent", 0)) > 10 for row in data["rows"]))
 
 

@@ -239,6 +239,7 @@ def trace():
         entry("free_requested", 100, 512, 22),
         entry("free_requested", 7, 256, 23),  # older than the step
         entry("alloc", 300, 128, 31),
+        {"action": "oom", "device_free": 5, "size": 9, "time_us": 39},
         entry("segment_free", 1000, 4096, 40),
     ]
     seen = [

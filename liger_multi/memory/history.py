@@ -56,7 +56,7 @@ def join(
     following = next(names, None)
     best, kept = -1, reserved
     for place, entry in enumerate(entries):
-        action, address, size = entry["action"], entry["addr"], entry["size"]
+        action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
         while following is not None and entry.get("time_us", 0) >= following[0]:
             made.phases.append((len(made.events), following[1]))
             following = next(names, None)
