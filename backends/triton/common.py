@@ -161,7 +161,7 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
     """
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
-    tile = min(rows.shape[0], LARGEST_TILE // max(width or cols, 1))
+    tile = LARGEST_TILE // max(width or cols, 1)
     near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
     if near and (rows.stride(1) == 1 or cols == 1):
         return rows
