@@ -39,8 +39,9 @@ def scale_knobs(info: DeviceInfo, rows: int, cols: int) -> ScaleKnobs:
 
 @triton.jit
 def _cross_entropy_inplace_backward_kernel(
-    dloss_ptr, logits_ptr, dloss_stride, row_stride, col_stride, cols, BLOCK: tl.constexpr
-):
+    dloss_ptr, logits_ptr, dloss_stride, row_stride, col_stride, cols, ADJACENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
     if dloss != 1.0:  # NaN differs from 1 and is multiplied
@@ -48,7 +49,10 @@ def _cross_entropy_inplace_backward_kernel(
         lane = tl.arange(0, BLOCK)
         for start in tl.range(0, cols, BLOCK):
             mask = start + lane < cols
-            at = row_ptr + tl.cast(start, tl.int64) * col_stride + lane.to(tl.int64) * col_stride
+            if ADJACENT:
+                at = row_ptr + start + lane
+            else:
+                at = row_ptr + (tl.cast(start, tl.int64) + lane) * col_stride
             value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             scaled = round_to(value * dloss, logits_ptr.dtype.element_ty)
             tl.store(at, scaled, mask=mask)
@@ -90,5 +94,5 @@ def backward(dloss: Tensor, logits: Tensor) -> None:
     strides = (dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1))
     launch(
         _cross_entropy_inplace_backward_kernel, rows, (dloss, logits, *strides, cols),
-        (k.block,), k.num_warps,
+        (logits.stride(1) == 1, k.block), k.num_warps,
     )  # fmt: skip
