@@ -54,7 +54,7 @@ def arguments(op: str, half: str, sample: samples.Sample, device: torch.device) 
         for name, spec in sample.tensors.items():
             tensors[name].requires_grad_(spec.grad and tensors[name].is_floating_point())
         if sample.options.get("inplace"):  # no leaf may be overwritten
-            tensors["logits"] = tensors["logits"] * 1
+            tensors = {n: t * 1 if t.requires_grad else t for n, t in tensors.items()}
         result = getattr(ops, op.removesuffix("_inplace"))(**tensors, **sample.options)
         outs = [result] if isinstance(result, Tensor) else list(result)
         outs = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]

@@ -33,3 +33,16 @@ def test_what_was_overwritten_raises_for_whoever_saved_it(request, device):
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_scaled_gradient_is_never_its_input(device, size):
+    """Also an empty one: an operator may not return what it was handed."""
+    from liger_multi.backends.triton.scaling import scale
+
+    if device.type == "cpu" and not harness.interpreted():
+        pytest.skip("kernels run on a device or interpreted")
+    gradient = torch.ones(size, device=device)
+    scaled = scale(gradient, torch.full((), 2.0, device=device), torch.float32)
+    assert scaled is not gradient
+    assert scaled.tolist() == [2.0] * size

@@ -45,7 +45,7 @@ def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
 def scale(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``gradient * factor`` in fp32, rounded once; without a factor a cast, or nothing."""
     if factor is None or not gradient.numel():
-        return scale_to(gradient, None, dtype)
+        return scale_to(gradient, factor, dtype)
     out = torch.empty_like(gradient, dtype=dtype)
     k = knobs("scale", flat_knobs, gradient.device)
     size = gradient.numel()
