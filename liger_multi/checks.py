@@ -21,6 +21,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def in_checkpoint() -> bool:
+    """Whether PyTorch's checkpointing (not the reentrant one) holds what autograd saves now."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def describe(x: object) -> str:
     """A short name of an argument: shape, dtype and device of a tensor, or the type and value."""
     if isinstance(x, Tensor):

@@ -454,6 +454,26 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_checkpointing_does_not_compute_the_last_product_again(activation):
+    """It stops when it has the input of ``down``, which one operator for all would hide."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
+    weights = [w.requires_grad_() for w in (x, *weights)]
+    mlp = lambda *w: ops.gated_mlp(*w, activation=activation)  # noqa: E731
+    right = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        made = checkpoint(mlp, *weights, use_reentrant=False)
+        found = torch.autograd.grad(made.pow(2).sum(), weights)
+    product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
+    assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
+    for a, b in zip(right, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def _reentrant(y, x, w):
     x.grad = w.grad = None
     y.pow(2).sum().backward()

@@ -12,7 +12,8 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -68,7 +69,11 @@ class Simulation(Recorder):
         ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
         model = cast(Any, self._model)
         _alone()
-        with _meta_has_no_autocast(), StandIns(self, self._autocast) as stand_ins, self.recording():
+        with (
+            _meta_has_no_autocast(),
+            StandIns(self, self._target, self._autocast) as stand_ins,
+            self.recording(),
+        ):
             token = meta_autocast.set(self._autocast)
             try:
                 loss = model(input_ids=ids, labels=ids).loss
@@ -205,6 +210,16 @@ class _Attention(torch.autograd.Function):
 
 _attention: Any = _Attention.apply
 
+
+def _spelled_out(device_type: str, given: Mapping[str, Any]) -> bool:
+    """Whether PyTorch has no fused kernel on a GPU and keeps rows x columns of every head.
+
+    The one for fp32 takes no groups of heads.
+    """
+    single = given["query"].dtype == torch.float32
+    return device_type != "cpu" and single and bool(given.get("enable_gqa"))
+
+
 _PRODUCTS = {
     *(nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
     *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
@@ -215,9 +230,11 @@ _PRODUCTS = {
 class StandIns(TorchFunctionMode):
     """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
 
-    def __init__(self, recorder: Recorder, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, target: str, autocast: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self._recorder, self._autocast = recorder, autocast
+        self._recorder, self._target, self._autocast = recorder, target, autocast
         self.casts: dict[int, Tensor] = {}
 
     def _cast(self, value: Any) -> Any:
@@ -238,6 +255,8 @@ class StandIns(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if _spelled_out(self._target, given):
+                return func(*args, **kwargs)
             return _attention(self._recorder, *(given.get(name) for name in names))
         return func(*args, **kwargs)
 
@@ -247,17 +266,22 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
     Args:
         model: Anywhere.
-        dtype: Of floating parameters of the copy; None: as they are.
+        dtype: Of the copy's parameters in the dtype that most elements have; those in another one,
+            such as fp32 adapters, keep it. None: as they are.
     """
     memo: dict[int, Any] = {}
+    sizes = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+    main = max(sizes, key=sizes.__getitem__, default=None)
     for module in model.modules():
         for values in (module._parameters, module._buffers):
             for value in values.values():
                 if value is None or id(value) in memo:
                     continue
                 local = getattr(value, "_local_tensor", value)
-                change = dtype if isinstance(value, nn.Parameter) else None
-                kind = change if change is not None and value.is_floating_point() else value.dtype
+                moves = isinstance(value, nn.Parameter) and value.dtype == main
+                kind = dtype if dtype is not None and moves else value.dtype
                 made: Tensor = torch.empty_like(local.detach(), device="meta", dtype=kind)
                 if isinstance(value, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=value.requires_grad)

@@ -1,9 +1,11 @@
 """Contract of ``gated_mlp``."""
 
+from collections.abc import Callable
 from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from liger_multi import checks
 from liger_multi.op import Op
@@ -111,6 +113,8 @@ def gated_mlp(
     Memory:
         Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
         an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
+        Under PyTorch's checkpointing it runs as such layers, whose last product is then not
+        computed again.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes differ without autocast.
@@ -137,9 +141,25 @@ def gated_mlp(
     checks.vector("gated_mlp", "gate_bias", gate_bias, inner, "rows of gate_weight")
     checks.vector("gated_mlp", "up_bias", up_bias, inner, "rows of up_weight")
     checks.vector("gated_mlp", "down_bias", down_bias, outer, "rows of down_weight")
-    given = _one_dtype(tensors)
-    result: Tensor = op(*given, activation)
-    return result
+    run: Callable[..., Tensor] = _in_steps if checks.in_checkpoint() else op
+    return run(*_one_dtype(tensors), activation)
+
+
+def _in_steps(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    """The same as steps of their own.
+
+    Checkpointing computes a layer again until all is there that backward needs. Of ``down`` that is
+    its input, and PyTorch stops before the product: one of the twelve of the MLP's step.
+    """
+    from liger_multi.ops import geglu, swiglu
+
+    wide = linear(x, gate, gate_bias), linear(x, up, up_bias)
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    product = swiglu(*wide) if approximate is None else geglu(*wide, approximate=approximate)
+    return linear(product, down, down_bias)
 
 
 def _shapes_fit(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
