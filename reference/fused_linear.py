@@ -60,11 +60,18 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
         for place in row_blocks(self.rows, 1, self.step):
-            where = place if self.index is None else self.index[place]
-            h = self.hidden[where].to(self.kind)
-            raw = self.buffer[: place.stop - place.start]
-            if self.bias is None:
-                torch.mm(h, self.weight.t(), out=raw)
-            else:
-                torch.addmm(self.bias, h, self.weight.t(), out=raw)
-            yield place, where, h, self.target[where], raw
+            yield self.at(place, self.buffer[: place.stop - place.start])
+
+    def at(
+        self, place: slice, raw: Tensor, ready: bool = False
+    ) -> tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]:
+        """One chunk, whose logits are written into ``raw`` unless they are there already."""
+        where = place if self.index is None else self.index[place]
+        h = self.hidden[where].to(self.kind)
+        if ready:
+            pass
+        elif self.bias is None:
+            torch.mm(h, self.weight.t(), out=raw)
+        else:
+            torch.addmm(self.bias, h, self.weight.t(), out=raw)
+        return place, where, h, self.target[where], raw

@@ -254,27 +254,36 @@ def test_one_pass_multiplies_three_times(passes, products):
     assert seen.get_total_flops() == 2 * rows * 16 * 53 * products
 
 
-@pytest.mark.parametrize(("keep", "products"), [("1MiB", 3), (10, 4), (0, 4)])
-def test_logits_that_may_stay_are_computed_once(keep, products):
+def rows_of_logits(count, dtype=WIDE):
+    return count * 53 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [("1MiB", 99), (rows_of_logits(12), 12), (rows_of_logits(2), 0), (0, 0)]
+)
+def test_logits_that_may_stay_are_computed_once(keep, kept):
     """For losses that look at more than a token; above the budget they are computed again."""
     b = Batch(5, 11, empty=False)
     theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, given=("old",))
     with inline_ops(), FlopCounterMode(display=False) as seen:
         ours, _ = ours_policy(b, {"loss_type": "gspo", "beta": 0.1}, ("old",), b.head(keep=keep))
         first = torch.autograd.grad(ours, b.leaves, retain_graph=True)
-    assert seen.get_total_flops() == 2 * int(b.mask.sum()) * 16 * 53 * products
+    rows = int(b.mask.sum())
+    assert rows > 24
+    assert seen.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
     for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
         assert torch.equal(x, y)  # of a second backward, which has no logits any more
     both(ours, theirs, b)
 
 
+@pytest.mark.parametrize("kept", [99, 12])
 @pytest.mark.parametrize("dtype", [WIDE, HALF, torch.float16])
-def test_logits_that_stay_are_exact(dtype):
+def test_logits_that_stay_are_exact(dtype, kept):
     b = Batch(6, 13, dtype=dtype)
     options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
     theirs, _ = trl_policy(b, options, wide, given=("old",))
-    ours, _ = ours_policy(b, options, ("old",), b.head(keep="1MiB"))
+    ours, _ = ours_policy(b, options, ("old",), b.head(7, keep=rows_of_logits(kept, dtype)))
     both(ours, theirs, b, dtype, wide)
 
 

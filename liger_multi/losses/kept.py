@@ -18,27 +18,29 @@ from liger_multi.losses.one_pass import on_device, row_kernels
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
 
+LEAST_SHARE = 8  # an eighth of the rows, or it is not worth a chunk of its own
+
 
 def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
-    """Statistics of tokens with gradients; None where the logits are too large to keep."""
+    """Statistics of tokens with gradients; None where too few of their logits can be kept."""
     from liger_multi.reference.chunking import is_whole
 
     hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
+    rows, width = hidden.shape
     if keep == "auto":
-        rows, width = hidden.shape
-        fits = is_whole(rows, width, weight.shape[0], size, args[7], args[8])
+        fit = rows if is_whole(rows, width, weight.shape[0], size, args[7], args[8]) else 0
     else:
         limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
-        fits = hidden.shape[0] * weight.shape[0] * size <= limit
-    if not fits:
+        fit = min(rows, limit // max(1, weight.shape[0] * size))
+    if fit * LEAST_SHARE < rows:
         return None
     kernels = row_kernels(tensors, args)
     if kernels is None:
         return None
     apply: Any = _Kept.apply
-    found = apply(hidden, weight, args[3], kernels, args)
+    found = apply(hidden, weight, args[3], kernels, args, fit)
     asked = args[-1].split(",")
     return LogProbOutput(
         **{n: x.view(target.shape) for n, x in zip(OUTPUTS, found, strict=True) if n in asked}
@@ -46,27 +48,33 @@ def kept_tokens(
 
 
 class _Kept(torch.autograd.Function):
-    """One chunk of all rows."""
+    """A first chunk whose logits stay, and the others."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, kernels: Any, args: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: Any,
+        args: Any,
+        fit: int,
     ) -> tuple[Tensor, ...]:
         from liger_multi.reference.reduction import check_targets
         from liger_multi.reference.rows import Rows
 
-        ctx.kernels, ctx.rest, ctx.raw = kernels, args[4:], None
+        ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
         target, outputs = args[2], args[-1]
         check_targets(target, weight.shape[0], args[4], args[12])
         with torch._C._DisableAutocast(), on_device(hidden):
-            chunks = _chunks(args)
+            chunks = _chunks(args, fit)
             rows = Rows.room(
                 target.numel(), chunks.goal, outputs, chunks.buffer,
                 ignored=chunks.index is not None, loss=False,
             )  # fmt: skip
-            for _, where, _, t, raw in chunks:
+            ctx.kept = chunks.first()
+            for _, where, _, t, raw in chunks.over(ctx.kept):
                 rows.put(where, kernels.statistics(raw, t, None, chunks.goal, outputs))
-                ctx.raw = raw
         ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)
@@ -79,19 +87,21 @@ class _Kept(torch.autograd.Function):
         from liger_multi.reference.log_prob import upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
-            return (None,) * 5
+            return (None,) * 6
         *tensors, entropy, lse = ctx.saved_tensors
         hidden, weight, target, bias = tensors
-        logits, ctx.raw = ctx.raw, None  # a second backward multiplies again
+        kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
         with torch._C._DisableAutocast(), on_device(hidden):
-            chunks = _chunks((*tensors, *ctx.rest))
+            chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
+            ready = kept is not None
+            kept = chunks.first() if kept is None else kept
             into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
                 *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
                 objective=chunks.goal,
             )  # fmt: skip
             upstream, factor = within_range(arrived, chunks.goal, chunks.kind)
-            for place, where, h, t, raw in chunks.over(logits):
+            for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
                     raw, t, lse[where].contiguous(), chunks.goal, upstream.at(where)
                 )
@@ -100,25 +110,33 @@ class _Kept(torch.autograd.Function):
             scale = ctx.kernels.scale
             made = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
         found = [g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)]
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
-def _chunks(args: tuple[Any, ...]) -> Any:
-    """All rows as one chunk, whose logits may be there already."""
+def _chunks(args: tuple[Any, ...], fit: int) -> Any:
+    """Chunks of which the first has the rows that fit."""
+    from liger_multi.reference.chunking import row_blocks
     from liger_multi.reference.fused_linear import Chunks, Plan
     from liger_multi.reference.rows import Objective
 
-    class Whole(Chunks):
+    class Kept(Chunks):
         goal = Objective(args[4], 0.0, 0.0, args[5], args[6])
 
-        def over(self, logits: Tensor | None) -> Any:
-            if logits is None or not self.rows:
-                yield from self
-                return
-            place = slice(0, self.rows)
-            where = place if self.index is None else self.index
-            yield place, where, self.hidden[where].to(self.kind), self.target[where], logits
+        def first(self) -> Tensor:
+            """Room for the logits that stay; where these are all, the buffer itself."""
+            if self.buffer.shape[0] == self.rows:
+                return self.buffer
+            return self.buffer.new_empty(min(fit, self.rows), self.weight.shape[0])
+
+        def over(self, kept: Tensor, ready: bool = False) -> Any:
+            edge = kept.shape[0]
+            if edge:
+                yield self.at(slice(0, edge), kept, ready)
+            for part in row_blocks(self.rows - edge, 1, self.step):
+                place = slice(edge + part.start, edge + part.stop)
+                yield self.at(place, self.buffer[: part.stop - part.start])
 
     hidden, weight, target, bias = args[:4]
-    plan = Plan(max(1, target.numel()), 0, args[10], args[11])
-    return Whole(hidden, weight, target, bias, Whole.goal, plan)
+    chunk, budget = args[7:9] if fit < target.numel() else (max(1, target.numel()), 0)
+    plan = Plan(chunk, budget, args[10], args[11])
+    return Kept(hidden, weight, target, bias, Kept.goal, plan)

@@ -43,9 +43,10 @@ class Head:
         compact: Drop ignored rows before the product.
         validate: Raise for targets out of range on a device too (a sync).
         keep: Bytes of logits, or a budget such as "2GiB", that may stay from forward to backward:
-            within it losses of pairs and sequences compute the logits once, not twice. ``auto``:
-            where backward would hold all of them at once anyway, because they cost no more than an
-            fp32 gradient of the weight.
+            losses of pairs and sequences compute these once, not twice (those of the first rows
+            where not all fit; chunks of the others stand beside them). ``auto``: all of them where
+            backward would hold them at once anyway, because they cost no more than an fp32
+            gradient of the weight.
     """
 
     hidden: Tensor
