@@ -138,6 +138,13 @@ def _columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def _narrow(index: Tensor, classes: int) -> Tensor:
+    """Ids of 32 bits, which sort in half the time; those that are no class stay none."""
+    if classes >= 2**31 - 1:
+        return index
+    return index.clamp(-1, classes).to(torch.int32)
+
+
 def forward(
     weight: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float, validate: bool
 ) -> Tensor:
@@ -164,8 +171,8 @@ def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: f
     if not out.numel():
         return out
     dy, device = _columns(dy), dy.device
-    ids, order = torch.sort(index, stable=True)
-    every = torch.arange(classes + 1, device=device)
+    ids, order = torch.sort(_narrow(index, classes), stable=True)
+    every = torch.arange(classes + 1, device=device, dtype=ids.dtype)
     bounds = torch.searchsorted(ids, every, out_int32=True)
     k = knobs("embedding.backward", gather_knobs, device, rows=count, cols=cols)
     # about as many windows in the longest run as rows in a window
