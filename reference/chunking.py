@@ -63,14 +63,18 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
     if is_whole(rows, hidden.shape[1], vocabulary, size, chunk, budget):
         return max(1, rows)
     if chunk > 0 or budget:
-        fit = budget // row_bytes
-        return chunk or max(1, fit if fit < MIN_ROWS else fit // MIN_ROWS * MIN_ROWS)
+        return chunk or max(1, whole_steps(budget // row_bytes))
     share = free_bytes(hidden.device) // FREE_SHARE or AUTO_BYTES // 16
     fit = min(AUTO_BYTES, share) // row_bytes
     half = -(-rows // 2)
     if min(half, fit) < MIN_ROWS:
         return max(1, min(half, fit))
     return min(1 << (half - 1).bit_length(), 1 << (fit.bit_length() - 1))
+
+
+def whole_steps(rows: int) -> int:
+    """So many rows that tiles of products are full."""
+    return rows if rows < MIN_ROWS else rows // MIN_ROWS * MIN_ROWS
 
 
 def is_whole(

@@ -25,7 +25,7 @@ def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
     """Statistics of tokens with gradients; None where too few of their logits can be kept."""
-    from liger_multi.reference.chunking import is_whole
+    from liger_multi.reference.chunking import is_whole, whole_steps
 
     hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
     rows, width = hidden.shape
@@ -33,7 +33,7 @@ def kept_tokens(
         fit = rows if is_whole(rows, width, weight.shape[0], size, args[7], args[8]) else 0
     else:
         limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
-        fit = min(rows, limit // max(1, weight.shape[0] * size))
+        fit = min(rows, whole_steps(limit // max(1, weight.shape[0] * size)))
     if fit * LEAST_SHARE < rows:
         return None
     kernels = row_kernels(tensors, args)
@@ -95,6 +95,7 @@ class _Kept(torch.autograd.Function):
             chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
             ready = kept is not None
             kept = chunks.first() if kept is None else kept
+            chunks.widen(kept)
             into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
                 *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
@@ -127,6 +128,11 @@ def _chunks(args: tuple[Any, ...], fit: int) -> Any:
             if self.buffer.shape[0] == self.rows:
                 return self.buffer
             return self.buffer.new_empty(min(fit, self.rows), self.weight.shape[0])
+
+        def widen(self, kept: Tensor) -> None:
+            """The others take the place of the first chunk, once that is done with."""
+            if kept.shape[0] > self.buffer.shape[0]:
+                self.buffer, self.step = kept, kept.shape[0]
 
         def over(self, kept: Tensor, ready: bool = False) -> Any:
             edge = kept.shape[0]
