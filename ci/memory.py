@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import subprocess
 import sys
@@ -122,6 +123,8 @@ def profiled(out: Path) -> dict[str, Any]:
         made.allocator["peak without recording"] = peak.peak_bytes
         profiles.append(made)
         del model, optimizer, step
+        gc.collect()  # a model holds itself
+        torch.get_device_module(device).empty_cache()
     both = compare(*profiles)
     both.draw(out / "memory-timeline.png")
     return {"profiles": [{**p.as_data(), "timeline": []} for p in profiles], "text": str(both)}
