@@ -78,24 +78,21 @@ def reused() -> list[str]:
         if "steps" not in data.get("reuse", {}):
             continue
         steps, short = data["reuse"]["steps"], data["reuse"]["shortage"]
+        device, count = data["device"]["name"], len(steps)
+        limit, asked = short["limit_bytes"] / GIB, short["logits_bytes"] / GIB
         lines += [
-            f"{data['device']['name']}, `fused_linear_cross_entropy` of 32 768 tokens, "
-            f"{len(steps)} steps:", "",
+            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:", "",
             "| after step | allocated, MiB | reserved, MiB | segments | retries |",
             "|---|---|---|---|---|",
         ]  # fmt: skip
-        for i in (0, len(steps) - 1):
+        for i in (0, count - 1):
             row = steps[i]
             sizes = [f"{row[n] / 2**20:,.1f}" for n in ("allocated", "reserved")]
             counts = [str(row[n]) for n in ("segments", "retries")]
             lines.append(f"| {i + 1} | {' | '.join(sizes + counts)} |")
-        lines += [
-            "",
-            f"With room for {short['limit_bytes'] / GIB:.2f} GiB and chunks of "
-            f'{short["logits_bytes"] / GIB:.2f} GiB asked for, it said "{short["said"][0]}", and the '
-            f"loss differed by {short['loss_difference']:g}.",
-            "",
-        ]
+        text = f"With room for {limit:.2f} GiB and chunks of {asked:.2f} GiB asked for, it said "
+        text += f'"{short["said"][0]}", and the loss differed by {short["loss_difference"]:g}.'
+        lines += ["", text, ""]
     return lines
 
 
