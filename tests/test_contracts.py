@@ -73,7 +73,10 @@ def test_shape_rules_equal_what_runs(device, op, sample):
 
 
 @pytest.mark.parametrize("op", operators())
-def test_gradcheck_of_the_reference(op):
+@pytest.mark.parametrize(
+    "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["along a line", "every entry"]
+)
+def test_gradcheck_of_the_reference(op, fast):
     """Analytic against numeric gradients in fp64, over all small samples with few elements."""
     checked = 0
     for sample in (s for s in samples.of(op) if s.size == "small"):
@@ -89,12 +92,24 @@ def test_gradcheck_of_the_reference(op):
             result = call(op, {**tensors, **dict(zip(floats, values, strict=True))}, sample.options)
             return tuple(outputs(result)[0].values())
 
-        assert torch.autograd.gradcheck(run, tuple(floats.values()), fast_mode=False)
+        assert torch.autograd.gradcheck(run, tuple(floats.values()), fast_mode=fast)
         checked += 1
     assert checked >= 5 or OPS[op].inplace
 
 
-@every_small_sample
+def option_kinds():
+    """Every small sample; those with the kinds of options of another one are slow."""
+    seen = set()
+    for op, sample in IDS:
+        frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
+        options = [(n, v if isinstance(v, str) else None) for n, v in sample.options.items()]
+        kind = (op, *sorted(options), *sample.tensors, frozen)
+        marks = [pytest.mark.slow] if kind in seen else []
+        seen.add(kind)
+        yield pytest.param(op, sample, marks=marks, id=f"{op}-{sample.name}")
+
+
+@pytest.mark.parametrize(("op", "sample"), list(option_kinds()))
 def test_compiled_equals_eager(device, op, sample):
     """One graph, and the same loss and gradients; ignored targets included."""
     if sample.options.get("inplace"):

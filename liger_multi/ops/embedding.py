@@ -113,7 +113,6 @@ SAMPLES = (
     Sample("row-gaps", _case(6, 11, 16, layout="rows")),
     Sample("wide", _case(3, 4, 9001), size="thin"),
     Sample("past-65535-rows", _case(65537, 3, 2), size="thin"),
-    Sample("past-65535-classes", _case(5, 65537, 2), size="thin"),
     Sample("8192x4096 of 128256", _case(8192, 128256, 4096), size="bench"),
     Sample("16384x2048 of 151936", _case(16384, 151936, 2048), size="bench"),
     Sample("8192x2304 of 256000", _case(8192, 256000, 2304), {"scale": 48.0}, size="bench"),
