@@ -89,6 +89,42 @@ def gated_mlp(
     return product @ down_weight.T + down_bias
 
 
+def fused_moe(
+    x,
+    gate_up_weight,
+    down_weight,
+    index,
+    routing,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    interleaved=False,
+    transposed=False,
+    **clamps,
+):
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    experts, width = first.shape[0], x.shape[-1]
+    rows, chosen = x.reshape(index.shape[:-1].numel(), width), index.reshape(-1, index.shape[-1])
+    weights = routing.reshape(chosen.shape)
+    y = torch.zeros_like(rows)
+    for e in range(experts):  # dense: every token through every expert
+        share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
+        inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
+        half = inner.shape[-1] // 2
+        gate, up = inner[:, :half], inner[:, half:]
+        if interleaved:
+            gate, up = inner[:, ::2], inner[:, 1::2]
+        if activation == "swiglu_clamped":
+            product = swiglu_clamped(gate, up, **clamps)
+        elif activation == "silu":
+            product = swiglu(gate, up)
+        else:
+            product = geglu(gate, up, {"gelu": "none", "gelu_tanh": "tanh"}[activation])
+        y = y + share * (product @ second[e].T + (0 if down_bias is None else down_bias[e]))
+    return y.view(x.shape)
+
+
 def dyt(x, alpha, weight=None, bias=None):
     return (1 if weight is None else weight) * torch.tanh(alpha * x) + (0 if bias is None else bias)
 

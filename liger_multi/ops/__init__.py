@@ -15,6 +15,7 @@ from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
 from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
 from liger_multi.ops.fused_linear_tvd import fused_linear_tvd
+from liger_multi.ops.fused_moe import fused_moe
 from liger_multi.ops.fused_scaled_add_rms_norm import fused_scaled_add_rms_norm
 from liger_multi.ops.gated_mlp import gated_mlp
 from liger_multi.ops.gated_rms_norm import gated_rms_norm
@@ -56,6 +57,7 @@ __all__ = [
     "fused_linear_kl_div",
     "fused_linear_log_prob",
     "fused_linear_tvd",
+    "fused_moe",
     "fused_scaled_add_rms_norm",
     "gated_mlp",
     "gated_rms_norm",
