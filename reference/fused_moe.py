@@ -4,6 +4,7 @@ A slot is a pair of a token and one of its experts, ``t * K + k``. Sorted by exp
 slots of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``; those of no expert come last.
 """
 
+from itertools import pairwise
 from typing import Any, Optional
 
 import torch
@@ -72,7 +73,7 @@ def forward(
     gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
     slots = x.new_zeros(index.numel(), x.shape[1])
     bounds = offsets.tolist()
-    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
         place = order[start:stop].long()
@@ -102,7 +103,7 @@ def backward(
     dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)
     slots = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
     bounds = offsets.tolist()
-    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
         place = order[start:stop].long()

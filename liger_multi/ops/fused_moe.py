@@ -1,5 +1,6 @@
 """Contract of ``fused_moe``."""
 
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -191,7 +192,9 @@ def _shapes_fit(
     tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool
 ) -> None:
     x, first, second = (tensors[n] for n in ("x", "gate_up_weight", "down_weight"))
-    assert x is not None and first is not None and second is not None
+    assert x is not None
+    assert first is not None
+    assert second is not None
     name = op.name
     if first.ndim != 3 or second.ndim != 3:
         raise ValueError(
@@ -242,59 +245,60 @@ def _case(
     frozen: tuple[str, ...] = (),
 ) -> dict[str, T]:
     """Tensors of a sample; names in ``frozen`` get no gradient."""
-    turn = slice(None, None, -1 if transposed else 1)
+
+    def turned(rows: int, cols: int) -> tuple[int, int, int]:
+        return (experts, cols, rows) if transposed else (experts, rows, cols)
+
     made = {
         "x": T((*rows, hidden)),
-        "gate_up_weight": T((experts, *(2 * inner, hidden)[turn]), scale=hidden**-0.5),
-        "down_weight": T((experts, *(hidden, inner)[turn]), scale=inner**-0.5),
+        "gate_up_weight": T(turned(2 * inner, hidden), scale=hidden**-0.5),
+        "down_weight": T(turned(hidden, inner), scale=inner**-0.5),
         "index": T((*rows, top_k), classes=experts, ignored=sentinels, ignore_index=ignore_index),
         "routing": T((*rows, top_k), positive=True),
     }
     if bias:
         made["gate_up_bias"] = T((experts, 2 * inner), scale=0.3)
         made["down_bias"] = T((experts, hidden), scale=0.3)
-    return {
-        n: T(**{**vars(t), "grad": False}) if n in frozen else t for n, t in made.items()
-    }
+    return {n: replace(t, grad=False) if n in frozen else t for n, t in made.items()}
 
 
 _WEIGHTS = ("gate_up_weight", "down_weight")
 _GPT_OSS = {"activation": "swiglu_clamped", "interleaved": True, "transposed": True}
 SAMPLES = (
-    Sample("rows", _case((7,), 2, 3, 8, 6)),
-    Sample("two-axes", _case((2, 5), 2, 4, 8, 6)),
+    Sample("rows", _case((5,), 2, 3, 8, 6)),
+    Sample("two-axes", _case((2, 3), 2, 4, 8, 6)),
     Sample("gelu", _case((6,), 2, 3, 8, 4), {"activation": "gelu"}),
     Sample("gelu-tanh", _case((6,), 2, 3, 8, 4), {"activation": "gelu_tanh"}),
     Sample("interleaved", _case((5,), 3, 4, 8, 4), {"interleaved": True}),
     Sample("transposed", _case((5,), 2, 3, 8, 6, transposed=True), {"transposed": True}),
-    Sample("biases", _case((9,), 2, 3, 8, 4, bias=True)),
-    Sample("gpt-oss", _case((9,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
+    Sample("biases", _case((6,), 2, 3, 8, 4, bias=True)),
+    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
     Sample(
         "clamped-halves",
         _case((5,), 2, 3, 8, 4),
         {"activation": "swiglu_clamped", "limit": 0.5, "alpha": 1.0, "up_offset": 0.0},
     ),
-    Sample("sentinels", _case((8,), 2, 3, 8, 4, bias=True, sentinels=0.4, ignore_index=3)),
-    Sample("minus-one", _case((8,), 2, 3, 8, 4, sentinels=0.4)),
+    Sample("sentinels", _case((6,), 2, 3, 8, 4, bias=True, sentinels=0.4, ignore_index=3)),
+    Sample("minus-one", _case((6,), 2, 3, 8, 4, sentinels=0.4)),
     Sample("nobody-here", _case((4,), 2, 3, 8, 4, bias=True, sentinels=1.0)),
     Sample("unused-experts", _case((3,), 1, 40, 8, 4)),
-    Sample("one-expert", _case((150,), 1, 1, 16, 8)),
+    Sample("one-expert", _case((37,), 1, 1, 16, 8)),
     Sample("one-row", _case((1,), 4, 8, 16, 8)),
     Sample("no-rows", _case((0,), 2, 3, 8, 4)),
     Sample("no-axes", _case((), 2, 3, 8, 4)),
-    Sample("odd-widths", _case((70,), 3, 4, 37, 21, bias=True)),
-    Sample("wider", _case((40,), 2, 2, 80, 72)),
+    Sample("odd-widths", _case((13,), 2, 2, 37, 21, bias=True)),
+    Sample("wider", _case((9,), 2, 2, 144, 136)),
     Sample("sliced", _case((4,), 2, 3, 8, 4) | {"x": T((4, 8), layout="sliced")}),
     Sample(
         "strided-weights",
         _case((6,), 2, 3, 8, 8) | {"gate_up_weight": T((3, 16, 8), layout="transposed")},
     ),
     Sample("fp32-routing", _case((6,), 2, 3, 8, 4) | {"routing": T((6, 2), torch.float32)}),
-    Sample("frozen-weights", _case((6,), 2, 3, 8, 4, bias=True, frozen=_WEIGHTS)),
-    Sample("frozen-x", _case((6,), 2, 3, 8, 4, frozen=("x",))),
-    Sample("frozen-routing", _case((6,), 2, 3, 8, 4, frozen=("routing", "down_weight"))),
-    Sample("only-down", _case((6,), 2, 3, 8, 4, frozen=("x", "routing", "gate_up_weight"))),
-    Sample("only-x", _case((6,), 2, 3, 8, 4, frozen=("routing", *_WEIGHTS))),
+    Sample("frozen-weights", _case((4,), 2, 3, 8, 4, bias=True, frozen=_WEIGHTS)),
+    Sample("frozen-x", _case((4,), 2, 3, 8, 4, frozen=("x",))),
+    Sample("frozen-routing", _case((4,), 2, 3, 8, 4, frozen=("routing", "down_weight"))),
+    Sample("only-down", _case((4,), 2, 3, 8, 4, frozen=("x", "routing", "gate_up_weight"))),
+    Sample("only-x", _case((4,), 2, 3, 8, 4, frozen=("routing", *_WEIGHTS))),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, frozen=_WEIGHTS), size="thin"),
     Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),
     Sample("512x2048 768 of 128", _case((512,), 8, 128, 2048, 768), size="bench"),
