@@ -91,6 +91,8 @@ def activated(
     k = choice("fused_moe.up", up_knobs, source, groups, cols, inner)
     made = source.new_empty(groups.rows, cols)
     gate_up = library_product(k, x, weight, groups)
+    if gate_up is None and interleaved:
+        gate_up = product("fused_moe.up", x, weight, groups)
     if gate_up is not None:
         step = _piece("activation", source, cols)
         pieces = cdiv(cols, step.block)
@@ -108,8 +110,8 @@ def activated(
         (source, weight, bias, gate_up if keep else None, made, tiles, groups.offsets,
          groups.order if x.gather else None, source.stride(0), *weight.stride(), cols, inner,
          groups.per, steps, *numbers),
-        (activation, interleaved, k.block_m, k.block_n, k.block_k, inner % k.block_k == 0,
-         k.stages), k.num_warps,
+        (activation, k.block_m, k.block_n, k.block_k, cols % k.block_n == 0,
+         inner % k.block_k == 0, k.stages), k.num_warps,
     )  # fmt: skip
     return made, gate_up
 

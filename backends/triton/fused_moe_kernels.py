@@ -1,8 +1,8 @@
 """Kernels of a mixture of experts beside its products: activation both ways, and sums over slots.
 
 The first product ends in the activation: a tile has the columns of gate and those of up, in two
-accumulators. Backward gets the gradient of act(gate) * up before the routing weight, d, and makes
-of it in one pass
+accumulators; where they alternate, a pass of its own follows. Backward gets the gradient of
+act(gate) * up before the routing weight, d, and makes of it in one pass
 
     drouting = sum of d act(gate) up,  the gradient of gate and up of (routing d),
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import round_to, sigmoid
 from liger_multi.backends.triton.gated import _share, _slope
-from liger_multi.backends.triton.grouped import dot, source_rows
+from liger_multi.backends.triton.grouped import dot, load_factor, source_rows
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def _store_pair(ptr, gate, up, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl
 def _moe_up_kernel(
     x_ptr, w_ptr, bias_ptr, kept_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, x_stride,
     w_stride, n_stride, k_stride, cols, inner, per, steps, limit, alpha, offset,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """act(gate) * up of gathered rows, and gate and up themselves where somebody keeps them."""
     group = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps))
@@ -92,40 +92,36 @@ def _moe_up_kernel(
     first = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps) + 1)
     row = first + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.minimum(col, cols - 1)
-    if INTERLEAVED:
-        place, apart = 2 * place, 1
-    else:
-        apart = cols
+    inside = (col < cols)[None, :]
     k = tl.arange(0, BLOCK_K)
     source = source_rows(order_ptr, row, stop, per)
     x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
     w_ptr += group.to(tl.int64) * w_stride
-    gate_ptrs = w_ptr + place[None, :] * n_stride + k[:, None] * k_stride
+    gate_ptrs = w_ptr + col[None, :] * n_stride + k[:, None] * k_stride
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            x, g, u = tl.load(x_ptrs), tl.load(gate_ptrs), tl.load(gate_ptrs + apart * n_stride)
+        mask = start + k < inner
+        if EVEN_K:
+            x = tl.load(x_ptrs)
         else:
-            mask = start + k < inner
             x = tl.load(x_ptrs, mask=mask[None, :], other=0.0)
-            g = tl.load(gate_ptrs, mask=mask[:, None], other=0.0)
-            u = tl.load(gate_ptrs + apart * n_stride, mask=mask[:, None], other=0.0)
+        g = load_factor(gate_ptrs, mask[:, None], inside, EVEN_K, EVEN_N)
+        u = load_factor(gate_ptrs + cols * n_stride, mask[:, None], inside, EVEN_K, EVEN_N)
         gate, up = dot(x, g, gate), dot(x, u, up)
         x_ptrs += BLOCK_K
         gate_ptrs += BLOCK_K * k_stride
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        bias_ptr += group.to(tl.int64) * 2 * cols + place
-        gate += tl.load(bias_ptr).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + apart).to(tl.float32)[None, :]
+        bias_ptr += group.to(tl.int64) * 2 * cols + col
+        gate += tl.load(bias_ptr, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + cols, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     gate, up = round_to(gate, DTYPE), round_to(up, DTYPE)
-    rows, mask = row.to(tl.int64)[:, None], (row < stop)[:, None] & (col < cols)[None, :]
+    rows, mask = row.to(tl.int64)[:, None], (row < stop)[:, None] & inside
     if kept_ptr is not None:
-        kept_ptrs = kept_ptr + rows * (2 * cols) + place[None, :]
+        kept_ptrs = kept_ptr + rows * (2 * cols) + col[None, :]
         tl.store(kept_ptrs, gate, mask=mask)
-        tl.store(kept_ptrs + apart, up, mask=mask)
+        tl.store(kept_ptrs + cols, up, mask=mask)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     y = round_to(_activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE), DTYPE)
     tl.store(out_ptr + rows * cols + col[None, :], y, mask=mask)

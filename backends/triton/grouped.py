@@ -92,12 +92,12 @@ def fitted(
 ) -> ProductKnobs:
     """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left."""
     large = info.shared_bytes > 2**16
-    n = max(16, min(128, power_of_2(cols)))
+    n = max(16, min(128 // factors, power_of_2(cols)))
     k = max(16, min((128 if large else 64) // element_bytes, power_of_2(inner)))
     if element_bytes > 2:  # multiply-adds from registers
-        m, n = min(m, 64), min(n, 64 // factors)
+        m, n, k = min(m, 64), min(n, 64 // factors), 16
     stage = (m + factors * n) * k * element_bytes
-    room = info.shared_bytes // (2 if large and factors == 1 else 1)
+    room = info.shared_bytes // (2 if large else 1)
     stages = max(1, min(4 if large else 2, room // stage))
     threads = max(info.warp_size, min(256, m * n * factors // 32))
     return ProductKnobs(m, n, k, stages, warps(threads, info.warp_size))
@@ -114,14 +114,14 @@ def dot(a, b, total):
 
 @triton.jit
 def _group_tiles_kernel(
-    offsets_ptr, tiles_ptr, groups, most, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    offsets_ptr, tiles_ptr, groups, most, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     group = tl.arange(0, GROUPS)
     inside = group < groups
     start = tl.load(offsets_ptr + group, mask=inside, other=0)
     stop = tl.load(offsets_ptr + group + 1, mask=inside, other=0)
-    count = tl.cdiv(stop - start, ROWS)
+    count = tl.cdiv(stop - start, HEIGHT)
     last = tl.cumsum(count, 0)  # one past the group's last tile
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # the group of a tile: how many groups end before it
@@ -132,7 +132,7 @@ def _group_tiles_kernel(
     none = which >= groups
     mask = tile < most
     tl.store(tiles_ptr + 2 * tile, tl.where(none, -1, which), mask=mask)
-    tl.store(tiles_ptr + 2 * tile + 1, begin + (tile - first) * ROWS, mask=mask)
+    tl.store(tiles_ptr + 2 * tile + 1, begin + (tile - first) * HEIGHT, mask=mask)
 
 
 @triton.jit
@@ -145,10 +145,23 @@ def source_rows(order_ptr, row, stop, per):
 
 
 @triton.jit
+def load_factor(ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A tile of a weight, masked along the axes that it does not divide."""
+    if EVEN_K and EVEN_N:
+        return tl.load(ptrs)
+    elif EVEN_K:
+        return tl.load(ptrs, mask=n_mask, other=0.0)
+    elif EVEN_N:
+        return tl.load(ptrs, mask=k_mask, other=0.0)
+    else:
+        return tl.load(ptrs, mask=k_mask & n_mask, other=0.0)
+
+
+@triton.jit
 def _grouped_product_kernel(
     a_ptr, w_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, a_stride, w_stride, n_stride,
     k_stride, cols, inner, per, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[s, n] = sum over k of a[source(s), k] w[group(s), n, k]."""
     tile = tl.program_id(0) // steps
@@ -158,20 +171,19 @@ def _grouped_product_kernel(
     stop = tl.load(offsets_ptr + group + 1)
     row = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.minimum(col, cols - 1)
     k = tl.arange(0, BLOCK_K)
     source = source_rows(order_ptr, row, stop, per)
     a_ptrs = a_ptr + source[:, None] * a_stride + k[None, :]
     w_ptr += group.to(tl.int64) * w_stride
-    w_ptrs = w_ptr + place[None, :] * n_stride + k[:, None] * k_stride
+    w_ptrs = w_ptr + col[None, :] * n_stride + k[:, None] * k_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            a, w = tl.load(a_ptrs), tl.load(w_ptrs)
+        mask = start + k < inner
+        if EVEN_K:
+            a = tl.load(a_ptrs)
         else:
-            mask = start + k < inner
             a = tl.load(a_ptrs, mask=mask[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=mask[:, None], other=0.0)
+        w = load_factor(w_ptrs, mask[:, None], (col < cols)[None, :], EVEN_K, EVEN_N)
         total = dot(a, w, total)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * k_stride
@@ -196,7 +208,9 @@ def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
     if not (k.library if forced is None else forced) or not hasattr(torch, "_grouped_mm"):
         return False
     return all(
-        t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0
+        t.dtype == torch.bfloat16
+        and t.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in t.shape[1:])
         for t in tensors
     )
 
@@ -241,7 +255,8 @@ def product(name: str, a: Rows, weight: Tensor, groups: Groups) -> Tensor:
         _grouped_product_kernel, tiles.shape[0] * steps,
         (x, weight, out, tiles, groups.offsets, groups.order if a.gather else None, x.stride(0),
          *weight.stride(), cols, inner, groups.per, steps),
-        (k.block_m, k.block_n, k.block_k, inner % k.block_k == 0, k.stages), k.num_warps,
+        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0,
+         k.stages), k.num_warps,
     )  # fmt: skip
     return out
 

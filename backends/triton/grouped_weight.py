@@ -30,9 +30,8 @@ def weight_knobs(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
 ) -> ProductKnobs:
     """The same for gradients of weights, whose tiles are columns of both and sums go over rows."""
-    return fitted(
-        info, max(16, min(128, power_of_2(cols))), inner, cdiv(rows, groups), element_bytes
-    )
+    m, factors = max(16, min(128, power_of_2(cols))), 2 if element_bytes > 2 else 1
+    return fitted(info, m, inner, cdiv(rows, groups), element_bytes, factors)
 
 
 @triton.jit
@@ -48,15 +47,15 @@ def _grouped_weight_kernel(
     n = (tile % n_steps) * BLOCK_N + tl.arange(0, BLOCK_N)
     start, stop = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     k = tl.arange(0, BLOCK_K)
-    p_ptrs = p_ptr + tl.minimum(m, m_size - 1)[None, :]
-    q_ptrs = q_ptr + tl.minimum(n, n_size - 1)[None, :]
+    p_ptrs, q_ptrs = p_ptr + m[None, :], q_ptr + n[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         mask = (at + k < stop)[:, None]
         p_row = source_rows(p_order_ptr, at + k, stop, per)
         q_row = source_rows(q_order_ptr, at + k, stop, per)
-        p = tl.load(p_ptrs + p_row[:, None] * p_stride, mask=mask, other=0.0)
-        q = tl.load(q_ptrs + q_row[:, None] * q_stride, mask=mask, other=0.0)
+        p_mask, q_mask = mask & (m < m_size)[None, :], mask & (n < n_size)[None, :]
+        p = tl.load(p_ptrs + p_row[:, None] * p_stride, mask=p_mask, other=0.0)
+        q = tl.load(q_ptrs + q_row[:, None] * q_stride, mask=q_mask, other=0.0)
         total = dot(tl.trans(p), q, total)
     out_ptr += group.to(tl.int64) * m_size * n_size
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * n_size + n[None, :]
@@ -87,7 +86,7 @@ def weight_gradient(name: str, left: Rows, right: Rows, groups: Groups, turned: 
         columns = left.written(groups).mT
         found = torch._grouped_mm(columns, right.written(groups), groups.offsets[1:])
         args = (found, groups.offsets, m * n, 16)
-        launch(_zero_groups_kernel, groups.count * 16, args, (1024,), 4)
+        launch(_zero_groups_kernel, groups.count * 16, args, (256,), 4)
         return found
     out = p.new_empty(groups.count, m, n)
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
