@@ -177,8 +177,9 @@ def _fused_moe(
     up, down = _meta(*first, dtype=dtype), _meta(*second, dtype=dtype)
     needs: Any = (True,) * 6
     with grouped.products_by(library):
-        y, *kept = fused_moe.forward(x, up, down, index, routing, *biases, *how, *needs)
-        rest: Any = (*kept, *how, *needs)
+        rest: Any = (*biases, *how, dtype, *needs)
+        y, *kept = fused_moe.forward(x, up, down, index, routing, *rest)
+        rest = (*kept, *how, *needs)
         fused_moe.backward(y, x, up, down, index, routing, biases[1], *rest)
 
 

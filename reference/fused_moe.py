@@ -46,9 +46,12 @@ def gradients(dproduct: Tensor, gate_up: Tensor, how: Any) -> Tensor:
     return torch.stack(parts, -1).flatten(-2)
 
 
-def _sum_of_slots(slots: Tensor, tokens: int, routing: Optional[Tensor]) -> Tensor:
+def _sum_of_slots(
+    slots: Tensor, tokens: int, routing: Optional[Tensor], dtype: torch.dtype
+) -> Tensor:
     """The (weighted) sum over the slots of every token, in fp32, rounded once."""
-    kind, out = statistics_dtype(slots.dtype), slots.new_empty(tokens, slots.shape[1])
+    kind = statistics_dtype(slots.dtype)
+    out = slots.new_empty(tokens, slots.shape[1], dtype=dtype)
     slots = slots.view(tokens, slots.shape[0] // max(tokens, 1), -1) if tokens else slots
     for block in row_blocks(tokens, max(1, slots[0].numel() if tokens else 1) * kind.itemsize):
         rows = slots[block].to(kind)
@@ -60,8 +63,8 @@ def _sum_of_slots(slots: Tensor, tokens: int, routing: Optional[Tensor]) -> Tens
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, needs_x: bool,
-    needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
+    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
+    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
     needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Two products for every expert that has tokens."""
@@ -82,7 +85,7 @@ def forward(
         if keep:
             gate_up[start:stop] = inner
         slots[place] = linear(product(inner, how), second[e], other)
-    return _sum_of_slots(slots, x.shape[0], routing), gate_up, order, offsets
+    return _sum_of_slots(slots, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
 def backward(
@@ -93,6 +96,7 @@ def backward(
     needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Four products for every expert; the activation's product is computed again."""
+    dy = dy.to(gate_up.dtype)
     how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
     experts, top_k = down_weight.shape[0], index.shape[1]
     first = (experts, gate_up.shape[1], dy.shape[1])
@@ -127,7 +131,7 @@ def backward(
             dbias[e] = dinner.sum(0, dtype=kind).to(dy.dtype)
         if needs_x and gate_up_weight is not None:
             slots[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
-    dx = _sum_of_slots(slots, dy.shape[0], None) if needs_x else slots.view(-1)
+    dx = _sum_of_slots(slots, dy.shape[0], None, dy.dtype) if needs_x else slots.view(-1)
     if transposed:
         turned = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
         dfirst, dsecond = turned

@@ -1,4 +1,4 @@
-"""Grouped products: PyTorch's and ours say the same, over groups of more than a tile and of none."""
+"""Grouped products: PyTorch's and ours say the same, over groups of several tiles and of none."""
 
 import oracles
 import pytest

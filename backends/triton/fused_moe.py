@@ -125,11 +125,13 @@ def inverse_of(groups: Groups) -> Tensor:
 
 
 def combined(
-    rows: Tensor, groups: Groups, routing: Optional[Tensor], bias: Optional[Tensor], index: Tensor
-) -> Tensor:
+    rows: Tensor, groups: Groups, routing: Optional[Tensor], bias: Optional[Tensor], index: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The sum over the slots of every token."""
     cols = rows.shape[1]
-    y, k = rows.new_empty(groups.rows // groups.per, cols), _piece("combine", rows, cols)
+    y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype)
+    k = _piece("combine", rows, cols)
     tiles = cdiv(cols, k.block)
     launch(
         _moe_combine_kernel, y.shape[0] * tiles,
@@ -161,8 +163,8 @@ def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, needs_x: bool,
-    needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
+    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
+    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
     needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Sort, two products, a weighted sum."""
@@ -173,7 +175,7 @@ def forward(
     _, order, offsets = sorted_slots(index, first.shape[0])
     if not order.numel() or not x.numel():
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
-        return x.new_zeros(x.shape), gate_up, order, offsets
+        return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, how = Groups(offsets, order, index.shape[1]), (limit, alpha, up_offset)
     rows = Rows(_columns(x), gather=True)
     made, gate_up = activated(
@@ -181,7 +183,7 @@ def forward(
     )
     del rows
     slots = product("fused_moe.down", Rows(made), second, groups)
-    y = combined(slots, groups, routing.contiguous(), _dense(down_bias), index)
+    y = combined(slots, groups, routing.contiguous(), _dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
 
@@ -212,6 +214,7 @@ def backward(
     needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Four products, and one pass over the activation."""
+    dy = dy.to(gate_up.dtype)
     if not order.numel() or not dy.numel():
         first = (offsets.shape[0] - 1, *(dy.shape[1], gate_up.shape[1])[:: 1 if transposed else -1])
         wanted = (
@@ -251,7 +254,7 @@ def backward(
     if needs_x and dgate_up is not None and gate_up_weight is not None:
         turned = gate_up_weight if transposed else gate_up_weight.mT
         slots = product("fused_moe.dx", Rows(dgate_up), turned, groups)
-        dx = combined(slots, groups, None, None, index)
+        dx = combined(slots, groups, None, None, index, dy.dtype)
     return dx, dfirst, ddown, drouting, dbias, dother
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +36,16 @@ def _liger_log_prob(nll: Formula) -> Formula:
     ) -> Any:
         found = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
         return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+
+    return call
+
+
+def _liger_moe(moe: Formula) -> Formula:
+    def call(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
+    ) -> Tensor:
+        found: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
+        return found
 
     return call
 
@@ -70,6 +81,7 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         lambda f: lambda gate_up: f(gate_up),
     ),
     "gated_mlp": ("liger_swiglu", _liger_mlp),
+    "fused_moe": ("liger_kernel.ops:LigerFusedMoEFunction.apply", _liger_moe),
     "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
     "relu_squared": (
         "liger_kernel.ops:LigerReLUSquaredFunction.apply",

@@ -74,6 +74,18 @@ def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
+def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    width, slots = shapes["x"][-1], math.prod(shapes["index"])
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    product = 2.0 * slots * weights / shapes["gate_up_weight"][0]
+    tokens = math.prod(shapes["x"][:-1]) * width * size
+    kept = 2 * slots * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    # weights read, x read, y and what is kept written; weights read, their gradients written,
+    # what is kept read, dy and x read, dx written
+    once = weights * size + 2 * tokens + kept
+    return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
+
+
 def _linear_pair(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
@@ -106,6 +118,7 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
+    "fused_moe": _fused_moe,
     "geglu": _elementwise(3, 8),
     "geglu_packed": _gated_packed,
     "swiglu_clamped": _elementwise(3, 8),

@@ -31,6 +31,7 @@ def forward(
     up_offset: float,
     interleaved: bool,
     transposed: bool,
+    y_dtype: torch.dtype,
     needs_x: bool,
     needs_gate_up_weight: bool,
     needs_down_weight: bool,
@@ -44,7 +45,7 @@ def forward(
     slots = index.shape[0] * index.shape[1]
     wide = gate_up_weight.shape[2 if transposed else 1]
     return (
-        x.new_empty(x.shape),
+        x.new_empty(x.shape, dtype=y_dtype),
         x.new_empty(slots if wanted else 0, wide),
         index.new_empty(slots, dtype=torch.int32),
         index.new_empty(gate_up_weight.shape[0] + 1, dtype=torch.int32),
@@ -133,7 +134,7 @@ def fused_moe(
         In: integer index, routing of any floating dtype, one floating dtype for the others, or any
         under autocast, which then sets the dtype of the products. Inside: products accumulate in
         fp32 and are rounded; activation, weighting and sums over k are fp32 (fp64 for fp64). Out:
-        that of the products.
+        that of x.
 
     Memory:
         Kept for backward: x, the weights that somebody needs, index and routing, and gate and up
@@ -180,6 +181,7 @@ def fused_moe(
         *by,
         interleaved,
         transposed,
+        x.dtype,
     )
     return result.view(x.shape)
 
