@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -27,7 +26,7 @@ from liger_multi.backends.triton.common import INTERPRETED, cdiv, power_of_2, ro
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
-_forced: ContextVar[Optional[bool]] = ContextVar("liger_multi_grouped_library", default=None)
+_forced: list[bool] = []  # not of a context: backward runs on a thread of autograd's
 
 
 @dataclass(frozen=True)
@@ -195,17 +194,17 @@ def _grouped_product_kernel(
 @contextlib.contextmanager
 def products_by(library: bool) -> Iterator[None]:
     """Whether PyTorch's grouped products are taken where they can be, whatever the tables say."""
-    token = _forced.set(library)
+    _forced.append(library)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced.pop()
 
 
 def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
     """Whether PyTorch's grouped product serves this call: what it wants is not written anywhere."""
-    forced = _forced.get()
-    if not (k.library if forced is None else forced) or not hasattr(torch, "_grouped_mm"):
+    wanted = _forced[-1] if _forced else k.library
+    if not wanted or not hasattr(torch, "_grouped_mm"):
         return False
     return all(
         t.dtype == torch.bfloat16
