@@ -125,6 +125,37 @@ def fused_moe(
     return y.view(x.shape)
 
 
+class HyperCoefficients(NamedTuple):
+    pre: torch.Tensor
+    post: torch.Tensor
+    mix: torch.Tensor
+
+
+def hyper_connections(
+    x, weight, bias, scale, *, iterations=20, rms_eps=1e-6, eps=1e-6, post_scale=2.0
+):
+    n, v = x.shape[-2], x.flatten(-2)
+    m = (v / torch.sqrt((v * v).mean(-1, keepdim=True) + rms_eps)) @ weight.T
+    a, b, c = m.split([n, n, n * n], -1)
+    p, q, r = bias.split([n, n, n * n])
+    mix = torch.exp((scale[2] * c + r).unflatten(-1, (n, n)))
+    mix = mix / mix.sum(-1, keepdim=True) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    pre, post = torch.sigmoid(scale[0] * a + p) + eps, post_scale * torch.sigmoid(scale[1] * b + q)
+    return HyperCoefficients(pre, post, mix)
+
+
+def hyper_connections_pre(x, pre):
+    return (pre.unsqueeze(-1) * x).sum(-2)
+
+
+def hyper_connections_post(x, out, post, mix):
+    return post.unsqueeze(-1) * out.unsqueeze(-2) + mix @ x
+
+
 def dyt(x, alpha, weight=None, bias=None):
     return (1 if weight is None else weight) * torch.tanh(alpha * x) + (0 if bias is None else bias)
 

@@ -22,6 +22,9 @@ from liger_multi.ops.gated_rms_norm import gated_rms_norm
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.group_norm import group_norm
+from liger_multi.ops.hyper_connections import hyper_connections
+from liger_multi.ops.hyper_connections_post import hyper_connections_post
+from liger_multi.ops.hyper_connections_pre import hyper_connections_pre
 from liger_multi.ops.jsd import jsd
 from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
@@ -64,6 +67,9 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "group_norm",
+    "hyper_connections",
+    "hyper_connections_post",
+    "hyper_connections_pre",
     "jsd",
     "kl_div",
     "layer_norm",
