@@ -21,7 +21,7 @@ from liger_multi.backends.triton import fused_moe, grouped, grouped_weight
 from liger_multi.bench.cases import cases, draw
 from liger_multi.bench.measure import Clock
 from liger_multi.bench.providers import find
-from liger_multi.reference.fused_moe import sorted_slots
+from liger_multi.reference.slots import sorted_slots
 
 ROUNDS = 15
 

@@ -29,6 +29,9 @@ from liger_multi.backends.triton import (
     geglu_packed,
     group_norm,
     grouped,
+    hyper_connections,
+    hyper_connections_post,
+    hyper_connections_pre,
     layer_norm,
     modulated_rms_norm,
     poly_norm,
@@ -181,6 +184,19 @@ def _fused_moe(
         y, *kept = fused_moe.forward(x, up, down, index, routing, *rest)
         rest = (*kept, *how, *needs)
         fused_moe.backward(y, x, up, down, index, routing, biases[1], *rest)
+
+
+def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, out = _meta(rows, streams, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
+    pre, mix = _meta(rows, streams, dtype=FP32), _meta(rows, streams, streams, dtype=FP32)
+    z = _meta(rows, streams * (streams + 2), dtype=FP32)
+    squash = hyper_connections.TritonSquash
+    grads = squash.values(z, streams, 20, 1e-6, 2.0)
+    squash.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    hyper_connections_pre.forward(x, pre)
+    hyper_connections_pre.backward(out, x, pre, True, True)
+    y = hyper_connections_post.forward(x, out, pre, mix)
+    hyper_connections_post.backward(y, x, out, pre, mix, True, True, True, True)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
@@ -400,6 +416,10 @@ def calls() -> dict[str, Callable[[], None]]:
     found["fused_moe 8192x2880 2880 of 32, PyTorch's products"] = part(
         _fused_moe, 8192, 4, 32, 2880, 2880, gpt_oss=True, library=True
     )
+    for rows, streams, cols in ((8192, 4, 4096), (8192, 2, 2048), (2048, 8, 7168)):
+        for dtype in (BF16, FP32):
+            label = f"hyper_connections {rows}x{streams}x{cols} {_name(dtype)}"
+            found[label] = part(_hyper, rows, streams, cols, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
     for interleaved in (True, False):
         label = "interleaved" if interleaved else "halves"

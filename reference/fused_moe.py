@@ -1,63 +1,14 @@
-"""A mixture of gated experts, one expert after the other over its sorted tokens.
-
-A slot is a pair of a token and one of its experts, ``t * K + k``. Sorted by expert, stably, the
-slots of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``; those of no expert come last.
-"""
+"""A mixture of gated experts, one expert after the other over its sorted slots."""
 
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_multi.reference import clamped, gated
-from liger_multi.reference.chunking import row_blocks, statistics_dtype
-
-
-def sorted_slots(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts in order, the slot of every row, and where experts begin; nothing is read back."""
-    flat = index.reshape(-1)
-    ids = torch.where((flat < 0) | (flat >= experts), experts, flat)
-    ids = ids.to(torch.int16 if experts < 2**15 else torch.int32)  # two passes of a radix sort
-    ids, order = torch.sort(ids, stable=True)
-    every = torch.arange(experts + 1, device=index.device, dtype=ids.dtype)
-    return ids, order.to(torch.int32), torch.searchsorted(ids, every, out_int32=True)
-
-
-def product(gate_up: Tensor, how: Any) -> Tensor:
-    """act(gate) * up of rows."""
-    activation, *by, interleaved = how
-    if activation == "swiglu_clamped":
-        return clamped.packed_product(gate_up, tuple(by), interleaved)
-    if interleaved:
-        return gated.forward(gate_up[:, ::2], gate_up[:, 1::2], activation)
-    return gated.packed_forward(gate_up, activation)
-
-
-def gradients(dproduct: Tensor, gate_up: Tensor, how: Any) -> Tensor:
-    """The gradient of gate and up of rows."""
-    activation, *by, interleaved = how
-    if activation == "swiglu_clamped":
-        return clamped.packed_gradients(dproduct, gate_up, tuple(by), interleaved)
-    if not interleaved:
-        return gated.packed_backward(dproduct, gate_up, activation)
-    parts = gated.gradients(dproduct, gate_up[:, ::2], gate_up[:, 1::2], activation, gated.ONE)
-    return torch.stack(parts, -1).flatten(-2)
-
-
-def _sum_of_slots(
-    slots: Tensor, tokens: int, routing: Optional[Tensor], dtype: torch.dtype
-) -> Tensor:
-    """The (weighted) sum over the slots of every token, in fp32, rounded once."""
-    kind = statistics_dtype(slots.dtype)
-    out = slots.new_empty(tokens, slots.shape[1], dtype=dtype)
-    slots = slots.view(tokens, slots.shape[0] // max(tokens, 1), -1) if tokens else slots
-    for block in row_blocks(tokens, max(1, slots[0].numel() if tokens else 1) * kind.itemsize):
-        rows = slots[block].to(kind)
-        rows = rows if routing is None else rows * routing[block].to(kind).unsqueeze(-1)
-        out[block] = rows.sum(1).to(out.dtype)
-    return out
+from liger_multi.reference.chunking import statistics_dtype
+from liger_multi.reference.slots import gradients, product, sorted_slots, sum_of_slots
 
 
 def forward(
@@ -85,7 +36,7 @@ def forward(
         if keep:
             gate_up[start:stop] = inner
         slots[place] = linear(product(inner, how), second[e], other)
-    return _sum_of_slots(slots, x.shape[0], routing, y_dtype), gate_up, order, offsets
+    return sum_of_slots(slots, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
 def backward(
@@ -131,7 +82,7 @@ def backward(
             dbias[e] = dinner.sum(0, dtype=kind).to(dy.dtype)
         if needs_x and gate_up_weight is not None:
             slots[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
-    dx = _sum_of_slots(slots, dy.shape[0], None, dy.dtype) if needs_x else slots.view(-1)
+    dx = sum_of_slots(slots, dy.shape[0], None, dy.dtype) if needs_x else slots.view(-1)
     if transposed:
         turned = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
         dfirst, dsecond = turned

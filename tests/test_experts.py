@@ -141,3 +141,101 @@ def test_a_name_that_is_taken_is_refused():
             register_experts("taken")
     finally:
         del moe.ExpertsInterface._global_mapping["taken"]
+
+
+# --- modules ---
+
+
+def test_the_modules_are_those_of_transformers():
+    built = build("mixtral")
+    stock = experts_of(built)[0]
+    ours = liger_multi.nn.Experts(built.config)
+    ours.load_state_dict(stock.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, built.config.hidden_size, generator=generator)
+    index, routing = torch.tensor([[0, 2]] * 7), torch.rand(7, 2, generator=generator)
+    torch.testing.assert_close(ours(x, index, routing), stock(x, index, routing))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hyper_connections_are_those_of_deepseek(dtype):
+    module = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+
+    class Config:
+        hc_mult, hc_sinkhorn_iters, hc_eps, rms_norm_eps, hidden_size = 4, 7, 1e-6, 1e-6, 24
+
+    stock, ours = module.DeepseekV4HyperConnection(Config), liger_multi.nn.HyperConnection(Config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 5, 4, 24, generator=generator).to(dtype)
+    found = []
+    for each in (stock, ours):
+        streams = x.clone().requires_grad_()
+        post, mix, block = each(streams)
+        if each is ours:
+            y = each.expand(streams, block.tanh(), post, mix)
+        else:
+            y = post.to(dtype).unsqueeze(-1) * block.tanh().unsqueeze(-2)
+            y = y + torch.matmul(mix.to(dtype).mT, streams)
+        grads = torch.autograd.grad(y.square().float().sum(), [streams, *each.parameters()])
+        found.append((post, mix, block, y, *grads))
+    # stock rounds coefficients to bf16 before it mixes
+    by = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.05, 0.05)}[dtype]
+    for right, got in zip(*found, strict=True):
+        size = right.abs().max().item()
+        torch.testing.assert_close(got, right, rtol=by[0], atol=by[1] * max(1.0, size))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"index": torch.zeros(4, 2)}, TypeError, "integer class ids"),
+        ({"index": torch.zeros(4, 3, dtype=torch.int64)}, ValueError, "same shape"),
+        ({"x": torch.zeros(4, 7)}, ValueError, "must be H = 8"),
+        ({"down_weight": torch.zeros(3, 8, 5)}, ValueError, r"down_weight must have shape"),
+        ({"gate_up_weight": torch.zeros(8, 8)}, ValueError, "three axes"),
+        ({"down_bias": torch.zeros(8)}, ValueError, r"down_bias must have shape \(3, 8\)"),
+        ({"x": torch.zeros(4, 8).half()}, TypeError, "one dtype"),
+        ({"activation": "relu"}, ValueError, "relu"),
+        ({"interleaved": 1}, TypeError, "True or False"),
+        ({"routing": None}, TypeError, "routing must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, said):
+    given = {
+        "x": torch.zeros(4, 8), "gate_up_weight": torch.zeros(3, 8, 8),
+        "down_weight": torch.zeros(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
+        "routing": torch.zeros(4, 2),
+    }  # fmt: skip
+    with pytest.raises(error, match=said):
+        liger_multi.ops.fused_moe(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "error", "said"),
+    [
+        ("hyper_connections", {"iterations": 0}, ValueError, "at least 1"),
+        ("hyper_connections", {"weight": torch.zeros(8, 9)}, ValueError, "weight must have shape"),
+        ("hyper_connections", {"eps": -1.0}, ValueError, "eps must be at least 0"),
+        ("hyper_connections", {"x": torch.zeros(4)}, ValueError, "at least one stream"),
+        ("hyper_connections_pre", {"pre": torch.zeros(3, 3)}, ValueError, "pre must have shape"),
+        ("hyper_connections_pre", {"pre": None}, TypeError, "pre must be"),
+        ("hyper_connections_post", {"mix": torch.zeros(3, 2)}, ValueError, "mix must have shape"),
+        ("hyper_connections_post", {"out": torch.zeros(3, 5)}, ValueError, "out must have shape"),
+    ],
+)
+def test_streams_that_do_not_fit_are_refused(op, change, error, said):
+    given = {
+        "hyper_connections": {
+            "weight": torch.zeros(8, 8), "bias": torch.zeros(8), "scale": torch.zeros(3),
+        },
+        "hyper_connections_pre": {"pre": torch.zeros(3, 2)},
+        "hyper_connections_post": {
+            "out": torch.zeros(3, 4), "post": torch.zeros(3, 2), "mix": torch.zeros(3, 2, 2),
+        },
+    }[op]  # fmt: skip
+    with pytest.raises(error, match=said):
+        getattr(liger_multi.ops, op)(**({"x": torch.zeros(3, 2, 4)} | given | change))

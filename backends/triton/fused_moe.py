@@ -37,7 +37,7 @@ from liger_multi.backends.triton.grouped import (
 from liger_multi.backends.triton.grouped_weight import weight_gradient
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
-from liger_multi.reference.fused_moe import sorted_slots
+from liger_multi.reference.slots import sorted_slots
 
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
@@ -216,14 +216,9 @@ def backward(
     """Four products, and one pass over the activation."""
     dy = dy.to(gate_up.dtype)
     if not order.numel() or not dy.numel():
-        first = (offsets.shape[0] - 1, *(dy.shape[1], gate_up.shape[1])[:: 1 if transposed else -1])
-        wanted = (
-            (dy, dy.shape, needs_x), (dy, first, needs_gate_up_weight),
-            (dy, down_weight.shape, needs_down_weight), (routing, routing.shape, needs_routing),
-            (dy, (first[0], gate_up.shape[1]), needs_gate_up_bias),
-            (dy, (first[0], dy.shape[1]), needs_down_bias),
-        )  # fmt: skip
-        return tuple(t.new_zeros(s if n else (0,)) for t, s, n in wanted)  # type: ignore[return-value]
+        needs = (needs_x, needs_gate_up_weight, needs_down_weight, needs_routing)
+        needs_biases = (needs_gate_up_bias, needs_down_bias)
+        return _zeros(dy, routing, down_weight, gate_up, transposed, (*needs, *needs_biases))
     groups, none = Groups(offsets, order, index.shape[1]), dy.new_empty(0)
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
@@ -256,6 +251,20 @@ def backward(
         slots = product("fused_moe.dx", Rows(dgate_up), turned, groups)
         dx = combined(slots, groups, None, None, index, dy.dtype)
     return dx, dfirst, ddown, drouting, dbias, dother
+
+
+def _zeros(
+    dy: Tensor, routing: Tensor, down_weight: Tensor, gate_up: Tensor, transposed: bool,
+    needs: tuple[bool, ...],
+) -> Any:  # fmt: skip
+    """Gradients where there are no rows."""
+    wide, hidden = (down_weight.shape[0], gate_up.shape[1]), dy.shape[1]
+    first = (wide[0], hidden, wide[1]) if transposed else (*wide, hidden)
+    shapes = (dy.shape, first, down_weight.shape, routing.shape, wide, (wide[0], hidden))
+    return tuple(
+        (routing if i == 3 else dy).new_zeros(shape if needed else (0,))
+        for i, (shape, needed) in enumerate(zip(shapes, needs, strict=True))
+    )
 
 
 def _add_bias_share(

@@ -46,9 +46,9 @@ def _softmax_rows(z, mask):
 
 
 @triton.jit
-def _divide(m, columns, eps, mask):
+def _divide(m, COLUMNS: tl.constexpr, eps, mask):
     """One step of Sinkhorn's iteration, and the sums: of columns, or of rows."""
-    if columns:
+    if COLUMNS:
         total = (tl.sum(m, axis=1) + eps)[:, None, :] + tl.zeros_like(m)
     else:
         total = (tl.sum(m, axis=2) + eps)[:, :, None] + tl.zeros_like(m)

@@ -1,10 +1,9 @@
 """Residual streams before and after a block of hyper-connections (arXiv:2512.24880).
 
 One program a row: a tile has all streams of some columns, which are read once each way. In
-``y[i] = post[i] out + sum over j of mix[i, j] x[j]`` one stream after the other is taken from memory
-(the others of the piece come from a cache), and the sums over columns that gradients of
-coefficients need stay in registers until the row ends: no atomic additions. The number of rows is
-a run-time number; a new number of streams is a new kernel.
+``y[i] = post[i] out + sum over j of mix[i, j] x[j]`` one stream after the other is added to all.
+The sums over columns that gradients of coefficients need stay in registers until the row ends: no
+atomic additions. The number of rows is a run-time number, that of streams a kernel's constant.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences, formulas_norms, formulas_rope
+from liger_multi.bench import divergences, formulas_experts, formulas_norms, formulas_rope
 
 Formula = Callable[..., Any]
 
@@ -83,23 +83,6 @@ def _swiglu_packed(gate_up: Tensor) -> Tensor:
 
 def _gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     return F.linear(_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
-
-
-def _grouped_moe(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
-) -> Tensor:
-    """PyTorch's grouped products between gathered rows, as Hugging Face composes them."""
-    experts, top_k = gate_up_weight.shape[0], index.shape[-1]
-    flat = index.view(-1)
-    ids, order = torch.sort(flat)
-    every = torch.arange(experts, device=x.device, dtype=ids.dtype)
-    offsets = torch.searchsorted(ids, every, right=True, out_int32=True)
-    gate_up = torch._grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets)
-    rows = torch._grouped_mm(_swiglu_packed(gate_up), down_weight.mT, offs=offsets)
-    rows = rows * routing.view(-1)[order].unsqueeze(-1)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(flat.shape[0], device=x.device)
-    return rows[inverse].view(*index.shape, -1).sum(-2).to(x.dtype)
 
 
 def _swiglu_clamped(
@@ -311,6 +294,7 @@ def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 TABLE: dict[str, dict[str, Formula]] = {
+    **formulas_experts.TABLE,
     **formulas_norms.TABLE,
     **formulas_rope.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
@@ -319,7 +303,6 @@ TABLE: dict[str, dict[str, Formula]] = {
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
     "gated_mlp": {"torch": _gated_mlp},
-    "fused_moe": {"torch": _grouped_moe},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},
     "swiglu_clamped": {"torch": _swiglu_clamped},

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences, formulas_norms, formulas_rope
+from liger_multi.bench import divergences, formulas_experts, formulas_norms, formulas_rope
 from liger_multi.bench.formulas import Formula
 
 LIGER_MODULE = "liger_kernel.transformers.functional"
@@ -40,19 +39,10 @@ def _liger_log_prob(nll: Formula) -> Formula:
     return call
 
 
-def _liger_moe(moe: Formula) -> Formula:
-    def call(
-        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
-    ) -> Tensor:
-        found: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
-        return found
-
-    return call
-
-
 # Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
 # arguments.
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    **formulas_experts.LIGER,
     **formulas_norms.LIGER,
     **formulas_rope.LIGER,
     "rms_norm": (
@@ -81,7 +71,6 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         lambda f: lambda gate_up: f(gate_up),
     ),
     "gated_mlp": ("liger_swiglu", _liger_mlp),
-    "fused_moe": ("liger_kernel.ops:LigerFusedMoEFunction.apply", _liger_moe),
     "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
     "relu_squared": (
         "liger_kernel.ops:LigerReLUSquaredFunction.apply",

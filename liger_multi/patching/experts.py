@@ -147,7 +147,7 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
-    from liger_multi.reference.fused_moe import product
+    from liger_multi.reference.slots import product
 
     if kind.activation == "swiglu_clamped":
         numbers = dict(kind.clamps)
