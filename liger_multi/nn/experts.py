@@ -32,13 +32,20 @@ def _first(module: str, config: Any, *names: str) -> Any:
 
 
 class Experts(nn.Module):
-    """All experts of a layer as one operator, with the parameters of ``MixtralExperts``.
+    """All experts of a layer as one operator; the parameters are not initialised.
+
+    Like:
+        transformers ``MixtralExperts``, ``Qwen3MoeExperts``.
+
+    Operator:
+        fused_moe
 
     Args:
-        config: Has hidden_size, num_experts or num_local_experts or n_routed_experts,
-            moe_intermediate_size or intermediate_size, and hidden_act.
-        device: Of the parameters, which are not initialised.
-        dtype: Likewise.
+        config: Configuration of a model: ``hidden_size``, ``num_experts`` or
+            ``num_local_experts`` or ``n_routed_experts``, ``moe_intermediate_size`` or
+            ``intermediate_size``, and ``hidden_act`` (silu, swish or a gelu).
+        device: Of the parameters.
+        dtype: Of the parameters.
     """
 
     def __init__(
@@ -77,12 +84,19 @@ class Experts(nn.Module):
 
 
 class HyperConnection(nn.Module):
-    """What ``DeepseekV4HyperConnection`` is, with the same parameters.
+    """Residual streams into a block, and out of it; the parameters are not initialised.
+
+    Like:
+        transformers ``DeepseekV4HyperConnection``, which has no ``expand``.
+
+    Operator:
+        hyper_connections
 
     Args:
-        config: Has hc_mult, hc_sinkhorn_iters, hc_eps, rms_norm_eps and hidden_size.
-        device: Of the parameters, which are not initialised.
-        dtype: Likewise.
+        config: Configuration of a model: ``hc_mult``, ``hc_sinkhorn_iters``, ``hc_eps``,
+            ``rms_norm_eps`` and ``hidden_size``.
+        device: Of the parameters.
+        dtype: Of the parameters.
     """
 
     def __init__(
