@@ -21,12 +21,17 @@ from liger_multi.backends.triton import (
     embedding,
     fused_add_rms_norm,
     fused_linear_log_prob,
+    fused_moe,
     fused_scaled_add_rms_norm,
     gated_mlp,
     gated_rms_norm,
     geglu,
     geglu_packed,
     group_norm,
+    grouped,
+    hyper_connections,
+    hyper_connections_post,
+    hyper_connections_pre,
     layer_norm,
     modulated_rms_norm,
     poly_norm,
@@ -157,6 +162,41 @@ def _gated_mlp(activation: str, dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
     gated_mlp.TritonActivation.product(gate, gate, activation)
     gated_mlp.TritonActivation.gradients(gate, gate, gate, activation)
+
+
+def _fused_moe(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: torch.dtype = BF16, *,
+    gpt_oss: bool = False, library: bool = False,
+) -> None:  # fmt: skip
+    x, index = _meta(tokens, hidden, dtype=dtype), _meta(tokens, top_k, dtype=torch.int64)
+    routing = _meta(tokens, top_k, dtype=dtype)
+    first, second = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    how: Any = ("silu", 7.0, 1.702, 1.0, False, False)
+    biases: list[Any] = [None, None]
+    if gpt_oss:
+        first, second = (experts, hidden, 2 * inner), (experts, inner, hidden)
+        how = ("swiglu_clamped", 7.0, 1.702, 1.0, True, True)
+        biases = [_meta(experts, n, dtype=dtype) for n in (2 * inner, hidden)]
+    up, down = _meta(*first, dtype=dtype), _meta(*second, dtype=dtype)
+    needs: Any = (True,) * 6
+    with grouped.products_by(library):
+        rest: Any = (*biases, *how, dtype, *needs)
+        y, *kept = fused_moe.forward(x, up, down, index, routing, *rest)
+        rest = (*kept, *how, *needs)
+        fused_moe.backward(y, x, up, down, index, routing, biases[1], *rest)
+
+
+def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    x, out = _meta(rows, streams, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
+    pre, mix = _meta(rows, streams, dtype=FP32), _meta(rows, streams, streams, dtype=FP32)
+    z = _meta(rows, streams * (streams + 2), dtype=FP32)
+    squash = hyper_connections.TritonSquash
+    grads = squash.values(z, streams, 20, 1e-6, 2.0)
+    squash.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    hyper_connections_pre.forward(x, pre)
+    hyper_connections_pre.backward(out, x, pre, True, True)
+    y = hyper_connections_post.forward(x, out, pre, mix)
+    hyper_connections_post.backward(y, x, out, pre, mix, True, True, True, True)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
@@ -367,6 +407,19 @@ def calls() -> dict[str, Callable[[], None]]:
             found[label] = part(_gated_mlp, activation, dtype)
         found[f"swiglu_clamped 32768x2880 {_name(dtype)}"] = part(_clamped, dtype)
         found[f"relu_squared 8192x16384 {_name(dtype)}"] = part(_relu_squared, dtype)
+    for tokens in (8192, 512):
+        found[f"fused_moe {tokens}x2048 768 of 128"] = part(_fused_moe, tokens, 8, 128, 2048, 768)
+    found["fused_moe 8192x4096 14336 of 8 fp32"] = part(_fused_moe, 8192, 2, 8, 4096, 14336, FP32)
+    found["fused_moe 8192x2880 2880 of 32"] = part(
+        _fused_moe, 8192, 4, 32, 2880, 2880, gpt_oss=True
+    )
+    found["fused_moe 8192x2880 2880 of 32, PyTorch's products"] = part(
+        _fused_moe, 8192, 4, 32, 2880, 2880, gpt_oss=True, library=True
+    )
+    for rows, streams, cols in ((8192, 4, 4096), (8192, 2, 2048), (2048, 8, 7168)):
+        for dtype in (BF16, FP32):
+            label = f"hyper_connections {rows}x{streams}x{cols} {_name(dtype)}"
+            found[label] = part(_hyper, rows, streams, cols, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
     for interleaved in (True, False):
         label = "interleaved" if interleaved else "halves"

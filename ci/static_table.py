@@ -53,8 +53,14 @@ ADDRESSED = {
     "_modulated_rms_norm_": "rows of a tile may have modulations from two places",
     "_gated_rms_norm_": "tiles are parts of wide rows, which as_rows lets stand any distance apart",
     "_dyt_": "likewise",
+    "_moe_": "rows stand in the order of their experts, and are gathered",
+    "_grouped_": "likewise",
+    "_streams_": "streams and rows of a tile have strides of their own",
+    "_squash_": "rows of a tile are matrices of a few numbers each",
     "_group_norm_": "likewise; not written for scalar bases yet",
 }
+# kernels, by how their names begin, that read a few numbers and stream nothing in
+NOT_READ = ("_zero_groups_", "_squash_")
 
 
 class Row(NamedTuple):
@@ -224,7 +230,8 @@ def failures(row: Row) -> list[str]:
     if code.spills and row.variant.aligned:
         wrong.append(f"{code.spills} bytes of spilled registers")
     wanted = streamed(case, code)
-    if case.streams and row.variant.aligned and code.widest_load < wanted:
+    reads = not case.name.startswith(NOT_READ)
+    if reads and case.streams and row.variant.aligned and code.widest_load < wanted:
         wrong.append(f"loads {code.widest_load} bytes at a time, wanted {wanted}")
     if code.swaps:
         wrong.append(f"{code.swaps} compare-and-swap instructions")

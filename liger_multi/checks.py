@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 
 import torch
@@ -51,6 +51,19 @@ def floating(op: str, **tensors: Tensor | None) -> None:
                 f"{op}: all tensors must be on one device, got {name} on {x.device} and the "
                 f"first on {first.device}"
             )
+
+
+def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    """All tensors in the dtype of the products: autocast's, or the one that all have."""
+    given, kind = list(tensors.values()), next(iter(tensors.values())).device.type  # type: ignore[union-attr]
+    wanted = autocast_dtype(kind)
+    if wanted is not None:
+        return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
+    kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None}
+    if len(set(kinds.values())) > 1:
+        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
+        raise TypeError(f"{op}: one dtype is needed outside of autocast, got {shown}")
+    return given
 
 
 def vector(op: str, name: str, x: Tensor | None, size: int, of: str) -> None:

@@ -77,7 +77,9 @@ ARCHITECTURES = {
         config={**_SOFTCAPPED, "sliding_window_pattern": 2},
         config_name="Gemma3Text",
     ),
-    "mixtral": Architecture("Mixtral", {"rms_norm": 5}, config=_ROUTED | {"num_local_experts": 4}),
+    "mixtral": Architecture(
+        "Mixtral", {"rms_norm": 5, "fused_moe": 2}, config=_ROUTED | {"num_local_experts": 4}
+    ),
     "phi3": Architecture(
         "Phi3",
         {"rms_norm": 5, "swiglu": 2},
@@ -97,7 +99,7 @@ ARCHITECTURES = {
     ),
     "gpt_oss": Architecture(
         "GptOss",
-        {"rms_norm": 5},
+        {"rms_norm": 5, "fused_moe": 2},
         rope="half, an angle a pair",
         config=_ROUTED
         | {
@@ -108,7 +110,7 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         "Qwen3Moe",
-        {"rms_norm": 9, "swiglu": 1},
+        {"rms_norm": 9, "swiglu": 1, "fused_moe": 1},
         config=_ROUTED | {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
         fewest_layers=2,
     ),

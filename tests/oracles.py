@@ -89,6 +89,73 @@ def gated_mlp(
     return product @ down_weight.T + down_bias
 
 
+def fused_moe(
+    x,
+    gate_up_weight,
+    down_weight,
+    index,
+    routing,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    interleaved=False,
+    transposed=False,
+    **clamps,
+):
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    experts, width = first.shape[0], x.shape[-1]
+    rows, chosen = x.reshape(index.shape[:-1].numel(), width), index.reshape(-1, index.shape[-1])
+    weights = routing.reshape(chosen.shape)
+    y = torch.zeros_like(rows)
+    for e in range(experts):  # dense: every token through every expert
+        share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
+        inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
+        half = inner.shape[-1] // 2
+        gate, up = inner[:, :half], inner[:, half:]
+        if interleaved:
+            gate, up = inner[:, ::2], inner[:, 1::2]
+        if activation == "swiglu_clamped":
+            product = swiglu_clamped(gate, up, **clamps)
+        elif activation == "silu":
+            product = swiglu(gate, up)
+        else:
+            product = geglu(gate, up, {"gelu": "none", "gelu_tanh": "tanh"}[activation])
+        y = y + share * (product @ second[e].T + (0 if down_bias is None else down_bias[e]))
+    return y.view(x.shape)
+
+
+class HyperCoefficients(NamedTuple):
+    pre: torch.Tensor
+    post: torch.Tensor
+    mix: torch.Tensor
+
+
+def hyper_connections(
+    x, weight, bias, scale, *, iterations=20, rms_eps=1e-6, eps=1e-6, post_scale=2.0
+):
+    n, v = x.shape[-2], x.flatten(-2)
+    m = (v / torch.sqrt((v * v).mean(-1, keepdim=True) + rms_eps)) @ weight.T
+    a, b, c = m.split([n, n, n * n], -1)
+    p, q, r = bias.split([n, n, n * n])
+    mix = torch.exp((scale[2] * c + r).unflatten(-1, (n, n)))
+    mix = mix / mix.sum(-1, keepdim=True) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    pre, post = torch.sigmoid(scale[0] * a + p) + eps, post_scale * torch.sigmoid(scale[1] * b + q)
+    return HyperCoefficients(pre, post, mix)
+
+
+def hyper_connections_pre(x, pre):
+    return (pre.unsqueeze(-1) * x).sum(-2)
+
+
+def hyper_connections_post(x, out, post, mix):
+    return post.unsqueeze(-1) * out.unsqueeze(-2) + mix @ x
+
+
 def dyt(x, alpha, weight=None, bias=None):
     return (1 if weight is None else weight) * torch.tanh(alpha * x) + (0 if bias is None else bias)
 

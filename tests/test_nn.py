@@ -75,6 +75,18 @@ MODULES = {
     ),
     "SwiGLUMLP": (lambda **f: nn.SwiGLUMLP(config(), **f), lambda: (leaf(3, 16),), "swiglu"),
     "GEGLUMLP": (lambda **f: nn.GEGLUMLP(GELU, **f), lambda: (leaf(3, 16),), "geglu"),
+    "Experts": (
+        lambda **f: nn.Experts(config(num_experts=3), **f),
+        lambda: (leaf(3, 16), torch.tensor([[0, 2], [1, 0], [2, 1]]), leaf(3, 2)),
+        "fused_moe",
+    ),
+    "HyperConnection": (
+        lambda **f: nn.HyperConnection(
+            config(hc_mult=2, hc_sinkhorn_iters=3, hc_eps=1e-3, rms_norm_eps=1e-5), **f
+        ),
+        lambda: (leaf(3, 2, 16),),
+        "hyper_connections",
+    ),
     "PackedSwiGLUMLP": (
         lambda **f: nn.PackedSwiGLUMLP(config(mlp_bias=True), **f),
         lambda: (leaf(3, 16),),

@@ -219,6 +219,7 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
     report = patch(kind, strict=True)
     assert {e.op for e in report.entries} == {
         "rms_norm",
+        "fused_moe",
         "swiglu",
         "geglu",
         "rope",
@@ -251,6 +252,8 @@ def test_strict_asks_for_what_was_named():
     """A default finds what there is; a name that finds nothing is a mistake."""
     report = patch(build("mixtral"), strict=True)
     assert {s.op for s in report.skipped} == {"swiglu", "geglu"}
+    assert "are not patched" not in str(report)
+    report = patch(build("mixtral"), strict=True, fused_moe=False)
     assert "no module of this kind (its experts, MixtralExperts, are not patched)" in str(report)
     assert not patch(build("llama"), strict=True).skipped
     for kind, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):

@@ -74,6 +74,29 @@ def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
+def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    width, slots = shapes["x"][-1], math.prod(shapes["index"])
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    product = 2.0 * slots * weights / shapes["gate_up_weight"][0]
+    tokens = math.prod(shapes["x"][:-1]) * width * size
+    kept = 2 * slots * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    # weights read, x read, y and what is kept written; weights read, their gradients written,
+    # what is kept read, dy and x read, dx written
+    once = weights * size + 2 * tokens + kept
+    return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
+
+
+def _streams(forward: int, both: int, alone: tuple[int, int]) -> Callable[..., Work]:
+    """Passes over the streams, and over what has one stream."""
+
+    def work(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+        many = math.prod(shapes["x"]) * size
+        one = many / shapes["x"][-2]
+        return Work(forward * many + alone[0] * one, both * many + alone[1] * one)
+
+    return work
+
+
 def _linear_pair(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
@@ -106,6 +129,13 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
+    "fused_moe": _fused_moe,
+    # streams read; read again, their gradient written
+    "hyper_connections": _streams(1, 3, (0, 0)),
+    # streams read, one written; dy and streams read, a gradient written
+    "hyper_connections_pre": _streams(1, 3, (1, 2)),
+    # streams and one read, streams written; dy, both read, both gradients written
+    "hyper_connections_post": _streams(2, 5, (1, 3)),
     "geglu": _elementwise(3, 8),
     "geglu_packed": _gated_packed,
     "swiglu_clamped": _elementwise(3, 8),

@@ -7,6 +7,7 @@ from liger_multi.nn.divergence_heads import (
     FusedLinearTVDLoss,
 )
 from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
+from liger_multi.nn.experts import Experts, HyperConnection
 from liger_multi.nn.group_norms import GatedRMSNorm, GroupNorm, ModulatedRMSNorm
 from liger_multi.nn.losses import CrossEntropyLoss, FusedLinearCrossEntropyLoss, FusedLinearLogProb
 from liger_multi.nn.mlp import GEGLUMLP, ClampedSwiGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
@@ -34,6 +35,7 @@ __all__ = [
     "DistillationLoss",
     "DyT",
     "Embedding",
+    "Experts",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
     "FusedLinearJSDLoss",
@@ -43,6 +45,7 @@ __all__ = [
     "GatedRMSNorm",
     "GemmaRMSNorm",
     "GroupNorm",
+    "HyperConnection",
     "JSDLoss",
     "KLDivLoss",
     "KTOLoss",

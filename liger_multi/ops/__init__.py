@@ -15,12 +15,16 @@ from liger_multi.ops.fused_linear_jsd import fused_linear_jsd
 from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput, fused_linear_log_prob
 from liger_multi.ops.fused_linear_tvd import fused_linear_tvd
+from liger_multi.ops.fused_moe import fused_moe
 from liger_multi.ops.fused_scaled_add_rms_norm import fused_scaled_add_rms_norm
 from liger_multi.ops.gated_mlp import gated_mlp
 from liger_multi.ops.gated_rms_norm import gated_rms_norm
 from liger_multi.ops.geglu import geglu
 from liger_multi.ops.geglu_packed import geglu_packed
 from liger_multi.ops.group_norm import group_norm
+from liger_multi.ops.hyper_connections import hyper_connections
+from liger_multi.ops.hyper_connections_post import hyper_connections_post
+from liger_multi.ops.hyper_connections_pre import hyper_connections_pre
 from liger_multi.ops.jsd import jsd
 from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
@@ -56,12 +60,16 @@ __all__ = [
     "fused_linear_kl_div",
     "fused_linear_log_prob",
     "fused_linear_tvd",
+    "fused_moe",
     "fused_scaled_add_rms_norm",
     "gated_mlp",
     "gated_rms_norm",
     "geglu",
     "geglu_packed",
     "group_norm",
+    "hyper_connections",
+    "hyper_connections_post",
+    "hyper_connections_pre",
     "jsd",
     "kl_div",
     "layer_norm",

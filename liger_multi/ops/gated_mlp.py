@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Optional
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -142,7 +141,7 @@ def gated_mlp(
     checks.vector("gated_mlp", "up_bias", up_bias, inner, "rows of up_weight")
     checks.vector("gated_mlp", "down_bias", down_bias, outer, "rows of down_weight")
     run: Callable[..., Tensor] = _in_steps if checks.in_checkpoint() else op
-    return run(*_one_dtype(tensors), activation)
+    return run(*checks.one_dtype(op.name, tensors), activation)
 
 
 def _in_steps(
@@ -178,19 +177,6 @@ def _shapes_fit(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
             f"gated_mlp: the last axis of x must be H = {gate.shape[1]} of gate_weight "
             f"{tuple(gate.shape)}, got {checks.describe(x)}"
         )
-
-
-def _one_dtype(tensors: dict[str, Tensor | None]) -> list[Tensor | None]:
-    """All tensors in the dtype of the products: autocast's, or the one that all have."""
-    given, kind = list(tensors.values()), next(iter(tensors.values())).device.type  # type: ignore[union-attr]
-    wanted = checks.autocast_dtype(kind)
-    if wanted is not None:
-        return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
-    kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None}
-    if len(set(kinds.values())) > 1:
-        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
-        raise TypeError(f"gated_mlp: one dtype is needed outside of autocast, got {shown}")
-    return given
 
 
 def _case(

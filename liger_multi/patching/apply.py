@@ -9,6 +9,12 @@ from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
+from liger_multi.patching.experts import (
+    ExpertsSettings,
+    FusedExperts,
+    experts_kind,
+    looks_like_experts,
+)
 from liger_multi.patching.head import LazyHead, find_heads, head_refusal
 from liger_multi.patching.mlp import FusedMlp, MlpSettings, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -43,9 +49,9 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu``, ``geglu``, ``rope`` and ``fused_linear_cross_entropy`` are on
-            by default, ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the
-            calls that cannot be fused.
+            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope`` and
+            ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
+            losses on, ``cross_entropy`` serves the calls that cannot be fused.
 
     Returns:
         What was replaced by what, and what was skipped and why.
@@ -132,6 +138,7 @@ def _patch(
         for path, module in model.named_modules():
             _norm(report, request, path, module)
             _mlp(report, request, path, module)
+            _experts(report, request, path, module)
             _rotary(report, request, path, module)
         _head(report, request, model, head_needed)
         _absent(report, request, model)
@@ -180,6 +187,21 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
         _apply(report, path, module, swap, by, settings.options.shown())
 
 
+def _experts(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    if not looks_like_experts(module):
+        return
+    if request.fused_moe is None:
+        _restore(report, path, module)
+        return
+    found = _overridden(module) or experts_kind(module)
+    if isinstance(found, str):
+        report.skipped.append(Skipped(path, "fused_moe", found))
+        return
+    settings = ExpertsSettings(found, request.fused_moe)
+    swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
+    _apply(report, path, module, swap, settings.shown, request.fused_moe.shown())
+
+
 def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     stock = type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
     if request.rope is None or not rotary_calls(stock):
@@ -200,14 +222,16 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Name the operators that found nothing; one kind of MLP is enough where none was named."""
     names = {type(m).__name__ for m in model.modules()}
     experts = sorted(name for name in names if name.endswith("Experts"))
-    for family in (("rms_norm",), ("swiglu", "geglu"), ("rope",)):
+    experts = [] if report.count("fused_moe") else experts
+    for family in (("rms_norm",), ("swiglu", "geglu"), ("fused_moe",), ("rope",)):
         wanted = [op for op in family if op in request.enabled]
         seen = {e.op for e in report.entries if e.status != "restored"}
         seen |= {s.op for s in report.skipped}
         missing = [op for op in wanted if op not in seen]
         for op in missing:
             named = op in request.named
-            if named or len(missing) == len(wanted):
+            # most models have no experts, which is nothing to report
+            if named or (len(missing) == len(wanted) and op != "fused_moe"):
                 reason = "the model has no module of this kind"
                 if op in ("swiglu", "geglu") and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"

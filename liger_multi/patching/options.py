@@ -65,6 +65,7 @@ _OPTIONS: dict[str, type[Options]] = {
     "rms_norm": Options,
     "swiglu": Options,
     "geglu": Options,
+    "fused_moe": Options,
     "rope": Options,
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
@@ -73,6 +74,7 @@ _DEFAULTS: dict[str, bool] = {
     "rms_norm": True,
     "swiglu": True,
     "geglu": True,
+    "fused_moe": True,
     "rope": True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
@@ -111,6 +113,7 @@ class Request:
     rms_norm: Options | None
     swiglu: Options | None
     geglu: Options | None
+    fused_moe: Options | None
     rope: Options | None
     cross_entropy: LossOptions | None
     fused_linear_cross_entropy: FusedOptions | None

@@ -1,0 +1,276 @@
+"""Grouped matrix products: rows sorted into groups, a weight each; no size is read back.
+
+Groups are rows ``offsets[e]`` to ``offsets[e + 1]``. A table made on the device says for every tile
+of rows its group and its first row; the grid is the largest that any partition needs, and programs
+past the table's end leave at once. Rows may be gathered while they are read (``order``: the slot of
+every row, of which ``per`` share a row of the source), so that nobody writes them down first.
+
+Where a launch table says so (``library``), PyTorch's own grouped product does the work on rows that
+were gathered before. It knows neither fp32 nor odd strides; such calls stay here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton import embedding
+from liger_multi.backends.triton.common import INTERPRETED, cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
+
+_forced: list[bool] = []  # not of a context: backward runs on a thread of autograd's
+
+
+@dataclass(frozen=True)
+class ProductKnobs:
+    """A tile of ``block_m`` by ``block_n``, ``block_k`` of the sum at a time; or the library's."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int
+    library: bool = False
+
+
+@dataclass
+class Groups:
+    """Sorted rows: where groups begin, the slot of every row, and how many slots share a source."""
+
+    offsets: Tensor
+    order: Tensor
+    per: int
+    tables: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.offsets.shape[0] - 1
+
+    @property
+    def rows(self) -> int:
+        """Rows, those of no group included."""
+        return self.order.shape[0]
+
+    def tiles(self, block: int) -> Tensor:
+        """The table for tiles of ``block`` rows, (tiles, 2): group, or -1, and first row."""
+        found = self.tables.get(block)
+        if found is None:
+            most = min(self.rows, cdiv(self.rows, block) + self.count)
+            found = self.tables[block] = self.offsets.new_empty(most, 2)
+            groups = power_of_2(self.count)
+            step = max(16, min(128, 8192 // groups))
+            launch(
+                _group_tiles_kernel, cdiv(most, step),
+                (self.offsets, found, self.count, most),
+                (block, groups, step), 4,
+            )  # fmt: skip
+        return found
+
+
+def product_knobs(
+    info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
+    factors: int = 1,
+) -> ProductKnobs:  # fmt: skip
+    """Tiles as large as groups fill on average, in stages that half the on-chip memory holds."""
+    per_group = cdiv(rows, groups)
+    block_m = 128 if per_group > 64 else 64 if per_group > 32 else 32 if per_group > 16 else 16
+    return fitted(info, block_m, cols, inner, element_bytes, factors)
+
+
+def fitted(
+    info: DeviceInfo, m: int, cols: int, inner: int, element_bytes: int, factors: int = 1
+) -> ProductKnobs:
+    """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left."""
+    large = info.shared_bytes > 2**16
+    n = max(16, min(128 // factors, power_of_2(cols)))
+    k = max(16, min((128 if large else 64) // element_bytes, power_of_2(inner)))
+    if element_bytes > 2:  # multiply-adds from registers
+        m, n, k = min(m, 64), min(n, 64 // factors), 16
+    stage = (m + factors * n) * k * element_bytes
+    room = info.shared_bytes // (2 if large else 1)
+    stages = max(1, min(4 if large else 2, room // stage))
+    threads = max(info.warp_size, min(256, m * n * factors // 32))
+    return ProductKnobs(m, n, k, stages, warps(threads, info.warp_size))
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _group_tiles_kernel(
+    offsets_ptr, tiles_ptr, groups, most, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    group = tl.arange(0, GROUPS)
+    inside = group < groups
+    start = tl.load(offsets_ptr + group, mask=inside, other=0)
+    stop = tl.load(offsets_ptr + group + 1, mask=inside, other=0)
+    count = tl.cdiv(stop - start, HEIGHT)
+    last = tl.cumsum(count, 0)  # one past the group's last tile
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # the group of a tile: how many groups end before it
+    which = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    mine = (which[:, None] == group[None, :]) & inside[None, :]
+    first = tl.sum(tl.where(mine, (last - count)[None, :], 0), axis=1)
+    begin = tl.sum(tl.where(mine, start[None, :], 0), axis=1)
+    none = which >= groups
+    mask = tile < most
+    tl.store(tiles_ptr + 2 * tile, tl.where(none, -1, which), mask=mask)
+    tl.store(tiles_ptr + 2 * tile + 1, begin + (tile - first) * HEIGHT, mask=mask)
+
+
+@triton.jit
+def source_rows(order_ptr, row, stop, per):
+    """Where rows are read: those past the group's end repeat its last one, and are not stored."""
+    row = tl.minimum(row, stop - 1)
+    if order_ptr is not None:
+        row = tl.load(order_ptr + row) // per
+    return row.to(tl.int64)
+
+
+@triton.jit
+def load_factor(ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A tile of a weight, masked along the axes that it does not divide."""
+    if EVEN_K and EVEN_N:
+        return tl.load(ptrs)
+    elif EVEN_K:
+        return tl.load(ptrs, mask=n_mask, other=0.0)
+    elif EVEN_N:
+        return tl.load(ptrs, mask=k_mask, other=0.0)
+    else:
+        return tl.load(ptrs, mask=k_mask & n_mask, other=0.0)
+
+
+@triton.jit
+def _grouped_product_kernel(
+    a_ptr, w_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, a_stride, w_stride, n_stride,
+    k_stride, cols, inner, per, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[s, n] = sum over k of a[source(s), k] w[group(s), n, k]."""
+    tile = tl.program_id(0) // steps
+    group = tl.load(tiles_ptr + 2 * tile)
+    if group < 0:
+        return
+    stop = tl.load(offsets_ptr + group + 1)
+    row = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    source = source_rows(order_ptr, row, stop, per)
+    a_ptrs = a_ptr + source[:, None] * a_stride + k[None, :]
+    w_ptr += group.to(tl.int64) * w_stride
+    w_ptrs = w_ptr + col[None, :] * n_stride + k[:, None] * k_stride
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+        mask = start + k < inner
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=mask[None, :], other=0.0)
+        w = load_factor(w_ptrs, mask[:, None], (col < cols)[None, :], EVEN_K, EVEN_N)
+        total = dot(a, w, total)
+        a_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * k_stride
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
+    mask = (row < stop)[:, None] & (col < cols)[None, :]
+    tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@contextlib.contextmanager
+def products_by(library: bool) -> Iterator[None]:
+    """Whether PyTorch's grouped products are taken where they can be, whatever the tables say."""
+    _forced.append(library)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
+    """Whether PyTorch's grouped product serves this call: what it wants is not written anywhere."""
+    wanted = _forced[-1] if _forced else k.library
+    if not wanted or not hasattr(torch, "_grouped_mm"):
+        return False
+    return all(
+        t.dtype == torch.bfloat16
+        and t.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in t.shape[1:])
+        for t in tensors
+    )
+
+
+@dataclass
+class Rows:
+    """Rows of groups, or with ``gather`` what they are gathered from; columns are adjacent."""
+
+    source: Tensor
+    gather: bool = False
+    made: Optional[Tensor] = None
+
+    def written(self, groups: Groups) -> Tensor:
+        """The rows themselves; written down once."""
+        if not self.gather:
+            return self.source
+        if self.made is None:
+            token = torch.div(groups.order, groups.per, rounding_mode="floor").to(torch.int64)
+            count = self.source.shape[0]
+            self.made = embedding.forward(self.source, token, count, -1, 1.0, False)
+        return self.made
+
+
+def library_product(k: ProductKnobs, a: Rows, weight: Tensor, groups: Groups) -> Optional[Tensor]:
+    """PyTorch's grouped product, or None where this call is not for it."""
+    dense = weight if weight.stride(2) == 1 else weight.mT
+    if by_library(k, a.source, dense) and dense.is_contiguous():
+        return torch._grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
+    return None
+
+
+def product(name: str, a: Rows, weight: Tensor, groups: Groups) -> Tensor:
+    """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N)."""
+    x, (_, cols, inner) = a.source, weight.shape
+    k = choice(name, product_knobs, x, groups, cols, inner)
+    found = library_product(k, a, weight, groups)
+    if found is not None:
+        return found
+    out, tiles = x.new_empty(groups.rows, cols), groups.tiles(k.block_m)
+    steps = cdiv(cols, k.block_n)
+    launch(
+        _grouped_product_kernel, tiles.shape[0] * steps,
+        (x, weight, out, tiles, groups.offsets, groups.order if a.gather else None, x.stride(0),
+         *weight.stride(), cols, inner, groups.per, steps),
+        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0,
+         k.stages), k.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def choice(
+    name: str,
+    formula: Callable[..., ProductKnobs],
+    a: Tensor,
+    groups: Groups,
+    cols: int,
+    inner: int,
+) -> ProductKnobs:
+    """Knobs of a product; rows to the next power of two, so that lengths do not fill the cache."""
+    found: ProductKnobs = knobs(
+        name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,
+        inner=inner, element_bytes=a.element_size(),
+    )  # fmt: skip
+    return found

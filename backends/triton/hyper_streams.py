@@ -1,0 +1,163 @@
+"""Residual streams before and after a block of hyper-connections (arXiv:2512.24880).
+
+One program a row: a tile has all streams of some columns, which are read once each way. In
+``y[i] = post[i] out + sum over j of mix[i, j] x[j]`` one stream after the other is added to all.
+The sums over columns that gradients of coefficients need stay in registers until the row ends: no
+atomic additions. The number of rows is a run-time number, that of streams a kernel's constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import checked_cols, power_of_2, round_to, warps
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
+
+LARGEST = 2048  # elements of a tile
+
+
+@dataclass(frozen=True)
+class StreamKnobs:
+    """All streams of ``block`` columns a step."""
+
+    block: int
+    num_warps: int
+
+
+def stream_knobs(info: DeviceInfo, streams: int, cols: int) -> StreamKnobs:
+    """Tiles of 2048 elements, 16 a thread."""
+    tall = power_of_2(streams)
+    block = max(16, min(power_of_2(checked_cols(cols)), LARGEST // tall))
+    return StreamKnobs(block, warps(max(32, tall * block // 16), info.warp_size))
+
+
+@triton.jit
+def _streams_pre_kernel(
+    x_ptr, pre_ptr, y_ptr, x_stride, stream_stride, cols, N: tl.constexpr, TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TALL)
+    pre = tl.load(pre_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (i < N)[:, None] & (col < cols)[None, :]
+        at = x_ptr + row * x_stride + i[:, None] * stream_stride + col[None, :]
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        y = round_to(tl.sum(pre[:, None] * x, axis=0), y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * cols + col, y, mask=col < cols)
+
+
+@triton.jit
+def _streams_pre_backward_kernel(
+    dy_ptr, x_ptr, pre_ptr, dx_ptr, dpre_ptr, dy_stride, x_stride, stream_stride, cols,
+    N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TALL)
+    pre = tl.load(pre_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    share = tl.zeros([TALL, BLOCK], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = (i < N)[:, None] & (col < cols)[None, :]
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < cols, other=0.0).to(tl.float32)
+        if dpre_ptr is not None:
+            at = x_ptr + row * x_stride + i[:, None] * stream_stride + col[None, :]
+            share += tl.load(at, mask=mask, other=0.0).to(tl.float32) * dy[None, :]
+        if dx_ptr is not None:
+            dx = round_to(pre[:, None] * dy[None, :], dx_ptr.dtype.element_ty)
+            room = dx_ptr + (row * N + i)[:, None] * cols + col[None, :]
+            tl.store(room, dx, mask=mask)
+    if dpre_ptr is not None:
+        dpre = round_to(tl.sum(share, axis=1), dpre_ptr.dtype.element_ty)
+        tl.store(dpre_ptr + row * N + i, dpre, mask=i < N)
+
+
+@triton.jit
+def _streams_post_kernel(
+    x_ptr, out_ptr, post_ptr, mix_ptr, y_ptr, x_stride, stream_stride, out_stride, cols,
+    N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TALL)
+    post = tl.load(post_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        out = tl.load(out_ptr + row * out_stride + col, mask=col < cols, other=0.0).to(tl.float32)
+        y = post[:, None] * out[None, :]
+        for j in tl.static_range(N):
+            x = tl.load(
+                x_ptr + row * x_stride + j * stream_stride + col, mask=col < cols, other=0.0
+            ).to(tl.float32)
+            m = tl.load(mix_ptr + (row * N + i) * N + j, mask=i < N, other=0.0).to(tl.float32)
+            y += m[:, None] * x[None, :]
+        mask = (i < N)[:, None] & (col < cols)[None, :]
+        room = y_ptr + (row * N + i)[:, None] * cols + col[None, :]
+        tl.store(room, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _streams_post_backward_kernel(
+    dy_ptr, x_ptr, out_ptr, post_ptr, mix_ptr, dx_ptr, dout_ptr, dpost_ptr, dmix_ptr, dy_stride,
+    dy_stream_stride, x_stride, stream_stride, out_stride, cols, N: tl.constexpr,
+    TALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TALL)
+    post = tl.load(post_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    dpost = tl.zeros([TALL], tl.float32)
+    dmix = tl.zeros([TALL, TALL], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        inside, mask = col < cols, (i < N)[:, None] & (col < cols)[None, :]
+        at = dy_ptr + row * dy_stride + i[:, None] * dy_stream_stride + col[None, :]
+        dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if dout_ptr is not None:
+            dout = round_to(tl.sum(post[:, None] * dy, axis=0), dout_ptr.dtype.element_ty)
+            tl.store(dout_ptr + row * cols + col, dout, mask=inside)
+        if dpost_ptr is not None:
+            out = tl.load(out_ptr + row * out_stride + col, mask=inside, other=0.0)
+            dpost += tl.sum(dy * out.to(tl.float32)[None, :], axis=1)
+        for j in tl.static_range(N):
+            if dmix_ptr is not None:
+                place = x_ptr + row * x_stride + j * stream_stride + col
+                x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                found = tl.sum(dy * x[None, :], axis=1)
+                dmix += tl.where((i == j)[None, :], found[:, None], 0.0)
+            if dx_ptr is not None:
+                m = tl.load(mix_ptr + (row * N + i) * N + j, mask=i < N, other=0.0)
+                dx = tl.sum(m.to(tl.float32)[:, None] * dy, axis=0)
+                room = dx_ptr + (row * N + j) * cols + col
+                tl.store(room, round_to(dx, dx_ptr.dtype.element_ty), mask=inside)
+    if dpost_ptr is not None:
+        dpost = round_to(dpost, dpost_ptr.dtype.element_ty)
+        tl.store(dpost_ptr + row * N + i, dpost, mask=i < N)
+    if dmix_ptr is not None:
+        room = dmix_ptr + (row * N + i)[:, None] * N + i[None, :]
+        dmix = round_to(dmix, dmix_ptr.dtype.element_ty)
+        tl.store(room, dmix, mask=(i < N)[:, None] & (i < N)[None, :])
+
+
+def as_tiles(x: Tensor) -> Tensor:
+    """View (or copy) ``(..., N, C)`` as ``(rows, N, C)`` with adjacent columns."""
+    rows = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+
+
+def as_outs(x: Tensor) -> Tensor:
+    """View (or copy) ``(..., C)`` as ``(rows, C)`` with adjacent columns."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def run(name: str, kernel: object, rows: Tensor, args: tuple[Optional[Tensor | int], ...]) -> None:
+    """Launch one program a row of streams (rows, N, C)."""
+    count, streams, cols = rows.shape
+    k = knobs(name, stream_knobs, rows.device, streams=streams, cols=cols)
+    launch(kernel, count, (*args, cols), (streams, power_of_2(streams), k.block), k.num_warps)

@@ -1,0 +1,314 @@
+"""Contract of ``fused_moe``."""
+
+from dataclasses import replace
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops.swiglu_clamped import numbers
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
+op = Op("fused_moe")
+
+
+@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+def forward(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule; without gradients no row of gate_up is kept."""
+    wanted = needs_x or needs_gate_up_weight or needs_down_weight
+    wanted = wanted or needs_routing or needs_gate_up_bias or needs_down_bias
+    slots = index.shape[0] * index.shape[1]
+    wide = gate_up_weight.shape[2 if transposed else 1]
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        x.new_empty(slots if wanted else 0, wide),
+        index.new_empty(slots, dtype=torch.int32),
+        index.new_empty(gate_up_weight.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+def _unread(needs_x: bool, needs_gate_up_weight: bool) -> tuple[str, ...]:
+    weight = () if needs_x else ("gate_up_weight",)
+    return weight if needs_gate_up_weight else (*weight, "x")
+
+
+@op.backward(
+    returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias", omit=_unread
+)
+def backward(
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    experts, hidden, wide = down_weight.shape[0], dy.shape[1], gate_up.shape[1]
+    first = (experts, hidden, wide) if transposed else (experts, wide, hidden)
+    return (
+        gate_up.new_empty(dy.shape if needs_x else (0,)),
+        gate_up.new_empty(first if needs_gate_up_weight else (0,)),
+        gate_up.new_empty(down_weight.shape if needs_down_weight else (0,)),
+        routing.new_empty(routing.shape if needs_routing else (0,)),
+        gate_up.new_empty((experts, wide) if needs_gate_up_bias else (0,)),
+        gate_up.new_empty((experts, hidden) if needs_down_bias else (0,)),
+    )
+
+
+def fused_moe(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """A mixture of gated experts: tokens sorted by expert, grouped products, a weighted sum.
+
+    Math:
+        For token t and each of its experts ``e = index[t, k]``:
+        ``gate, up = x[t] @ gate_up_weight[e].T + gate_up_bias[e]``,
+        ``o = (act(gate) * up) @ down_weight[e].T + down_bias[e]``, and
+        ``y[t] = sum over k of routing[t, k] * o``. ``swiglu_clamped`` is the operator of that name,
+        with limit, alpha and up_offset. Gate and up are the halves of the first product, or, with
+        ``interleaved``, its even and odd columns. An index outside of ``[0, E)`` (the sentinel of
+        expert parallelism) adds nothing and gets no gradient. Every sum has one order: no atomic
+        additions, and no number is read back by the host.
+
+    Shapes:
+        x ``(..., H)``, gate_up_weight ``(E, 2 I, H)`` and down_weight ``(E, H, I)``, or with
+        ``transposed`` ``(E, H, 2 I)`` and ``(E, I, H)``; index and routing ``(..., K)``,
+        gate_up_bias ``(E, 2 I)``, down_bias ``(E, H)``; any strides. y ``(..., H)``, contiguous.
+
+    Dtypes:
+        In: integer index, routing of any floating dtype, one floating dtype for the others, or any
+        under autocast, which then sets the dtype of the products. Inside: products accumulate in
+        fp32 and are rounded; activation, weighting and sums over k are fp32 (fp64 for fp64). Out:
+        that of x.
+
+    Memory:
+        Kept for backward: x, the weights that somebody needs, index and routing, and gate and up
+        of every pair of token and expert, ``(T K, 2 I)``. The activation's product is computed
+        again.
+
+    Raises:
+        TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, limit <= 0.
+
+    Source:
+        Shazeer et al. 2017 (arXiv:1701.06538); transformers ``MixtralExperts``,
+        ``Qwen3MoeExperts``, ``GptOssExperts``.
+    """
+    name = op.name
+    tensors: dict[str, Tensor | None] = {
+        "x": x,
+        "gate_up_weight": gate_up_weight,
+        "down_weight": down_weight,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
+    for required in ("x", "gate_up_weight", "down_weight"):
+        checks.floating(name, **{required: tensors[required]})
+    checks.floating(name, **tensors, routing=routing)
+    checks.floating(name, routing=routing)
+    checks.one_of(name, "activation", activation, ACTIVATIONS)
+    by = numbers(name, limit, alpha, up_offset)
+    for word, value in (("interleaved", interleaved), ("transposed", transposed)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {word} must be True or False, got {checks.describe(value)}")
+    _shapes_fit(tensors, index, routing, transposed)
+    given = checks.one_dtype(name, tensors)
+    rows, weights = given[0], (given[1], given[2])
+    assert rows is not None
+    slots = index.shape[-1]
+    result: Tensor = op(
+        rows.reshape(_count(rows), rows.shape[-1]),
+        *weights,
+        index.reshape(_count(index), slots).to(torch.int64),
+        routing.reshape(_count(routing), slots),
+        *given[3:],
+        activation,
+        *by,
+        interleaved,
+        transposed,
+        x.dtype,
+    )
+    return result.view(x.shape)
+
+
+def _count(rows: Tensor) -> int:
+    return rows.shape[:-1].numel()
+
+
+def _shapes_fit(
+    tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool
+) -> None:
+    x, first, second = (tensors[n] for n in ("x", "gate_up_weight", "down_weight"))
+    assert x is not None
+    assert first is not None
+    assert second is not None
+    name = op.name
+    if first.ndim != 3 or second.ndim != 3:
+        raise ValueError(
+            f"{name}: gate_up_weight and down_weight must have three axes, experts first, got "
+            f"{tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    (experts, *gate_up), (_, *down) = first.shape, second.shape
+    wide, hidden = gate_up[::-1] if transposed else gate_up
+    wanted = (experts, *((wide // 2, hidden) if transposed else (hidden, wide // 2)))
+    if wide % 2 or (second.shape[0], *down) != wanted:
+        raise ValueError(
+            f"{name}: down_weight must have shape {wanted} for an even number of columns of gate "
+            f"and up, and gate_up_weight {tuple(first.shape)}, got {checks.describe(second)}"
+        )
+    if experts < 1:
+        raise ValueError(f"{name}: at least one expert is needed, got {checks.describe(first)}")
+    if x.ndim == 0 or x.shape[-1] != hidden:
+        raise ValueError(
+            f"{name}: the last axis of x must be H = {hidden} of gate_up_weight "
+            f"{tuple(first.shape)}, got {checks.describe(x)}"
+        )
+    if not isinstance(index, Tensor) or index.ndim != x.ndim:
+        raise ValueError(
+            f"{name}: index must have shape {(*x.shape[:-1], 'K')}, experts of every row of x, "
+            f"got {checks.describe(index)}"
+        )
+    checks.targets(name, index, torch.Size((*x.shape[:-1], index.shape[-1])), x, "index")
+    checks.same_shape(name, index=index, routing=routing)
+    for bias, size in (("gate_up_bias", wide), ("down_bias", hidden)):
+        given = tensors[bias]
+        if given is not None and tuple(given.shape) != (experts, size):
+            raise ValueError(
+                f"{name}: {bias} must have shape {(experts, size)}, got {checks.describe(given)}"
+            )
+
+
+def _case(
+    rows: tuple[int, ...],
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    transposed: bool = False,
+    bias: bool = False,
+    sentinels: float = 0.0,
+    ignore_index: int = -1,
+    frozen: tuple[str, ...] = (),
+) -> dict[str, T]:
+    """Tensors of a sample; names in ``frozen`` get no gradient."""
+
+    def turned(rows: int, cols: int) -> tuple[int, int, int]:
+        return (experts, cols, rows) if transposed else (experts, rows, cols)
+
+    made = {
+        "x": T((*rows, hidden)),
+        "gate_up_weight": T(turned(2 * inner, hidden), scale=hidden**-0.5),
+        "down_weight": T(turned(hidden, inner), scale=inner**-0.5),
+        "index": T((*rows, top_k), classes=experts, ignored=sentinels, ignore_index=ignore_index),
+        "routing": T((*rows, top_k), positive=True),
+    }
+    if bias:
+        made["gate_up_bias"] = T((experts, 2 * inner), scale=0.3)
+        made["down_bias"] = T((experts, hidden), scale=0.3)
+    return {n: replace(t, grad=False) if n in frozen else t for n, t in made.items()}
+
+
+_WEIGHTS = ("gate_up_weight", "down_weight")
+_GPT_OSS = {"activation": "swiglu_clamped", "interleaved": True, "transposed": True}
+SAMPLES = (
+    Sample("rows", _case((5,), 2, 3, 8, 6)),
+    Sample("two-axes", _case((2, 3), 2, 4, 8, 6)),
+    Sample("gelu", _case((6,), 2, 3, 8, 4), {"activation": "gelu"}),
+    Sample("gelu-tanh", _case((6,), 2, 3, 8, 4), {"activation": "gelu_tanh"}),
+    Sample("interleaved", _case((5,), 3, 4, 8, 4), {"interleaved": True}),
+    Sample("transposed", _case((5,), 2, 3, 8, 6, transposed=True), {"transposed": True}),
+    Sample("biases", _case((6,), 2, 3, 8, 4, bias=True)),
+    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
+    Sample(
+        "clamped-halves",
+        _case((5,), 2, 3, 8, 4),
+        {"activation": "swiglu_clamped", "limit": 0.5, "alpha": 1.0, "up_offset": 0.0},
+    ),
+    Sample("sentinels", _case((6,), 2, 3, 8, 4, bias=True, sentinels=0.4, ignore_index=3)),
+    Sample("minus-one", _case((6,), 2, 3, 8, 4, sentinels=0.4)),
+    Sample("nobody-here", _case((4,), 2, 3, 8, 4, bias=True, sentinels=1.0)),
+    Sample("unused-experts", _case((3,), 1, 40, 8, 4)),
+    Sample("one-expert", _case((37,), 1, 1, 16, 8)),
+    Sample("one-row", _case((1,), 4, 8, 16, 8)),
+    Sample("no-rows", _case((0,), 2, 3, 8, 4)),
+    Sample("no-axes", _case((), 2, 3, 8, 4)),
+    Sample("odd-widths", _case((13,), 2, 2, 37, 21, bias=True)),
+    Sample("wider", _case((9,), 2, 2, 144, 136)),
+    Sample("sliced", _case((4,), 2, 3, 8, 4) | {"x": T((4, 8), layout="sliced")}),
+    Sample(
+        "strided-weights",
+        _case((6,), 2, 3, 8, 8) | {"gate_up_weight": T((3, 16, 8), layout="transposed")},
+    ),
+    Sample("fp32-routing", _case((6,), 2, 3, 8, 4) | {"routing": T((6, 2), torch.float32)}),
+    Sample("frozen-weights", _case((4,), 2, 3, 8, 4, bias=True, frozen=_WEIGHTS)),
+    Sample("frozen-x", _case((4,), 2, 3, 8, 4, frozen=("x",))),
+    Sample("frozen-routing", _case((4,), 2, 3, 8, 4, frozen=("routing", "down_weight"))),
+    Sample("only-down", _case((4,), 2, 3, 8, 4, frozen=("x", "routing", "gate_up_weight"))),
+    Sample("only-x", _case((4,), 2, 3, 8, 4, frozen=("routing", *_WEIGHTS))),
+    Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, frozen=_WEIGHTS), size="thin"),
+    Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),
+    Sample("512x2048 768 of 128", _case((512,), 8, 128, 2048, 768), size="bench"),
+    Sample("8192x4096 14336 of 8", _case((8192,), 2, 8, 4096, 14336), size="bench"),
+    Sample(
+        "8192x2880 2880 of 32",
+        _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
+        _GPT_OSS,
+        size="bench",
+    ),
+)

@@ -1,0 +1,117 @@
+"""Contract of ``hyper_connections_post``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops.hyper_connections_pre import coefficient, streams
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("hyper_connections_post", rows=("x", "out", "post", "mix", "dy"))
+
+
+@op.forward(returns="y")
+def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+    """Shape rule."""
+    return x.new_empty(x.shape)
+
+
+@op.backward(returns="dx dout dpost dmix")
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    out: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    needs_x: bool,
+    needs_out: bool,
+    needs_post: bool,
+    needs_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        x.new_empty(x.shape if needs_x else (0,)),
+        out.new_empty(out.shape if needs_out else (0,)),
+        post.new_empty(post.shape if needs_post else (0,)),
+        mix.new_empty(mix.shape if needs_mix else (0,)),
+    )
+
+
+def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+    """The residual streams after a block: mixed, and the block's output added to each.
+
+    Math:
+        ``y[i] = post[i] out + sum over j of mix[i, j] x[j]``.
+
+    Shapes:
+        x ``(..., N, C)``, out ``(..., C)``, post ``(..., N)``, mix ``(..., N, N)``, any strides,
+        any N; y ``(..., N, C)``, contiguous.
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64), rounded once. Out: that of x.
+
+    Memory:
+        Kept for backward: the arguments.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes or devices do not fit together.
+
+    Source:
+        Xie et al. 2025 (arXiv:2512.24880); the decoder layer of transformers' DeepSeek-V4, which
+        takes the transpose of mix.
+    """
+    given = {"x": x, "out": out, "post": post, "mix": mix}
+    for name, value in given.items():
+        checks.floating(op.name, **{name: value})
+    checks.floating(op.name, **given)
+    streams(op.name, x)
+    lead = tuple(x.shape[:-2])
+    count = x.shape[-2]
+    coefficient(op.name, "out", out, (*lead, x.shape[-1]))
+    coefficient(op.name, "post", post, (*lead, count))
+    coefficient(op.name, "mix", mix, (*lead, count, count))
+    result: Tensor = op(x, out, post, mix)
+    return result
+
+
+def _case(
+    *shape: int, dtype: torch.dtype | None = None, layout: str = "contiguous", frozen: str = ""
+) -> dict[str, T]:
+    *lead, count, cols = shape
+    shapes = {
+        "x": shape,
+        "out": (*lead, cols),
+        "post": (*lead, count),
+        "mix": (*lead, count, count),
+    }
+    return {
+        n: T(
+            tuple(s),
+            dtype if n in ("post", "mix") else None,
+            grad=n not in frozen.split(),
+            layout=layout if n in ("x", "mix") else "contiguous",
+        )
+        for n, s in shapes.items()
+    }
+
+
+SAMPLES = (
+    Sample("rows", _case(4, 4, 8)),
+    Sample("two-axes", _case(2, 2, 3, 8)),
+    Sample("one-stream", _case(3, 1, 8)),
+    Sample("three-streams", _case(3, 3, 13)),
+    Sample("fp32-coefficients", _case(3, 4, 8, dtype=torch.float32)),
+    Sample("no-rows", _case(0, 4, 8)),
+    Sample("no-axes", _case(4, 8)),
+    Sample("sliced", _case(3, 4, 8, layout="sliced")),
+    Sample("transposed", _case(3, 4, 8, layout="transposed")),
+    Sample("frozen-x", _case(3, 4, 8, frozen="x")),
+    Sample("frozen-coefficients", _case(3, 4, 8, frozen="post mix")),
+    Sample("only-mix", _case(3, 4, 8, frozen="x out post")),
+    Sample("wide", _case(2, 3, 3001), size="thin"),
+    Sample("past-65535-rows", _case(65537, 2, 4), size="thin"),
+    Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),
+)

@@ -1,0 +1,96 @@
+"""Contract of ``hyper_connections_pre``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("hyper_connections_pre", rows=("x", "pre", "dy"))
+
+
+@op.forward(returns="y")
+def forward(x: Tensor, pre: Tensor) -> Tensor:
+    """Shape rule."""
+    return x.new_empty((*x.shape[:-2], x.shape[-1]))
+
+
+@op.backward(returns="dx dpre")
+def backward(
+    dy: Tensor, x: Tensor, pre: Tensor, needs_x: bool, needs_pre: bool
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        x.new_empty(x.shape if needs_x else (0,)),
+        pre.new_empty(pre.shape if needs_pre else (0,)),
+    )
+
+
+def streams(op: str, x: Tensor) -> None:
+    """Streams before the last axis."""
+    if x.ndim < 2 or x.shape[-2] < 1:
+        raise ValueError(
+            f"{op}: x must have shape (..., N, C), at least one stream, got {checks.describe(x)}"
+        )
+
+
+def coefficient(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    """A coefficient for every stream, or pair of them, of every row."""
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {checks.describe(value)}")
+
+
+def hyper_connections_pre(x: Tensor, pre: Tensor) -> Tensor:
+    """What a block is given: the weighted sum of the residual streams.
+
+    Math:
+        ``y = sum over i of pre[i] x[i]``.
+
+    Shapes:
+        x ``(..., N, C)``, pre ``(..., N)``, any strides, any N; y ``(..., C)``, contiguous.
+
+    Dtypes:
+        In: any floating dtypes. Inside: fp32 (fp64 for fp64), rounded once. Out: that of x.
+
+    Memory:
+        Kept for backward: x and pre.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes or devices do not fit together.
+
+    Source:
+        Xie et al. 2025 (arXiv:2512.24880); transformers ``DeepseekV4HyperConnection``.
+    """
+    checks.floating(op.name, x=x, pre=pre)
+    checks.floating(op.name, pre=pre)
+    streams(op.name, x)
+    coefficient(op.name, "pre", pre, tuple(x.shape[:-1]))
+    result: Tensor = op(x, pre)
+    return result
+
+
+def _case(
+    *shape: int, dtype: torch.dtype | None = None, layout: str = "contiguous"
+) -> dict[str, T]:
+    return {"x": T(shape, layout=layout), "pre": T(shape[:-1], dtype)}
+
+
+SAMPLES = (
+    Sample("rows", _case(5, 4, 8)),
+    Sample("two-axes", _case(2, 3, 4, 8)),
+    Sample("one-stream", _case(3, 1, 8)),
+    Sample("three-streams", _case(3, 3, 13)),
+    Sample("fp32-pre", _case(4, 4, 8, dtype=torch.float32)),
+    Sample("no-rows", _case(0, 4, 8)),
+    Sample("no-axes", _case(4, 8)),
+    Sample("sliced", _case(3, 4, 8, layout="sliced")),
+    Sample("transposed", _case(3, 4, 8, layout="transposed")),
+    Sample("frozen-x", _case(3, 4, 8) | {"x": T((3, 4, 8), grad=False)}),
+    Sample("frozen-pre", _case(3, 4, 8) | {"pre": T((3, 4), grad=False)}),
+    Sample("wide", _case(2, 5, 3001), size="thin"),
+    Sample("past-65535-rows", _case(65537, 2, 4), size="thin"),
+    Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),
+)
