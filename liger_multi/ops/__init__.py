@@ -6,6 +6,7 @@ from liger_multi.ops import (  # noqa: F401  register the operators behind inpla
 from liger_multi.ops import jsd_inplace as _jsd_inplace  # noqa: F401
 from liger_multi.ops import kl_div_inplace as _kl_div_inplace  # noqa: F401
 from liger_multi.ops import tvd_inplace as _tvd_inplace  # noqa: F401
+from liger_multi.ops.attention import attention
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.dyt import dyt
 from liger_multi.ops.embedding import embedding
@@ -47,6 +48,7 @@ __all__ = [
     "CrossEntropyOutput",
     "FusedAddRMSNormOutput",
     "LogProbOutput",
+    "attention",
     "cross_entropy",
     "dyt",
     "embedding",
