@@ -4,7 +4,18 @@ Importing this imports no transformers; ``docs/patching.md`` tells how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
+from liger_multi.patching.attention import register_attention, unregister_attention
 from liger_multi.patching.logits import real_logits
 from liger_multi.patching.report import Entry, PatchReport, Skipped
 
-__all__ = ["Entry", "PatchReport", "Skipped", "patch", "patched", "real_logits", "unpatch"]
+__all__ = [
+    "Entry",
+    "PatchReport",
+    "Skipped",
+    "patch",
+    "patched",
+    "real_logits",
+    "register_attention",
+    "unpatch",
+    "unregister_attention",
+]
