@@ -113,7 +113,8 @@ def test_padded_batches_equal_eager(kind, side, monkeypatch):
     assert all(ranges is not None and ranges.shape[-1] == 2 for ranges in seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# gpt_oss of transformers hands no positions to its masks: its packed sequences see each other
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt_oss"])
 def test_packed_sequences_equal_eager(kind, monkeypatch):
     eager, other = pair(kind)
     seen = calls(monkeypatch)
@@ -160,10 +161,9 @@ def test_any_other_mask_stays_dense_and_equal(kind, monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="liger_multi"):
         same(eager, other, **padded(mask))
     assert not seen
-    assert [r.message for r in caplog.records if "stays dense" in r.message] == [
-        "attention: this mask is not made of one or two ranges of keys a query; it stays dense "
-        "((2, 1, 13, 13)), and scores of that size exist"
-    ]
+    said = [r.message for r in caplog.records if "stays dense" in r.message]
+    assert len(said) == 1
+    assert "(2, 1, 13, 13)" in said[0]
 
 
 def test_masks_in_parts_are_the_same(monkeypatch):

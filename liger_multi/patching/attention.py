@@ -81,16 +81,17 @@ def mask(
         sdpa_mask,
     )
 
-    queries = q_length if cache_position is None or q_length is not None else len(cache_position)
-    assert queries is not None
-    end = kv_length if queries == kv_length else q_offset + queries - kv_offset
-    if not _tracing() and attention_mask is not None and bool(attention_mask.all()):
-        whole = attention_mask.shape[-1] >= kv_length
-        attention_mask = None if whole else attention_mask
-    if attention_mask is None and isinstance(end, int) and end == kv_length:
-        if cache_position is not None and queries != kv_length:
-            pass  # where the queries stand is known to the device only
-        elif (mask_function is causal_mask_function and allow_is_causal_skip) or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
+    if cache_position is not None:  # where the queries stand is known to the device alone
+        q_length, q_offset = len(cache_position), cache_position[0]
+    assert q_length is not None
+    queries = q_length
+    if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
+        attention_mask = None if bool(attention_mask.all()) else attention_mask
+    last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
+    if attention_mask is None and (last or queries == kv_length):
+        if mask_function is causal_mask_function and allow_is_causal_skip:
+            return None
+        if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
             return None
 
     def dense() -> Iterator[Tensor]:
