@@ -7,7 +7,24 @@ steps whose block every query of the tile sees whole are taken without a mask.
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LOG2E, round_to, tanh
+from liger_multi.backends.triton.common import INTERPRETED, LOG2E, round_to, tanh
+
+
+@triton.jit
+def product(a, b):
+    """A product in fp32; Triton's interpreter would take bf16 for integers."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def add_product(total, a, b):
+    """Total plus a product; ``a`` is rounded to the dtype of ``b``."""
+    a = round_to(a, b.dtype)
+    if INTERPRETED and b.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -73,7 +90,7 @@ def forward_walk(
     """Add the keys of ``[begin, end)`` to the running softmax."""
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         k = load_rows(k_ptr, start, k_stride, keys, MASKED, BLOCK, DIM, SIZE)
-        s, _ = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, CAPPED)
+        s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if MASKED:
             j = (start + tl.arange(0, BLOCK))[None, :]
             s = tl.where((j >= low[:, None]) & (j < high[:, None]), s, float("-inf"))
@@ -86,7 +103,7 @@ def forward_walk(
         total = total * decay + tl.sum(p, axis=1)
         v = load_rows(v_ptr, start, v_stride, keys, MASKED, BLOCK, VALUE_DIM, VALUE_SIZE)
         acc = acc * decay[:, None]
-        acc = tl.dot(round_to(p, v.dtype), v, acc, input_precision="ieee")
+        acc = add_product(acc, p, v)
         top = new
     return acc, top, total
 
@@ -102,15 +119,15 @@ def query_walk(
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         k = load_rows(k_ptr, start, k_stride, keys, MASKED, BLOCK, DIM, SIZE)
         v = load_rows(v_ptr, start, v_stride, keys, MASKED, BLOCK, VALUE_DIM, VALUE_SIZE)
-        s, t = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, CAPPED)
+        s, t = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
         if MASKED:
             j = (start + tl.arange(0, BLOCK))[None, :]
             p = tl.where((j >= low[:, None]) & (j < high[:, None]), p, 0.0)
-        ds = p * (tl.dot(dy, tl.trans(v), input_precision="ieee") - inner[:, None])
+        ds = p * (product(dy, tl.trans(v)) - inner[:, None])
         if CAPPED:
             ds = ds * (1.0 - t * t)
-        dq = tl.dot(round_to(ds, k.dtype), k, dq, input_precision="ieee")
+        dq = add_product(dq, ds, k)
     return dq
 
 
@@ -132,15 +149,15 @@ def key_walk(
             inner = tl.load(inner_ptr + rows, mask=rows < queries, other=0.0)
         else:
             lse, inner = tl.load(lse_ptr + rows), tl.load(inner_ptr + rows)
-        s, t = score(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, softcap, CAPPED)
+        s, t = score(product(k, tl.trans(q)), scale, softcap, CAPPED)
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if MASKED:
             low, high = load_bounds(ranges_ptr, rows, queries, keys, RANGES, CAUSAL, SECOND)
             seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
             p = tl.where(seen & (rows < queries)[None, :], p, 0.0)
-        dv = tl.dot(round_to(p, dy.dtype), dy, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, tl.trans(dy), input_precision="ieee") - inner[None, :])
+        dv = add_product(dv, p, dy)
+        ds = p * (product(v, tl.trans(dy)) - inner[None, :])
         if CAPPED:
             ds = ds * (1.0 - t * t)
-        dk = tl.dot(round_to(ds, q.dtype), q, dk, input_precision="ieee")
+        dk = add_product(dk, ds, q)
     return dk, dv
