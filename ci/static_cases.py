@@ -71,14 +71,13 @@ def _rms_norm(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "l
 
 
 def _attention(
-    heads: int, groups: int, size: int, dtype: torch.dtype = BF16, ranges: int = 0,
-    softcap: float = 0.0, value: int = 0, sinks: bool = False,
-) -> None:  # fmt: skip
-    q = _meta(2, 8192, heads, size, dtype=dtype).transpose(1, 2)
-    k = _meta(2, 8192, groups, size, dtype=dtype).transpose(1, 2)
-    v = _meta(2, 8192, groups, value or size, dtype=dtype).transpose(1, 2)
+    heads: int, groups: int, size: int, ranges: int = 0, softcap: float = 0.0, sinks: bool = False
+) -> None:
+    q = _meta(2, 8192, heads, size).transpose(1, 2)
+    k = _meta(2, 8192, groups, size).transpose(1, 2)
+    v = _meta(2, 8192, groups, size).transpose(1, 2)
     bounds = _meta(2, 8192, ranges, dtype=torch.int32) if ranges else None
-    extra = (_meta(heads, dtype=dtype) if sinks else None, bounds)
+    extra = (_meta(heads) if sinks else None, bounds)
     y, lse = attention.forward(q, k, v, *extra, not ranges, 0.125, softcap)
     needs = (True, True, True, sinks)
     attention.backward(y, q, k, v, *extra, y, lse, not ranges, 0.125, softcap, *needs)
@@ -402,11 +401,7 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
     found["attention causal 128"] = part(_attention, 32, 8, 128)
     found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
-    found["attention two ranges 64 softcap"] = part(_attention, 8, 8, 64, ranges=4, softcap=50.0)
-    found["attention ranges 64 sinks"] = part(_attention, 64, 8, 64, ranges=2, sinks=True)
-    found["attention ranges 192/128"] = part(_attention, 16, 16, 192, ranges=2, value=128)
-    found["attention causal 256"] = part(_attention, 8, 4, 256)
-    found["attention causal 128 fp32"] = part(_attention, 8, 8, 128, FP32)
+    found["attention two ranges 64"] = part(_attention, 8, 8, 64, 4, 50.0, sinks=True)
     found |= _rope_calls()
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)

@@ -43,10 +43,10 @@ def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
     return max(16, power_of_2(dim)), max(16, power_of_2(value_dim))
 
 
-# tiles from the fastest on; the first that fits is taken
-FORWARD = ((128, 128, 2, 8), (128, 64, 2, 8), (64, 64, 2, 4), (64, 32, 1, 4), (16, 16, 1, 4))
-BACKWARD = ((128, 64, 2, 8), (64, 64, 2, 4), (64, 32, 1, 4), (32, 32, 1, 4), (16, 16, 1, 4))
-BACKWARD_KEYS = ((64, 128, 2, 8), (64, 64, 2, 4), (32, 64, 1, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+# tiles (queries, keys, stages, warps) from the widest on; the first that fits is taken
+FORWARD = ((128, 64, 3, 8), (64, 64, 2, 4), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+BACKWARD = ((128, 32, 3, 8), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+BACKWARD_KEYS = ((64, 64, 2, 8), (32, 64, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
 
 
 def forward_knobs(
@@ -80,15 +80,15 @@ def backward_keys_knobs(
     size, value = _sizes(dim, value_dim)
     for m, n, stages, warps in BACKWARD_KEYS:
         on_chip = item * ((n + stages * m) * (size + value) + 2 * m * n)
-        if _fits(info, on_chip, n * (size + value + 2 * m), warps, n, keys):
+        if _fits(info, on_chip, n * (size + value + 2 * m) * 2 // 3, warps, n, keys):
             return AttentionKnobs(m, n, stages, warps)
     return AttentionKnobs(16, 16, 1, 4)
 
 
 def _fits(info: DeviceInfo, on_chip: int, values: int, warps: int, rows: int, length: int) -> bool:
-    """Whether on-chip memory and 200 of a thread's registers hold it, and rows are not idle."""
+    """Whether on-chip memory and 112 of a thread's registers hold it, and rows are not idle."""
     few = rows <= max(16, power_of_2(length))
-    return few and on_chip <= info.shared_bytes and values <= 200 * warps * info.warp_size
+    return few and on_chip <= info.shared_bytes and values <= 112 * warps * info.warp_size
 
 
 def _rows(x: Tensor) -> Tensor:

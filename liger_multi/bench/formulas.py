@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences, formulas_norms, formulas_rope
+from liger_multi.bench import divergences, formulas_attention, formulas_norms, formulas_rope
 
 Formula = Callable[..., Any]
 
@@ -294,6 +294,7 @@ def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 TABLE: dict[str, dict[str, Formula]] = {
+    **formulas_attention.TABLE,
     **formulas_norms.TABLE,
     **formulas_rope.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},
