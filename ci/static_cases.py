@@ -400,8 +400,8 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
     found["attention causal 128"] = part(_attention, 32, 8, 128)
-    found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
     found["attention two ranges 64"] = part(_attention, 8, 8, 64, 4, 50.0, sinks=True)
+    found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
     found |= _rope_calls()
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)

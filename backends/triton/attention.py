@@ -46,7 +46,7 @@ def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
 # tiles (queries, keys, stages, warps) from the widest on; the first that fits is taken
 FORWARD = ((128, 64, 3, 8), (64, 64, 2, 4), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
 BACKWARD = ((128, 32, 3, 8), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
-BACKWARD_KEYS = ((64, 64, 2, 8), (32, 64, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+BACKWARD_KEYS = ((32, 128, 3, 8), (32, 64, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
 
 
 def forward_knobs(
