@@ -34,16 +34,19 @@ def seen_keys(
     last = max(0, min(keys, rows.stop + offset)) if causal else keys
     place = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
     bounds = [] if ranges is None else [b[:, None, None] for b in ranges[:, rows].split(2, -1)]
+    extents = []
+    if q.device.type == "cpu":
+        extents = [(int(b[..., 0].min()), int(b[..., 1].max())) for b in bounds]
     for cols in blocks(last, step):
+        if extents and not any(a < cols.stop and cols.start < b for a, b in extents):
+            continue
         column = torch.arange(cols.start, cols.stop, device=q.device)
         if ranges is None:
             whole = not causal or cols.stop <= rows.start + offset + 1
             yield cols, None if whole else (column <= place)[None, None, None]
             continue
         inside = [(column >= b[..., :1]) & (column < b[..., 1:]) for b in bounds]
-        either = torch.stack(inside).any(0)
-        if q.device.type != "cpu" or either.any():
-            yield cols, either
+        yield cols, torch.stack(inside).any(0)
 
 
 def grouped(x: Tensor, groups: int, rows: slice, kind: torch.dtype) -> Tensor:

@@ -477,3 +477,30 @@ def _attention(
         s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1)[..., : k.shape[2]]
     return p.masked_fill(~seen, 0) @ v
+
+
+def neighborhood_attention(q, k, v, kernel_size=7, dilation=1, scale=None):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    place = torch.arange(q.shape[2], device=q.device)
+    steps = (torch.arange(kernel_size, device=q.device) - kernel_size // 2) * dilation
+    near = place[:, None] + steps
+    inside = (near >= 0) & (near < q.shape[2])
+    near = near.clamp(0, max(0, q.shape[2] - 1))
+    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, near]) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    p = torch.softmax(s.masked_fill(~inside, -torch.inf), -1)
+    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, near])
+
+
+def attention_residuals(blocks, query, weight=None, eps=1e-6):
+    n = blocks / torch.sqrt((blocks * blocks).mean(-1, keepdim=True) + eps)
+    p = torch.softmax((n * (query if weight is None else query * weight)).sum(-1), 0)
+    return (p.unsqueeze(-1) * blocks).sum(0)
+
+
+def multi_token_attention(scores, weight, bias=None, *, sparse=False, **options):
+    seen = torch.ones(scores.shape[-2:], device=scores.device).tril().bool()
+    masked = scores.masked_fill(~seen, -1e30)
+    p = sparsemax(masked) if sparse else torch.softmax(masked, -1)
+    return F.conv2d(p.masked_fill(~seen, 0), weight, bias, **options).tril()

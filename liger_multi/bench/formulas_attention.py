@@ -134,6 +134,34 @@ def _flex(
     return y * share.unsqueeze(-1).to(y.dtype)  # type: ignore[no-any-return]
 
 
+def _neighbours(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1) -> Tensor:
+    """Masked scores of L x L."""
+    place = torch.arange(q.shape[2], device=q.device)
+    apart = place[:, None] - place
+    seen = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _neighbours_flex(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
+) -> Tensor:
+    if dilation != 1:
+        raise NotImplementedError("without dilation")
+    return _flex(q, k, v, window=(kernel_size // 2, kernel_size // 2))
+
+
+def _residuals(blocks: Tensor, query: Tensor, weight: Tensor) -> Tensor:
+    normed = F.rms_norm(blocks, blocks.shape[-1:], weight, 1e-6)
+    p = torch.softmax((normed * query).sum(-1, dtype=torch.float32), 0)
+    return torch.einsum("nbt,nbtd->btd", p.to(blocks.dtype), blocks)
+
+
+def _multi_token(scores: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    return F.conv2d(p, weight, padding=padding).tril()
+
+
 TABLE: dict[str, dict[str, Formula]] = {
     "attention": {
         "torch": _attention,
@@ -143,4 +171,7 @@ TABLE: dict[str, dict[str, Formula]] = {
         "efficient": _by("EFFICIENT_ATTENTION"),
         "flex": _flex,
     },
+    "attention_residuals": {"torch": _residuals},
+    "multi_token_attention": {"torch": _multi_token},
+    "neighborhood_attention": {"torch": _neighbours, "flex": _neighbours_flex},
 }

@@ -112,7 +112,30 @@ def _attention(
     return Work(tokens, 3 * tokens, forward, forward + product * (3 * width + 2 * value))
 
 
+def _neighbours(
+    shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
+) -> Work:
+    reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches
+    return _attention(shapes, size, {"window": (reach, reach)})
+
+
+def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
+    # blocks read, y written; dy and blocks read, their gradients written
+    return Work(every * (1 + 1 / count), every * (3 + 2 / count))
+
+
+def _multi_token(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    scores = math.prod(shapes["scores"])
+    product = 2.0 * scores * math.prod(shapes["weight"][1:])
+    # scores read, probabilities and y written; dy and probabilities read, dscores written
+    return Work(3 * scores * size, 6 * scores * size, product, 3 * product)
+
+
 WORK: dict[str, Callable[..., Work]] = {
+    "attention_residuals": _residuals,
+    "multi_token_attention": _multi_token,
+    "neighborhood_attention": _neighbours,
     "attention": _attention,
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
@@ -169,7 +192,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "fused_linear_jsd": _linear_pair,
     "fused_linear_tvd": _linear_pair,
 }
-MASKED = ("attention",)  # work depends on options
+MASKED = ("attention", "neighborhood_attention")  # work depends on options
 
 
 def least(
