@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 import harness
-from liger_multi import nn
+from liger_multi.nn import vocab_parallel as nn
 
 CASES = """
 import sys, torch, torch.distributed as dist
 import torch.nn.functional as F
-from liger_multi.nn import (
+from liger_multi.nn.vocab_parallel import (
     vocab_parallel_cross_entropy, vocab_parallel_fused_linear_cross_entropy,
     vocab_parallel_fused_linear_log_prob, vocab_range,
 )

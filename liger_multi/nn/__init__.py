@@ -24,12 +24,6 @@ from liger_multi.nn.objectives import (
 )
 from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 from liger_multi.nn.tiled import TiledMLP
-from liger_multi.nn.vocab_parallel import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_fused_linear_cross_entropy,
-    vocab_parallel_fused_linear_log_prob,
-    vocab_range,
-)
 
 __all__ = [
     "GEGLUMLP",
@@ -68,8 +62,4 @@ __all__ = [
     "SwiGLUMLP",
     "TVDLoss",
     "TiledMLP",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_fused_linear_cross_entropy",
-    "vocab_parallel_fused_linear_log_prob",
-    "vocab_range",
 ]
