@@ -115,22 +115,28 @@ def _absent(rows: torch.Size, *unused: Tensor) -> LogProbOutput:
     return LogProbOutput(log_prob=nothing, entropy=nothing, lse=nothing - math.inf)
 
 
-def _target_and_normaliser(
+def _joined_rows(
     part: _Part, found: LogProbOutput, group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's logit, the normaliser of all classes, and that of this process's."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The target's log-probability, the normaliser, and this part's share of it.
+
+    The share is a logarithm, 0 where the process has no classes, which the last output says. What
+    is added is small: a logit less the normaliser would lose the digits of both.
+    """
     assert found.log_prob is not None
     assert found.lse is not None
-    logit = _sum(torch.where(part.mine, found.log_prob + found.lse, 0), group)
     mine = torch.where(part.valid, found.lse, 0)
-    return logit, _joined(mine, group), mine
+    lse = _joined(mine, group)
+    absent = mine == -math.inf
+    share = torch.where(absent, 0, mine - _shared(lse, group))
+    return _sum(torch.where(part.mine, found.log_prob + share, 0), group), lse, share, absent
 
 
 def _loss(
-    part: _Part, logit: Tensor, lse: Tensor, mean_logit: Tensor | None, vocabulary: int,
+    part: _Part, log_prob: Tensor, lse: Tensor, mean_logit: Tensor | None, vocabulary: int,
     label_smoothing: float, smoothing: str, reduction: str,
 ) -> Tensor:  # fmt: skip
-    loss = lse - logit
+    loss = -log_prob
     if mean_logit is not None:
         share = label_smoothing
         if smoothing == "megatron":
@@ -197,13 +203,13 @@ def vocab_parallel_cross_entropy(
         )  # fmt: skip
     else:
         found = _absent(target.shape, logits)
-    logit, lse, _ = _target_and_normaliser(part, found, group)
+    log_prob, lse, _, _ = _joined_rows(part, found, group)
     mean = None
     if label_smoothing:
         wide = logits.to(lse.dtype)
         wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
         mean = _sum(wide.sum(-1), group) / vocabulary
-    return _loss(part, logit, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_cross_entropy(
@@ -239,14 +245,14 @@ def vocab_parallel_fused_linear_cross_entropy(
         name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
         ("log_prob", "lse"), softcap=softcap, chunk=chunk,
     )  # fmt: skip
-    logit, lse, _ = _target_and_normaliser(part, found, group)
+    log_prob, lse, _, _ = _joined_rows(part, found, group)
     mean = None
     if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
         wide = lse.dtype
         sums = shared.to(wide) @ weight.to(wide).sum(0)
         sums = sums if bias is None else sums + bias.to(wide).sum()
         mean = _sum(sums, group) / vocabulary
-    return _loss(part, logit, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_log_prob(
@@ -279,15 +285,15 @@ def vocab_parallel_fused_linear_log_prob(
         name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
         asked, softcap=softcap, chunk=chunk, temperature=temperature,
     )  # fmt: skip
-    logit, lse, mine = _target_and_normaliser(part, found, group)
+    log_prob, lse, share, absent = _joined_rows(part, found, group)
     zero = torch.zeros((), dtype=lse.dtype, device=lse.device)
     made: dict[str, Tensor] = {"lse": torch.where(part.valid, lse, zero)}
-    nan = torch.where(part.wrong, math.nan, logit - lse)
+    nan = torch.where(part.wrong, math.nan, log_prob)
     made["log_prob"] = torch.where(part.valid, nan, zero)
     if found.entropy is not None and "entropy" in wanted:
-        weight_of = torch.exp(mine - _shared(lse, group))
-        expected = torch.where(mine == -math.inf, zero, mine) - found.entropy
-        entropy = lse - _sum(weight_of * expected, group)
+        # of a mixture: that of the parts, and of which part
+        mixed = torch.where(absent, 0, share.exp() * (found.entropy - share))
+        entropy = _sum(mixed, group)
         made["entropy"] = torch.where(part.valid, entropy, zero)
     return LogProbOutput(**{n: x for n, x in made.items() if n in wanted})
 
