@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton import (
+    attention,
     cross_entropy,
     cross_entropy_inplace,
     divergence,
@@ -72,6 +73,19 @@ def _rms_norm(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "l
     offset = float(casting == "gemma")
     y, rstd = rms_norm.forward(x, weight, 1e-6, offset, casting)
     rms_norm.backward(y, x, weight, rstd, offset, casting, True, True)
+
+
+def _attention(
+    heads: int, groups: int, size: int, ranges: int = 0, softcap: float = 0.0, sinks: bool = False
+) -> None:
+    q = _meta(2, 8192, heads, size).transpose(1, 2)
+    k = _meta(2, 8192, groups, size).transpose(1, 2)
+    v = _meta(2, 8192, groups, size).transpose(1, 2)
+    bounds = _meta(2, 8192, ranges, dtype=torch.int32) if ranges else None
+    extra = (_meta(heads) if sinks else None, bounds)
+    y, lse = attention.forward(q, k, v, *extra, not ranges, 0.125, softcap)
+    needs = (True, True, True, sinks)
+    attention.backward(y, q, k, v, *extra, y, lse, not ranges, 0.125, softcap, *needs)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -438,6 +452,9 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 32/2x128 half"] = part(_rope, (32, 2), 128, style, rotary=64)
         found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
+    found["attention causal 128"] = part(_attention, 32, 8, 128)
+    found["attention two ranges 64"] = part(_attention, 8, 8, 64, 4, 50.0, sinks=True)
+    found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
     found |= _rope_calls()
     for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
         found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)

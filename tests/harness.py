@@ -90,6 +90,11 @@ def selected_device(config: pytest.Config) -> torch.device:
 
 def in_two_processes(folder: Path, body: str) -> None:
     """Run a script as ranks 0 and 1, with its rank and a file to meet at; each says "done"."""
+    in_processes(folder, body, 2)
+
+
+def in_processes(folder: Path, body: str, count: int) -> None:
+    """The same with more ranks."""
     script, meeting = folder / "rank.py", folder / "meeting"
     script.write_text(textwrap.dedent(body))
     ranks = [
@@ -99,7 +104,7 @@ def in_two_processes(folder: Path, body: str) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         said = [rank.communicate(timeout=300)[0] for rank in ranks]

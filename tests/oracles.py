@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, offset=0.0, casting="llama"):
@@ -497,3 +498,76 @@ def sparsemax(x, dim=-1):
 
 def embedding(index, weight, padding_idx=None, *, scale=1.0):
     return F.embedding(index, weight, padding_idx) * scale
+
+
+def _seen(queries, keys, causal, window, global_tokens, documents):
+    """Who sees whom, written pair by pair: (B or 1, 1, queries, keys)."""
+    place = torch.arange(keys)
+    i, j = torch.arange(keys - queries, keys)[:, None], place[None]
+    first, seen = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, queries, keys).bool()
+    if documents is not None and not documents.is_meta:
+        ids = documents.cpu()
+        run = torch.cat([ids[:, :1] * 0, (ids[:, 1:] != ids[:, :-1]).cumsum(-1)], -1)
+        begin = (run[:, None] < run[:, :, None]).sum(-1)  # tokens before this one's document
+        of, first = run[:, keys - queries :], begin[:, keys - queries :, None]
+        seen = (of[:, :, None] == run[:, None]) & (ids >= 0)[:, None]
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
+    near = ((left < 0) | (j >= i - left)) & ((right < 0) | causal | (j <= i + right))
+    either = (j < first + global_tokens) | (i < first + global_tokens)
+    seen = seen & (near | either if window else near)
+    return (seen & (j <= i) if causal else seen)[:, None]
+
+
+def attention(q, k, v, sinks=None, **options):
+    """Many scores at once are made a head at a time, and again for the gradients."""
+    if q.is_meta or q.shape[:3].numel() * k.shape[2] <= 2**27:
+        return _attention(q, k, v, sinks, **options)
+    shared = q.shape[1] // k.shape[1]
+    heads = []
+    for h in range(q.shape[1]):
+        one, group = slice(h, h + 1), slice(h // shared, h // shared + 1)
+        part = (q[:, one], k[:, group], v[:, group], None if sinks is None else sinks[one])
+        heads.append(checkpoint(_attention, *part, use_reentrant=False, **options))
+    return torch.cat(heads, 1)
+
+
+def _attention(
+    q, k, v, sinks, *, causal=False, window=None, global_tokens=0, documents=None, softcap=None,
+    scale=None,
+):  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = s if softcap is None else torch.tanh(s / softcap) * softcap
+    seen = _seen(q.shape[2], k.shape[2], causal, window, global_tokens, documents).to(q.device)
+    s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
+    if sinks is not None:
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1)[..., : k.shape[2]]
+    return p.masked_fill(~seen, 0) @ v
+
+
+def neighborhood_attention(q, k, v, kernel_size=7, dilation=1, scale=None):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    place = torch.arange(q.shape[2], device=q.device)
+    steps = (torch.arange(kernel_size, device=q.device) - kernel_size // 2) * dilation
+    near = place[:, None] + steps
+    inside = (near >= 0) & (near < q.shape[2])
+    near = near.clamp(0, max(0, q.shape[2] - 1))
+    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, near]) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    p = torch.softmax(s.masked_fill(~inside, -torch.inf), -1)
+    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, near])
+
+
+def attention_residuals(blocks, query, weight=None, eps=1e-6):
+    n = blocks / torch.sqrt((blocks * blocks).mean(-1, keepdim=True) + eps)
+    p = torch.softmax((n * (query if weight is None else query * weight)).sum(-1), 0)
+    return (p.unsqueeze(-1) * blocks).sum(0)
+
+
+def multi_token_attention(scores, weight, bias=None, *, sparse=False, **options):
+    seen = torch.ones(scores.shape[-2:], device=scores.device).tril().bool()
+    masked = scores.masked_fill(~seen, -1e30)
+    p = sparsemax(masked) if sparse else torch.softmax(masked, -1)
+    return F.conv2d(p.masked_fill(~seen, 0), weight, bias, **options).tril()

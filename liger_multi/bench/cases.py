@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops, samples, tolerance
-from liger_multi.bench.roof import WORK, Work
+from liger_multi.bench.roof import Work, least
 from liger_multi.config import use
 from liger_multi.errors import unknown
 from liger_multi.registry import REFERENCE, operators
@@ -56,8 +56,7 @@ class Case:
 
     def work(self, dtype: torch.dtype) -> Work | None:
         """Minimal work, or None for an operator that the table does not know."""
-        found = WORK.get(self.op)
-        return found(self.shapes, dtype.itemsize) if found else None
+        return least(self.op, self.shapes, dtype.itemsize, self.sample.options)
 
 
 def _row_tensors(sample: Sample) -> tuple[str, ...]:
@@ -91,7 +90,7 @@ def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operation
     while True:
         small = _divide(sample, divisors)
         shapes = {n: t.shape for n, t in small.tensors.items()}
-        work = WORK[op](shapes, itemsize) if op in WORK else Work(0, 0)
+        work = least(op, shapes, itemsize, sample.options) or Work(0, 0)
         rows = next(iter(shapes.values()))[0]
         classes = max(t.classes for t in small.tensors.values())
         fits = small.elements * itemsize <= limit_bytes and work.both_operations <= operations

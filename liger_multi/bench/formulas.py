@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences, formulas_experts, formulas_norms, formulas_rope
+from liger_multi.bench import (
+    divergences,
+    formulas_attention,
+    formulas_experts,
+    formulas_norms,
+    formulas_rope,
+)
 
 Formula = Callable[..., Any]
 
@@ -295,6 +301,7 @@ def _embedding(index: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 TABLE: dict[str, dict[str, Formula]] = {
     **formulas_experts.TABLE,
+    **formulas_attention.TABLE,
     **formulas_norms.TABLE,
     **formulas_rope.TABLE,
     "rms_norm": {"torch": _rms_norm, "aten": _rms_norm_aten},

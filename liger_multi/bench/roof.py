@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,53 @@ def _embedding(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(2 * gathered, 3 * gathered + table)
 
 
-WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
+def _pairs(length: int, keys: int, options: Mapping[str, Any]) -> float:
+    """Queries times the keys that each sees."""
+    window, causal = options.get("window"), options.get("causal", False)
+    left, right = (window - 1,) * 2 if isinstance(window, int) else window or (-1, -1)
+    total, right = 0.0, 0 if causal else right
+    for place in range(keys - length, keys):
+        first = 0 if left < 0 or window is None else max(0, place - left)
+        total += (keys if right < 0 else min(keys, place + right + 1)) - first
+    return total
+
+
+def _attention(
+    shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
+) -> Work:
+    (batch, heads, length, width), (_, groups, keys, value) = shapes["q"], shapes["v"]
+    tokens = batch * (heads * length + groups * keys) * (width + value) * size
+    # forward: two products; backward: the scores again and four more
+    product = 2.0 * batch * heads * _pairs(length, keys, options)
+    forward = product * (width + value)
+    return Work(tokens, 3 * tokens, forward, forward + product * (3 * width + 2 * value))
+
+
+def _neighbours(
+    shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
+) -> Work:
+    reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches
+    return _attention(shapes, size, {"window": (reach, reach)})
+
+
+def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
+    # blocks read, y written; dy and blocks read, their gradients written
+    return Work(every * (1 + 1 / count), every * (3 + 2 / count))
+
+
+def _multi_token(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    scores = math.prod(shapes["scores"])
+    product = 2.0 * scores * math.prod(shapes["weight"][1:])
+    # scores read, probabilities and y written; dy and probabilities read, dscores written
+    return Work(3 * scores * size, 6 * scores * size, product, 3 * product)
+
+
+WORK: dict[str, Callable[..., Work]] = {
+    "attention_residuals": _residuals,
+    "multi_token_attention": _multi_token,
+    "neighborhood_attention": _neighbours,
+    "attention": _attention,
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
     # both terms read, sum and norm written; two gradients and the sum read, one written
@@ -175,6 +222,17 @@ WORK: dict[str, Callable[[Mapping[str, Sequence[int]], int], Work]] = {
     "fused_linear_jsd": _linear_pair,
     "fused_linear_tvd": _linear_pair,
 }
+MASKED = ("attention", "neighborhood_attention")  # work depends on options
+
+
+def least(
+    op: str, shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any]
+) -> Work | None:
+    """The work of a call, or None for an operator that the table does not know."""
+    found = WORK.get(op)
+    if found is None:
+        return None
+    return found(shapes, size, options) if op in MASKED else found(shapes, size)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from liger_multi.ops import (  # noqa: F401  register the operators behind inpla
 from liger_multi.ops import jsd_inplace as _jsd_inplace  # noqa: F401
 from liger_multi.ops import kl_div_inplace as _kl_div_inplace  # noqa: F401
 from liger_multi.ops import tvd_inplace as _tvd_inplace  # noqa: F401
+from liger_multi.ops.attention import attention
+from liger_multi.ops.attention_residuals import attention_residuals
 from liger_multi.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_multi.ops.dyt import dyt
 from liger_multi.ops.embedding import embedding
@@ -29,6 +31,8 @@ from liger_multi.ops.jsd import jsd
 from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.modulated_rms_norm import modulated_rms_norm
+from liger_multi.ops.multi_token_attention import multi_token_attention
+from liger_multi.ops.neighborhood_attention import neighborhood_attention
 from liger_multi.ops.poly_norm import poly_norm
 from liger_multi.ops.relu_squared import relu_squared
 from liger_multi.ops.rms_norm import rms_norm
@@ -51,6 +55,8 @@ __all__ = [
     "CrossEntropyOutput",
     "FusedAddRMSNormOutput",
     "LogProbOutput",
+    "attention",
+    "attention_residuals",
     "cross_entropy",
     "dyt",
     "embedding",
@@ -74,6 +80,8 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "modulated_rms_norm",
+    "multi_token_attention",
+    "neighborhood_attention",
     "poly_norm",
     "relu_squared",
     "rms_norm",

@@ -4,6 +4,7 @@ Importing this imports no transformers; ``docs/patching.md`` tells how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
+from liger_multi.patching.attention import register_attention, unregister_attention
 from liger_multi.patching.experts import register_experts, unregister_experts
 from liger_multi.patching.logits import real_logits
 from liger_multi.patching.report import Entry, PatchReport, Skipped
@@ -15,7 +16,9 @@ __all__ = [
     "patch",
     "patched",
     "real_logits",
+    "register_attention",
     "register_experts",
     "unpatch",
+    "unregister_attention",
     "unregister_experts",
 ]

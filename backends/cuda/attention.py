@@ -1,0 +1,136 @@
+"""Attention on NVIDIA: PyTorch's fused kernels for plain and causal masks, Triton for all others.
+
+cuDNN's and Flash's kernels take and keep the contract's own residual, the logarithm of the sums:
+with a sink in it their backward is exact, because the gradient of a score is ``p (dp - sum(dy y))``
+whoever else has a share of the sum. Which one is used is data of :data:`ROUTES`, from measurements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton import attention as kernels
+from liger_multi.backends.triton.attention import supports
+
+__all__ = ["ROUTES", "backward", "forward", "route", "supports"]
+
+# (major compute capability, widest head): kernels in order; the first that takes the call is used
+ROUTES: dict[tuple[int, int], tuple[str, ...]] = {
+    (8, 128): ("flash",),
+    (8, 256): ("flash",),
+    (9, 128): ("cudnn", "flash"),
+    (9, 256): ("flash",),
+    (10, 128): ("cudnn", "flash"),
+    (10, 256): ("flash",),
+}
+_forced: list[str] = []  # by benchmarks of one route
+
+
+def route(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float
+) -> str:
+    """Who runs a call: cudnn, flash or triton."""
+    if _forced:
+        return _forced[-1]
+    square = q.shape[2] == k.shape[2] or not causal
+    plain = ranges is None and softcap == 0.0 and square and q.shape[3] == v.shape[3]
+    if not plain or q.shape[3] % 8 or q.dtype not in (torch.bfloat16, torch.float16):
+        return "triton"
+    if not (q.numel() and k.numel()):
+        return "triton"
+    major = torch.cuda.get_device_capability(q.device)[0]
+    routes = ROUTES.get((major, 128 if q.shape[3] <= 128 else 256), ())
+    for name in routes:
+        if name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
+            return name
+    return "triton"
+
+
+def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A sink takes ``sigmoid(sink - lse)`` of a row's probability."""
+    if sinks is None:
+        return y, lse
+    sink = sinks.float()[None, :, None]
+    y.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))
+    return y, torch.logaddexp(lse, sink)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """The contract's order in memory, (B, L, H, D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Heads of adjacent elements, rows that do not overlap."""
+    return x if x.stride(3) == 1 and 0 not in x.stride()[:3] else x.contiguous()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Flash's or cuDNN's output and normaliser, and the sinks' share of both; or Triton's."""
+    by = route(q, k, v, ranges, causal, softcap)
+    if by == "triton":
+        return kernels.forward(q, k, v, sinks, ranges, causal, scale, softcap)
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    aten = torch.ops.aten
+    if by == "cudnn":
+        made: Any = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+    else:
+        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    y, lse = _with_sinks(made[0], made[1].reshape(q.shape[:3]), sinks)
+    return _ordered(y), lse.contiguous()
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
+    needs_k: bool, needs_v: bool, needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Their backward from the whole sum, sinks included."""
+    by = route(q, k, v, ranges, causal, softcap)
+    if by == "triton":
+        return kernels.backward(
+            dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, needs_q, needs_k, needs_v,
+            needs_sinks,
+        )  # fmt: skip
+    given = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
+    found = _cudnn(*given, causal, scale) if by == "cudnn" else _flash(*given, causal, scale)
+    grads = [
+        _ordered(x) if needed else q.new_empty(0)
+        for x, needed in zip(found, (needs_q, needs_k, needs_v), strict=True)
+    ]
+    dsinks = q.new_empty(0)
+    if sinks is not None and needs_sinks:
+        inner = torch.einsum("bhld,bhld->bhl", dy.float(), y.float())
+        share = torch.exp(sinks.float()[None, :, None] - lse)
+        dsinks = -(share * inner).sum((0, 2)).to(sinks.dtype)
+    return grads[0], grads[1], grads[2], dsinks
+
+
+def _cudnn(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Any:  # fmt: skip
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of no dropout: never read
+    none: Any = None
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dy, q, k, v, y, lse.unsqueeze(-1), seed, seed, none, none, none, q.shape[2], k.shape[2],
+        0.0, causal, scale=scale,
+    )  # fmt: skip
+
+
+def _flash(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Any:  # fmt: skip
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)
+    none: Any = None
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
+        scale=scale,
+    )  # fmt: skip

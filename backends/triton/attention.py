@@ -1,0 +1,226 @@
+"""Attention by Triton kernels: every mask that is made of ranges of keys, softcap and sinks.
+
+Source: Dao 2023 (arXiv:2307.08691); the kernels are in attention_kernels.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.attention_kernels import (
+    _attention_backward_kernel,
+    _attention_backward_keys_kernel,
+    _attention_forward_kernel,
+)
+from liger_multi.backends.triton.common import cdiv, power_of_2
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
+
+WIDEST = 256  # elements of a head that stay on chip
+
+
+@dataclass(frozen=True)
+class AttentionKnobs:
+    """Tile of queries by keys; ``stages`` of loads are in flight."""
+
+    block_m: int = 64
+    block_n: int = 64
+    stages: int = 2
+    num_warps: int = 4
+
+
+def supports(q: Tensor, v: Tensor) -> str | None:
+    """Why a call is refused, or None."""
+    widest = max(q.shape[3], v.shape[3])
+    return None if widest <= WIDEST else f"takes heads of up to {WIDEST} elements, got {widest}"
+
+
+def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
+    return max(16, power_of_2(dim)), max(16, power_of_2(value_dim))
+
+
+# tiles (queries, keys, stages, warps) from the widest on; the first that fits is taken
+FORWARD = ((128, 64, 3, 8), (64, 64, 2, 4), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+BACKWARD = ((128, 32, 3, 8), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+BACKWARD_KEYS = ((32, 128, 3, 8), (32, 64, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+
+
+def forward_knobs(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+) -> AttentionKnobs:
+    """Queries, and two blocks of keys and values in flight, fit on chip."""
+    size, value = _sizes(dim, value_dim)
+    for m, n, stages, warps in FORWARD:
+        on_chip = item * (m * size + stages * n * (size + value))
+        if _fits(info, on_chip, m * (value + n), warps, m, queries):
+            return AttentionKnobs(m, n, stages, warps)
+    return AttentionKnobs(16, 16, 1, 4)
+
+
+def backward_knobs(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+) -> AttentionKnobs:
+    """As forward, with the upstream gradient beside the queries."""
+    size, value = _sizes(dim, value_dim)
+    for m, n, stages, warps in BACKWARD:
+        on_chip = item * ((m + stages * n) * (size + value) + m * n)
+        if _fits(info, on_chip, m * (size + 2 * n), warps, m, queries):
+            return AttentionKnobs(m, n, stages, warps)
+    return AttentionKnobs(16, 16, 1, 4)
+
+
+def backward_keys_knobs(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+) -> AttentionKnobs:
+    """Keys and values stay; two gradients of their size are summed in registers."""
+    size, value = _sizes(dim, value_dim)
+    for m, n, stages, warps in BACKWARD_KEYS:
+        on_chip = item * ((n + stages * m) * (size + value) + 2 * m * n)
+        if _fits(info, on_chip, n * (size + value + 2 * m) * 2 // 3, warps, n, keys):
+            return AttentionKnobs(m, n, stages, warps)
+    return AttentionKnobs(16, 16, 1, 4)
+
+
+def _fits(info: DeviceInfo, on_chip: int, values: int, warps: int, rows: int, length: int) -> bool:
+    """Whether on-chip memory and 112 of a thread's registers hold it, and rows are not idle."""
+    few = rows <= max(16, power_of_2(length))
+    return few and on_chip <= info.shared_bytes and values <= 112 * warps * info.warp_size
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Heads of adjacent elements."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _steps(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    return {
+        "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
+        "item": q.element_size(),
+    }  # fmt: skip
+
+
+def _constants(
+    q: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float, k: AttentionKnobs
+) -> tuple[Any, ...]:
+    size, value = _sizes(q.shape[3], v.shape[3])
+    return (
+        0 if ranges is None else ranges.shape[2], causal, softcap != 0.0, q.shape[3], size,
+        v.shape[3], value, k.block_m, k.block_n, k.stages,
+    )  # fmt: skip
+
+
+def _batch_step(ranges: Tensor | None) -> int:
+    return 0 if ranges is None or ranges.shape[0] == 1 else ranges.stride(0)
+
+
+def _ordered(like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One program a tile of queries."""
+    y, lse = _ordered(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not y.numel():
+        return y, lse.fill_(-torch.inf)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    ranges = None if ranges is None else ranges.contiguous()
+    numbers = knobs("attention.forward", forward_knobs, q.device, **_shape(q, k, v))
+    blocks = cdiv(q.shape[2], numbers.block_m)
+    args = (
+        q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
+        *_steps(q), *_steps(k), *_steps(v), _batch_step(ranges), blocks, q.shape[1], k.shape[1],
+        q.shape[2], k.shape[2], scale, softcap,
+    )  # fmt: skip
+    constants = _constants(q, v, ranges, causal, softcap, numbers)
+    count = blocks * q.shape[0] * q.shape[1]
+    launch(_attention_forward_kernel, count, args, constants, numbers.num_warps)
+    return y, lse
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
+    needs_k: bool, needs_v: bool, needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries first, which leaves the sums of ``dy y`` for the keys and the sinks."""
+    made = [
+        _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
+        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+    ]
+    inner = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    masked = (None if ranges is None else ranges.contiguous(), causal, scale, softcap)
+    if lse.numel():
+        dy, q, k, v, y = (_rows(x) for x in (dy, q, k, v, y))
+        lse = lse.contiguous()
+        _backward_queries(dy, q, k, v, y, lse, inner, made[0] if needs_q else None, *masked)
+        if needs_k or needs_v:
+            dk, dv = (made[i] if needed else None for i, needed in ((1, needs_k), (2, needs_v)))
+            _backward_keys(dy, q, k, v, lse, inner, dk, dv, *masked)
+    else:
+        _ = [x.zero_() for x in made]
+    if sinks is None or not needs_sinks:
+        return made[0], made[1], made[2], q.new_empty(0)
+    share = torch.exp(sinks.float()[None, :, None] - lse) * inner
+    return made[0], made[1], made[2], -share.sum((0, 2)).to(sinks.dtype)
+
+
+def _backward_queries(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, inner: Tensor,
+    dq: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    numbers = knobs("attention.backward", backward_knobs, q.device, **_shape(q, k, v))
+    blocks = cdiv(q.shape[2], numbers.block_m)
+    args = (
+        q, k, v, dy, y, lse, ranges, dq, inner, *_steps(q), *_steps(k), *_steps(v), *_steps(dy),
+        *_steps(y), _batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
+        scale, softcap,
+    )  # fmt: skip
+    constants = _constants(q, v, ranges, causal, softcap, numbers)
+    count = blocks * q.shape[0] * q.shape[1]
+    launch(_attention_backward_kernel, count, args, constants, numbers.num_warps)
+
+
+def _backward_keys(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, inner: Tensor, dk: Tensor | None,
+    dv: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    if not k.numel():
+        return
+    numbers = knobs("attention.backward_keys", backward_keys_knobs, q.device, **_shape(q, k, v))
+    blocks = cdiv(k.shape[2], numbers.block_n)
+    args = (
+        q, k, v, dy, lse, inner, ranges, None if ranges is None else spans(ranges, k.shape[2]),
+        dk, dv, *_steps(q), *_steps(k), *_steps(v), *_steps(dy), _batch_step(ranges), blocks,
+        q.shape[1], k.shape[1], q.shape[2], k.shape[2], scale, softcap,
+    )  # fmt: skip
+    constants = _constants(q, v, ranges, causal, softcap, numbers)
+    count = blocks * k.shape[0] * k.shape[1]
+    launch(_attention_backward_keys_kernel, count, args, constants, numbers.num_warps)
+
+
+def spans(ranges: Tensor, keys: int) -> Tensor:
+    """For every key, between which queries all stand whose first range has it: (B, 2, keys).
+
+    Of monotone ranges, as windows and documents have, exactly those.
+    """
+    low, high = ranges[..., 0], ranges[..., 1]
+    reach = high.cummax(-1).values.contiguous()
+    start = low.flip(-1).cummin(-1).values.flip(-1).contiguous()
+    place = torch.arange(keys, device=ranges.device, dtype=ranges.dtype)
+    place = place.expand(ranges.shape[0], keys).contiguous()
+    first, last = (
+        torch.searchsorted(bound, place, right=True, out_int32=True) for bound in (reach, start)
+    )
+    return torch.stack([first, last], 1).contiguous()

@@ -1,0 +1,316 @@
+"""Losses of a vocabulary that is split over the processes of a group.
+
+Every process has the logits, or the rows of the head's weight, of one contiguous part of the
+classes, and all have the same targets (and hidden states). What crosses processes is a few fp32
+numbers a row, never logits; all results are the same on every process of the group, and so is the
+gradient of the hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_multi import checks, ops
+from liger_multi.ops.fused_linear_log_prob import LogProbOutput
+
+SMOOTHINGS = ("torch", "megatron")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+# --- between processes ---
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group; everybody's upstream gradient is the same already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Shared(torch.autograd.Function):
+    """What all have and each uses for a part of its own: gradients are summed, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.to(torch.promote_types(dy.dtype, torch.float32), copy=True)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(dy.dtype), None
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    found: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _shared(x: Tensor, group: Any) -> Tensor:
+    found: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _joined(lse: Tensor, group: Any) -> Tensor:
+    """The logarithm of the sum of all parts' exponentials."""
+    top = lse.detach().clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    return top + _sum(torch.exp(lse - top), group).log()
+
+
+# --- parts of a vocabulary ---
+
+
+def vocab_range(vocabulary: int, group: Any = None) -> tuple[int, int]:
+    """First and one past the last class of this process, as ``torch.chunk`` and DTensor split."""
+    size = -(-vocabulary // dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    return min(vocabulary, rank * size), min(vocabulary, (rank + 1) * size)
+
+
+class _Part:
+    """The classes of this process, and whose target is whose."""
+
+    def __init__(
+        self, name: str, local: int, target: Tensor, vocabulary: int, start: int | None,
+        group: Any, ignore_index: int,
+    ) -> None:  # fmt: skip
+        first, last = vocab_range(checks.integer(name, "vocabulary", vocabulary), group)
+        if start is None and last - first != local:
+            raise ValueError(
+                f"{name}: process {dist.get_rank(group)} of {dist.get_world_size(group)} has the "
+                f"classes {first} to {last} of {vocabulary}, got {local} of them; pass start= for "
+                "another split"
+            )
+        first = first if start is None else checks.integer(name, "start", start)
+        self.valid = target != ignore_index
+        self.wrong = self.valid & ((target < 0) | (target >= vocabulary))
+        if target.device.type == "cpu" and bool(self.wrong.any()):
+            found = int(target[self.wrong][0])
+            raise IndexError(f"{name}: target {found} is outside of [0, {vocabulary})")
+        here = target - first
+        self.mine = self.valid & (here >= 0) & (here < local)
+        # of rows whose target is elsewhere, only the normaliser is used
+        self.target = torch.where(self.valid, torch.where(self.mine, here, 0), ignore_index)
+
+
+def _absent(rows: torch.Size, *unused: Tensor) -> LogProbOutput:
+    """What a process with no class at all contributes, connected to its inputs."""
+    wide = torch.promote_types(unused[0].dtype, torch.float32)
+    nothing = sum(x.to(wide).sum() for x in unused) * torch.zeros(rows, dtype=wide).to(unused[0])
+    nothing = nothing.to(wide)
+    return LogProbOutput(log_prob=nothing, entropy=nothing, lse=nothing - math.inf)
+
+
+def _joined_rows(
+    part: _Part, found: LogProbOutput, group: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The target's log-probability, the normaliser, and this part's share of it.
+
+    The share is a logarithm, 0 where the process has no classes, which the last output says. What
+    is added is small: a logit less the normaliser would lose the digits of both.
+    """
+    assert found.log_prob is not None
+    assert found.lse is not None
+    mine = torch.where(part.valid, found.lse, 0)
+    lse = _joined(mine, group)
+    absent = mine == -math.inf
+    share = torch.where(absent, 0, mine - _shared(lse, group))
+    return _sum(torch.where(part.mine, found.log_prob + share, 0), group), lse, share, absent
+
+
+def _loss(
+    part: _Part, log_prob: Tensor, lse: Tensor, mean_logit: Tensor | None, vocabulary: int,
+    label_smoothing: float, smoothing: str, reduction: str,
+) -> Tensor:  # fmt: skip
+    loss = -log_prob
+    if mean_logit is not None:
+        share = label_smoothing
+        if smoothing == "megatron":
+            share = label_smoothing * vocabulary / max(1, vocabulary - 1)
+        loss = (1 - share) * loss + share * (lse - mean_logit)
+    loss = torch.where(part.valid, torch.where(part.wrong, math.nan, loss), 0)
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if reduction == "sum" else total / part.valid.sum().clamp(min=1)
+
+
+def _options(
+    name: str, target: Tensor, rows: torch.Size, beside: Tensor, label_smoothing: float,
+    smoothing: str, reduction: str,
+) -> None:  # fmt: skip
+    checks.targets(name, target, rows, beside)
+    checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
+    checks.one_of(name, "smoothing", smoothing, SMOOTHINGS)
+    checks.one_of(name, "reduction", reduction, REDUCTIONS)
+
+
+# --- losses ---
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Any = None,
+    *,
+    vocabulary: int,
+    start: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "torch",
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of logits ``(..., V_local)``, the classes of this process.
+
+    Args:
+        logits: This process's columns.
+        target: Ids of the whole vocabulary, the same on all processes.
+        group: The processes that share the vocabulary; None for all.
+        vocabulary: Classes of all processes together.
+        start: First class of this process; None for the split of ``torch.chunk``.
+        ignore_index: Rows with this target cost nothing.
+        label_smoothing: Share of the uniform distribution over the whole vocabulary.
+        smoothing: ``megatron`` takes ``label_smoothing * V / (V - 1)`` as that share.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        reduction: mean (over valid rows), sum or none.
+
+    Returns:
+        The loss in fp32, the same on all processes; its gradient is that of this process's logits.
+    """
+    name = "vocab_parallel_cross_entropy"
+    checks.floating(name, logits=logits)
+    _options(name, target, logits.shape[:-1], logits, label_smoothing, smoothing, reduction)
+    part = _Part(name, logits.shape[-1], target, vocabulary, start, group, ignore_index)
+    if logits.shape[-1]:
+        found = ops.token_log_prob(
+            logits, part.target, softcap=softcap, ignore_index=ignore_index,
+            outputs=("log_prob", "lse"),
+        )  # fmt: skip
+    else:
+        found = _absent(target.shape, logits)
+    log_prob, lse, _, _ = _joined_rows(part, found, group)
+    mean = None
+    if label_smoothing:
+        wide = logits.to(lse.dtype)
+        wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+        mean = _sum(wide.sum(-1), group) / vocabulary
+    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+
+
+def vocab_parallel_fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Any = None,
+    *,
+    vocabulary: int,
+    bias: Tensor | None = None,
+    start: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "torch",
+    softcap: float | None = None,
+    reduction: str = "mean",
+    reduce_hidden: bool = True,
+    chunk: int | str = "auto",
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight.T + bias`` whose logits never exist as a whole.
+
+    The arguments are those of :func:`vocab_parallel_cross_entropy`; weight ``(V_local, H)`` and
+    bias ``(V_local,)`` are this process's, hidden ``(..., H)`` is the same on all. The gradient of
+    hidden is summed over the group in fp32; with ``reduce_hidden=False`` each process gets its
+    part, for a caller that scatters the sum. Label smoothing has no softcap beside it.
+    """
+    name = "vocab_parallel_fused_linear_cross_entropy"
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    _options(name, target, hidden.shape[:-1], hidden, label_smoothing, smoothing, reduction)
+    if label_smoothing and softcap is not None:
+        raise ValueError(f"{name}: label_smoothing has no softcap beside it, got {softcap!r}")
+    part, shared, found = _linear(
+        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
+        ("log_prob", "lse"), softcap=softcap, chunk=chunk,
+    )  # fmt: skip
+    log_prob, lse, _, _ = _joined_rows(part, found, group)
+    mean = None
+    if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
+        wide = lse.dtype
+        sums = shared.to(wide) @ weight.to(wide).sum(0)
+        sums = sums if bias is None else sums + bias.to(wide).sum()
+        mean = _sum(sums, group) / vocabulary
+    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+
+
+def vocab_parallel_fused_linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Any = None,
+    *,
+    vocabulary: int,
+    bias: Tensor | None = None,
+    start: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    reduce_hidden: bool = True,
+    chunk: int | str = "auto",
+    outputs: tuple[str, ...] = ("log_prob", "entropy", "lse"),
+) -> LogProbOutput:
+    """Log-probabilities of tokens, the rows' entropy and normaliser, over all processes' classes.
+
+    As :func:`liger_multi.ops.fused_linear_log_prob`, for losses of policies and preferences; the
+    other arguments are those of :func:`vocab_parallel_fused_linear_cross_entropy`.
+    """
+    name = "vocab_parallel_fused_linear_log_prob"
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.targets(name, target, hidden.shape[:-1], hidden)
+    wanted = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
+    asked = ("log_prob", "entropy", "lse") if "entropy" in wanted else ("log_prob", "lse")
+    part, _, found = _linear(
+        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
+        asked, softcap=softcap, chunk=chunk, temperature=temperature,
+    )  # fmt: skip
+    log_prob, lse, share, absent = _joined_rows(part, found, group)
+    zero = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    made: dict[str, Tensor] = {"lse": torch.where(part.valid, lse, zero)}
+    nan = torch.where(part.wrong, math.nan, log_prob)
+    made["log_prob"] = torch.where(part.valid, nan, zero)
+    if found.entropy is not None and "entropy" in wanted:
+        # of a mixture: that of the parts, and of which part
+        mixed = torch.where(absent, 0, share.exp() * (found.entropy - share))
+        entropy = _sum(mixed, group)
+        made["entropy"] = torch.where(part.valid, entropy, zero)
+    return LogProbOutput(**{n: x for n, x in made.items() if n in wanted})
+
+
+def _linear(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: Any,
+    vocabulary: int, start: int | None, ignore_index: int, reduce_hidden: bool,
+    outputs: tuple[str, ...], **options: Any,
+) -> tuple[_Part, Tensor, LogProbOutput]:  # fmt: skip
+    """This process's part, the hidden states as it uses them, and what its classes say."""
+    part = _Part(name, weight.shape[0], target, vocabulary, start, group, ignore_index)
+    shared = _shared(hidden, group) if reduce_hidden else hidden
+    if weight.shape[0]:
+        found = ops.fused_linear_log_prob(
+            shared, weight, part.target, bias=bias, ignore_index=ignore_index, outputs=outputs,
+            **options,
+        )  # fmt: skip
+    else:
+        found = _absent(target.shape, shared, weight, *([] if bias is None else [bias]))
+    return part, shared, found

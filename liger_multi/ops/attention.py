@@ -1,0 +1,320 @@
+"""Contract of ``attention``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops._ranges import from_lengths, key_ranges
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("attention")
+
+
+def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
+    """``(B, heads, length, size)`` whose memory has the order of a projection's output."""
+    return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
+
+
+@op.forward(returns="y lse", residuals="lse")
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    y = _ordered(q, q.shape[1], q.shape[2], v.shape[3])
+    return y, q.new_empty(q.shape[:3], dtype=statistics)
+
+
+@op.backward(returns="dq dk dv dsinks")
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    made = [
+        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if needed else x.new_empty(0)
+        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+    ]
+    dsinks = q.new_empty(0) if sinks is None or not needs_sinks else sinks.new_empty(sinks.shape)
+    return made[0], made[1], made[2], dsinks
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ranges: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in memory linear in the sequence, with every usual mask.
+
+    Math:
+        ``s = scale q k'``; with a softcap ``s = softcap tanh(s / softcap)``. Over the keys that a
+        query sees, ``p = exp(s) / (sum exp(s) + exp(sink))`` and ``y = p v``; without sinks the
+        last term is absent. A query that sees nothing has y 0. The queries are the last positions
+        of the keys. ``window`` is how many positions a query sees to the left and to the right; an
+        int w means w tokens with its own, ``(w - 1, w - 1)``. The first ``global_tokens`` of a
+        document see all and are seen by all, as far as ``causal`` lets them.
+
+    Shapes:
+        q ``(B, H, L, D)``, k ``(B, G, S, D)``, v ``(B, G, S, E)`` with any strides, H a multiple of
+        G; sinks ``(H,)``; documents ``(B, S)``, ids whose runs are documents, below 0 for padding,
+        or cu_seqlens ``(N + 1,)``, where documents begin and the last one ends, for B = 1; ranges
+        ``(B or 1, L, 2 or 4)`` int32, in place of all other masks: one or two disjoint ranges of
+        keys for each query; y ``(B, H, L, E)``, in memory ``(B, L, H, E)``.
+
+    Dtypes:
+        In: one floating dtype, sinks of any. Inside: fp32 (fp64 for fp64); kernels round the
+        probabilities to the dtype of v for the second product. Out: that of q.
+
+    Memory:
+        Kept for backward: q, k, v, y, 4 bytes a query and head (``lse``), 8 or 16 bytes a query for
+        masks other than ``causal``. Nothing of size L x S exists.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ.
+        ValueError: Shapes do not fit together, mixed devices, options that contradict each other.
+
+    Source:
+        Dao 2023 (arXiv:2307.08691), Beltagy et al. 2020 (arXiv:2004.05150), Xiao et al. 2023
+        (arXiv:2309.17453); ``torch.nn.functional.scaled_dot_product_attention``, transformers
+        ``eager_attention_forward`` of Llama, Gemma 2 and GPT-OSS.
+    """
+    checks.floating("attention", q=q, k=k, v=v, sinks=sinks)
+    _shapes_fit(q, k, v)
+    checks.vector("attention", "sinks", sinks, q.shape[1], "heads of q")
+    if ranges is None:
+        ids = _documents(q, k, documents, cu_seqlens)
+        left, right = _window(window, global_tokens)
+        ranges = key_ranges(
+            q.shape[2], k.shape[2], q.device, causal=causal, left=left, right=right,
+            global_tokens=global_tokens if left >= 0 or right >= 0 else 0, documents=ids,
+        )  # fmt: skip
+    else:
+        if causal or global_tokens or any(m is not None for m in (window, documents, cu_seqlens)):
+            raise ValueError("attention: ranges stand in place of all other masks, got both")
+        _ranges_fit(q, ranges)
+    cap = 0.0 if softcap is None else checks.number("attention", "softcap", softcap, 0, above=True)
+    by = q.shape[3] ** -0.5 if scale is None else float(scale)
+    result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
+    return result
+
+
+def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"attention: {name} must have four axes, got {checks.describe(x)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention: q is {q.dtype}, got {name} as {checks.describe(x)}")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"attention: k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, S, E) for q "
+            f"{tuple(q.shape)}, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[3] < 1 or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: heads of q must be a multiple of heads of k, of at least one element, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+
+
+def _documents(
+    q: Tensor, k: Tensor, documents: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    if cu_seqlens is not None:
+        if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
+            raise ValueError(
+                "attention: cu_seqlens has one axis, is for a batch of one, and stands in place of "
+                f"documents, got {checks.describe(cu_seqlens)} for a batch of {q.shape[0]}"
+            )
+        documents = from_lengths(cu_seqlens.to(q.device), k.shape[2])
+    if documents is None:
+        return None
+    checks.targets(
+        "attention", documents, torch.Size((q.shape[0], k.shape[2])), k, name="documents"
+    )
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(
+            f"attention: with documents every query is a position of the keys, got {q.shape[2]} "
+            f"queries and {k.shape[2]} keys"
+        )
+    return documents
+
+
+def _window(window: int | tuple[int, int] | None, global_tokens: int) -> tuple[int, int]:
+    if checks.integer("attention", "global_tokens", global_tokens) < 0:
+        raise ValueError(f"attention: global_tokens must be at least 0, got {global_tokens}")
+    if window is None:
+        return -1, -1
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(f"attention: window must be (left, right), got {window!r}")
+        left, right = (checks.integer("attention", "window", side) for side in window)
+        return left, right
+    size = checks.integer("attention", "window", window)
+    if size < 1:
+        raise ValueError(f"attention: window must be at least 1 token, got {window}")
+    return size - 1, size - 1
+
+
+def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
+    fits = ranges.ndim == 3 and ranges.shape[0] in (1, q.shape[0])
+    if ranges.dtype != torch.int32 or not fits or ranges.shape[1:] not in (
+        (q.shape[2], 2), (q.shape[2], 4),
+    ) or ranges.device != q.device:  # fmt: skip
+        raise ValueError(
+            f"attention: ranges must be int32 of shape ({q.shape[0]} or 1, {q.shape[2]}, 2 or 4) "
+            f"on {q.device}, got {checks.describe(ranges)}"
+        )
+
+
+def _case(
+    shape: tuple[int, int, int, int],
+    groups: int = 0,
+    keys: int = 0,
+    value: int = 0,
+    layout: str = "contiguous",
+    **more: T,
+) -> dict[str, T]:
+    """Queries of a shape; keys perhaps of fewer heads or another length, values of another size."""
+    batch, heads, length, size = shape
+    lead = (batch, groups or heads, keys or length)
+    return {
+        "q": T(shape, layout=layout),
+        "k": T((*lead, size), layout=layout),
+        "v": T((*lead, value or size), layout=layout),
+        **more,
+    }
+
+
+def _ids(batch: int, length: int, ignored: float = 0.0) -> T:
+    return T((batch, length), classes=3, ignored=ignored, ignore_index=-1)
+
+
+LONG = (2, 32, 8192, 128)
+SAMPLES = (
+    Sample("full", _case((2, 2, 19, 8))),
+    Sample("causal", _case((2, 2, 23, 8)), {"causal": True}),
+    Sample("tiny-causal", _case((1, 2, 5, 4)), {"causal": True}),
+    Sample("tiny-window", _case((1, 2, 7, 3), 1), {"causal": True, "window": 3}),
+    Sample("tiny-softcap", _case((1, 2, 5, 4), value=3), {"softcap": 1.5}),
+    Sample(
+        "tiny-sinks",
+        _case((1, 4, 5, 3), 2, sinks=T((4,), dtype=None)),
+        {"causal": True},
+    ),
+    Sample("tiny-global", _case((1, 1, 9, 3)), {"window": (1, 1), "global_tokens": 2}),
+    Sample("tiny-documents", _case((1, 2, 8, 3), documents=_ids(1, 8))),
+    Sample("groups", _case((2, 6, 21, 16), 2), {"causal": True}),
+    Sample("one-key-head", _case((1, 4, 33, 8), 1), {"causal": True}),
+    Sample("other-value-size", _case((1, 2, 17, 24), value=8), {"causal": True}),
+    Sample("wider-values", _case((1, 2, 17, 8), value=40), {"scale": 0.2}),
+    Sample("window", _case((1, 2, 41, 8)), {"causal": True, "window": 7}),
+    Sample("window-sides", _case((1, 2, 41, 8)), {"window": (9, 3)}),
+    Sample("left-alone", _case((1, 2, 29, 8)), {"window": (5, -1)}),
+    Sample("global", _case((1, 2, 70, 8)), {"window": 4, "global_tokens": 3}),
+    Sample(
+        "global-causal",
+        _case((1, 2, 70, 8)),
+        {"window": 4, "global_tokens": 3, "causal": True},
+    ),
+    Sample("documents", _case((2, 2, 37, 8), documents=_ids(2, 37)), {"causal": True}),
+    Sample(
+        "documents-everything",
+        _case((2, 4, 37, 8), 2, documents=_ids(2, 37, 0.2), sinks=T((4,))),
+        {"window": 3, "global_tokens": 1, "softcap": 2.0},
+    ),
+    Sample("all-padding", _case((1, 2, 6, 4), documents=_ids(1, 6, 1.0))),
+    Sample("softcap", _case((1, 2, 20, 16)), {"causal": True, "softcap": 5.0, "scale": 1.0}),
+    Sample("sinks", _case((2, 4, 18, 8), 2, sinks=T((4,))), {"causal": True}),
+    Sample("fp32-sinks", _case((1, 2, 9, 8), sinks=T((2,), dtype=torch.float32))),
+    Sample("later-queries", _case((2, 2, 5, 8), keys=21), {"causal": True}),
+    Sample(
+        "later-documents",
+        _case((2, 2, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
+        {"causal": True, "window": 6},
+    ),
+    Sample("one-query", _case((2, 4, 1, 8), 2, keys=30), {"causal": True}),
+    Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), {"causal": True}),
+    Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), {"causal": True}),
+    Sample("no-queries", _case((0, 2, 5, 8)), {"causal": True}),
+    Sample("two-blocks", _case((1, 2, 150, 16)), {"causal": True}),
+    Sample("swapped", _case((2, 4, 16, 8), 4, layout="swapped"), {"causal": True}),
+    Sample("sliced", _case((2, 2, 16, 8), layout="sliced"), {"causal": True}),
+    Sample("expanded", _case((3, 2, 11, 8), layout="expanded"), {"causal": True}),
+    Sample(
+        "frozen-q",
+        {**_case((1, 2, 12, 8), sinks=T((2,))), "q": T((1, 2, 12, 8), grad=False)},
+        {"causal": True},
+    ),
+    Sample(
+        "frozen-keys",
+        {
+            **_case((1, 2, 12, 8), sinks=T((2,), grad=False)),
+            "k": T((1, 2, 12, 8), grad=False),
+            "v": T((1, 2, 12, 8), grad=False),
+        },
+    ),
+    Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
+    Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True}, size="bench"),
+    Sample(
+        "causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), {"causal": True},
+        size="bench",
+    ),
+    Sample(
+        "window-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "window": 1024},
+        size="bench",
+    ),
+    Sample(
+        "sinks-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        {"causal": True},
+        size="bench",
+    ),
+    Sample(
+        "sinks-window-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        {"causal": True, "window": 128},
+        size="bench",
+    ),
+    Sample(
+        "softcap-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "softcap": 50.0},
+        size="bench",
+    ),
+    Sample(
+        "global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
+        {"window": (256, 256), "global_tokens": 64}, size="bench",
+    ),
+)  # fmt: skip

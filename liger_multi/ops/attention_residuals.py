@@ -1,0 +1,120 @@
+"""Contract of ``attention_residuals``."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("attention_residuals")
+
+
+@op.forward(returns="y p rstd", residuals="p rstd")
+def forward(
+    blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
+    numbers = [blocks.new_empty(blocks.shape[:-1], dtype=wide) for _ in range(2)]
+    return blocks.new_empty(blocks.shape[1:]), numbers[0], numbers[1]
+
+
+@op.backward(returns="dblocks dquery dweight")
+def backward(
+    dy: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Optional[Tensor],
+    p: Tensor,
+    rstd: Tensor,
+    needs_blocks: bool,
+    needs_query: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        blocks.new_empty(blocks.shape if needs_blocks else (0,)),
+        query.new_empty(query.shape if needs_query else (0,)),
+        query.new_empty(0)
+        if weight is None or not needs_weight
+        else weight.new_empty(weight.shape),
+    )
+
+
+def attention_residuals(
+    blocks: Tensor | Sequence[Tensor],
+    query: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Mix the outputs of earlier blocks, each token by attention over depth.
+
+    Math:
+        With ``n_i = v_i / sqrt(mean(v_i^2) + eps)`` of block i, ``s_i = sum(query * weight *
+        n_i)`` and ``p = softmax(s)`` over the blocks: ``y = sum_i p_i v_i``.
+
+    Shapes:
+        blocks ``(N, ..., D)`` with any strides and any N of at least 1, or N tensors ``(..., D)``;
+        query and weight ``(D,)``; y ``(..., D)``, contiguous.
+
+    Dtypes:
+        In: any floating dtype. Inside: fp32 (fp64 for fp64). Out: that of blocks.
+
+    Memory:
+        Kept for backward: blocks, and 8 bytes a block and token. A list is stacked first.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes that do not fit together, no block, mixed devices.
+
+    Source:
+        Kimi Team 2026, Attention Residuals (arXiv:2603.15031).
+    """
+    name = "attention_residuals"
+    if not isinstance(blocks, Tensor):
+        if not blocks:
+            raise ValueError(f"{name}: at least one block is needed, got none")
+        blocks = torch.stack(tuple(blocks))
+    checks.floating(name, blocks=blocks, query=query, weight=weight)
+    if blocks.ndim < 2 or blocks.shape[0] < 1:
+        raise ValueError(
+            f"{name}: blocks must have shape (N, ..., D), N at least 1, got "
+            f"{checks.describe(blocks)}"
+        )
+    checks.vector(name, "query", query, blocks.shape[-1], "last axis of blocks")
+    checks.vector(name, "weight", weight, blocks.shape[-1], "last axis of blocks")
+    result: Tensor = op(blocks, query, weight, float(eps))
+    return result
+
+
+def _case(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:
+    size = (shape[-1],)
+    return {
+        "blocks": T(shape, layout=layout),
+        "query": T(size, scale=0.3),
+        "weight": T(size, scale=1.0),
+    }
+
+
+SAMPLES = (
+    Sample("blocks", _case((4, 2, 5, 16))),
+    Sample("tiny", _case((3, 2, 4))),
+    Sample("two-blocks", _case((2, 3, 5))),
+    Sample("without-weight", {n: t for n, t in _case((5, 3, 6)).items() if n != "weight"}),
+    Sample("odd-width", _case((3, 4, 7)), {"eps": 1e-3}),
+    Sample("no-tokens-axis", _case((6, 9))),
+    Sample("forty-blocks", _case((40, 3, 8))),
+    Sample("no-rows", _case((3, 0, 8))),
+    Sample("sliced", _case((3, 4, 8), layout="sliced")),
+    Sample("swapped", _case((3, 4, 2, 8), layout="swapped")),
+    Sample("frozen-blocks", {**_case((3, 4, 8)), "blocks": T((3, 4, 8), grad=False)}),
+    Sample("frozen-query", {**_case((3, 4, 8)), "query": T((8,), grad=False, scale=0.3)}),
+    Sample("past-65535-rows", _case((2, 65537, 2)), size="thin"),
+    Sample("8x8192x4096", _case((8, 1, 8192, 4096)), size="bench"),
+    Sample("32x4096x2048", _case((32, 1, 4096, 2048)), size="bench"),
+)

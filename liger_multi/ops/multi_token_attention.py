@@ -1,0 +1,166 @@
+"""Contract of ``multi_token_attention``."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("multi_token_attention")
+
+
+def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+@op.forward(returns="y p", residuals="p")
+def forward(
+    scores: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    sizes = [_length(scores.shape[i], weight.shape[i], stride, padding, dilation) for i in (2, 3)]
+    y = scores.new_empty(scores.shape[0], weight.shape[0], *sizes)
+    return y, scores.new_empty(scores.shape)
+
+
+@op.backward(returns="dscores dweight dbias")
+def backward(
+    dy: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    p: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+    needs_scores: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        p.new_empty(p.shape if needs_scores else (0,)),
+        weight.new_empty(weight.shape if needs_weight else (0,)),
+        weight.new_empty(0) if bias is None or not needs_bias else bias.new_empty(bias.shape),
+    )
+
+
+def multi_token_attention(
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:
+    """Causal probabilities of given scores, convolved over queries, keys and heads.
+
+    Math:
+        ``p = softmax(scores)`` over the keys up to the query (``sparse``: sparsemax), 0 past it;
+        ``y = conv2d(p, weight, bias)``, 0 above its diagonal.
+
+    Shapes:
+        scores ``(B, C, L, S)`` with any strides, weight ``(C_out, C / groups, K, M)``, bias
+        ``(C_out,)``; y ``(B, C_out, L', S')``, the sizes of ``conv2d``, contiguous.
+
+    Dtypes:
+        In: one floating dtype. Inside: fp32 for probabilities (fp64 for fp64), rounded to the
+        dtype of scores for the convolution, which is PyTorch's. Out: that of scores.
+
+    Memory:
+        Kept for backward: the probabilities, of the scores' size. No mask of that size, and rows
+        go by blocks, so any length that the scores themselves leave room for.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ.
+        ValueError: Shapes that do not fit together, mixed devices, sizes below 1.
+
+    Source:
+        Golovneva et al. 2025 (arXiv:2504.00927).
+    """
+    name = "multi_token_attention"
+    checks.floating(name, scores=scores, weight=weight, bias=bias)
+    if scores.ndim != 4 or weight.ndim != 4:
+        raise ValueError(
+            f"{name}: scores and weight must have four axes, got {checks.describe(scores)} and "
+            f"{checks.describe(weight)}"
+        )
+    for which, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != scores.dtype:
+            raise TypeError(f"{name}: scores are {scores.dtype}, got {which} {checks.describe(x)}")
+    least = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
+    for which, (value, low) in {**least, "groups": (groups, 1)}.items():
+        if checks.integer(name, which, value) < low:
+            raise ValueError(f"{name}: {which} must be at least {low}, got {value}")
+    if weight.shape[1] * groups != scores.shape[1] or weight.shape[0] % groups:
+        raise ValueError(
+            f"{name}: weight must have shape (C_out, {scores.shape[1]} / groups, K, M), C_out a "
+            f"multiple of groups {groups}, got {tuple(weight.shape)}"
+        )
+    checks.vector(name, "bias", bias, weight.shape[0], "first axis of weight")
+    for axis in (2, 3):
+        if _length(scores.shape[axis], weight.shape[axis], 1, padding, dilation) < 1:
+            raise ValueError(
+                f"{name}: the padded scores {tuple(scores.shape)} are smaller than the kernel "
+                f"{tuple(weight.shape)}"
+            )
+    result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, bool(sparse))
+    return result
+
+
+def _case(
+    scores: tuple[int, int, int, int],
+    out: int,
+    size: int,
+    groups: int = 1,
+    layout: str = "contiguous",
+) -> dict[str, T]:
+    inner = scores[1] // groups
+    scale = (inner * size * size) ** -0.5
+    return {
+        "scores": T(scores, layout=layout),
+        "weight": T((out, inner, size, size), scale=scale),
+    }
+
+
+SAMPLES = (
+    Sample("same-size", _case((2, 2, 9, 9), 3, 3), {"padding": 1}),
+    Sample("tiny", _case((1, 2, 5, 5), 2, 3), {"padding": 1}),
+    Sample("tiny-sparse", _case((1, 2, 4, 4), 2, 3), {"padding": 1, "sparse": True}),
+    Sample("bias", {**_case((1, 2, 6, 6), 3, 1), "bias": T((3,))}),
+    Sample("no-padding", _case((1, 1, 7, 7), 2, 3)),
+    Sample("dilated", _case((1, 2, 8, 8), 2, 3), {"padding": 2, "dilation": 2}),
+    Sample("grouped", _case((1, 4, 6, 6), 4, 3, 2), {"padding": 1, "groups": 2}),
+    Sample("strided", _case((1, 2, 9, 9), 2, 3), {"padding": 1, "stride": 2}),
+    Sample("sparse", _case((2, 2, 12, 12), 2, 3), {"padding": 1, "sparse": True}),
+    Sample("no-rows", _case((0, 2, 5, 5), 2, 3), {"padding": 1}),
+    Sample("one-token", {**_case((2, 1, 1, 1), 1, 1), "bias": T((1,))}),
+    Sample("transposed", _case((1, 2, 6, 6), 2, 3, layout="transposed"), {"padding": 1}),
+    Sample(
+        "frozen-weight",
+        {**_case((1, 2, 5, 5), 2, 3), "weight": T((2, 2, 3, 3), grad=False, scale=0.3)},
+        {"padding": 1},
+    ),
+    Sample(
+        "past-1024-tokens",
+        {**_case((1, 1, 1100, 1100), 1, 3), "weight": T((1, 1, 3, 3), grad=False)},
+        {"padding": 1},
+        size="thin",
+    ),
+    Sample("1x16x2048", _case((1, 16, 2048, 2048), 16, 3), {"padding": 1}, size="bench"),
+    Sample("1x8x4096", _case((1, 8, 4096, 4096), 8, 3), {"padding": 1}, size="bench"),
+)

@@ -1,0 +1,136 @@
+"""Contract of ``neighborhood_attention``."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("neighborhood_attention")
+
+
+@op.forward(returns="y lse", residuals="lse")
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, reach: int, dilation: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Shape rule."""
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    y = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return y, q.new_empty(q.shape[:3], dtype=statistics)
+
+
+@op.backward(returns="dq dk dv")
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    reach: int,
+    dilation: int,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    made = [
+        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+        if needed
+        else x.new_empty(0)
+        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+    ]
+    return made[0], made[1], made[2]
+
+
+def neighborhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of every token to its neighbours on a line, in work of length x kernel size.
+
+    Math:
+        Token i sees the tokens ``i + d j`` for ``|j| <= kernel_size // 2`` with dilation d; those
+        past the ends are left out. ``y = softmax(scale q k') v`` over them.
+
+    Shapes:
+        q ``(B, H, L, D)``, k ``(B, G, L, D)``, v ``(B, G, L, E)`` with any strides, H a multiple of
+        G; y ``(B, H, L, E)``, in memory ``(B, L, H, E)``.
+
+    Dtypes:
+        In: one floating dtype. Inside: fp32 (fp64 for fp64). Out: that of q.
+
+    Memory:
+        Kept for backward: q, k, v, y and 4 bytes a query and head. A dilation above 1 orders
+        copies of q, k and v anew, one after the other.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ.
+        ValueError: Shapes that do not fit together, an even kernel size, a dilation below 1.
+
+    Source:
+        Hassani et al. 2022 (arXiv:2204.07143), Hassani and Shi 2022 (arXiv:2209.15001).
+    """
+    name = "neighborhood_attention"
+    checks.floating(name, q=q, k=k, v=v)
+    for which, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"{name}: {which} must have shape (B, heads, L, D) beside q {tuple(q.shape)}, got "
+                f"{checks.describe(x)}"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: q is {q.dtype}, got {which} as {checks.describe(x)}")
+    if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % max(1, k.shape[1]):
+        raise ValueError(
+            f"{name}: heads of q must be a multiple of those of k and v, and q as wide as k, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    size = checks.integer(name, "kernel_size", kernel_size)
+    if size < 1 or size % 2 == 0:
+        raise ValueError(f"{name}: kernel_size must be odd and at least 1, got {kernel_size}")
+    if checks.integer(name, "dilation", dilation) < 1:
+        raise ValueError(f"{name}: dilation must be at least 1, got {dilation}")
+    by = q.shape[3] ** -0.5 if scale is None else float(scale)
+    result: Tensor = op(q, k, v, size // 2, dilation, by)
+    return result
+
+
+def _case(
+    shape: tuple[int, int, int, int], groups: int = 0, value: int = 0, layout: str = "contiguous"
+) -> dict[str, T]:
+    batch, heads, length, size = shape
+    return {
+        "q": T(shape, layout=layout),
+        "k": T((batch, groups or heads, length, size), layout=layout),
+        "v": T((batch, groups or heads, length, value or size), layout=layout),
+    }
+
+
+SAMPLES = (
+    Sample("seven", _case((2, 2, 19, 8))),
+    Sample("tiny", _case((1, 2, 7, 3)), {"kernel_size": 3}),
+    Sample("tiny-dilated", _case((1, 2, 7, 3)), {"kernel_size": 3, "dilation": 2}),
+    Sample("tiny-scale", _case((1, 1, 6, 4)), {"kernel_size": 5, "scale": 0.3}),
+    Sample("tiny-groups", _case((1, 4, 5, 3), 2), {"kernel_size": 3}),
+    Sample("pairs", _case((1, 1, 2, 4)), {"kernel_size": 9}),
+    Sample("wider-than-the-line", _case((1, 2, 5, 4)), {"kernel_size": 31}),
+    Sample("dilated", _case((1, 4, 37, 8), 2), {"kernel_size": 5, "dilation": 3}),
+    Sample("dilated-to-the-ends", _case((1, 2, 5, 8)), {"kernel_size": 5, "dilation": 3}),
+    Sample("other-value-size", _case((1, 2, 11, 8), value=5), {"kernel_size": 5}),
+    Sample("swapped", _case((2, 2, 16, 8), layout="swapped"), {"kernel_size": 5}),
+    Sample("no-rows", _case((0, 2, 6, 4))),
+    Sample("frozen-q", {**_case((1, 2, 9, 4)), "q": T((1, 2, 9, 4), grad=False)}),
+    Sample("long", _case((1, 1, 70001, 2)), {"kernel_size": 3}, size="thin"),
+    Sample("2x8192x64", _case((2, 12, 8192, 64), layout="swapped"), {"kernel_size": 63},
+           size="bench"),
+    Sample("1x65536x64-dilated", _case((1, 12, 65536, 64), layout="swapped"),
+           {"kernel_size": 63, "dilation": 4}, size="bench"),
+)  # fmt: skip
