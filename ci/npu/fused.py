@@ -164,12 +164,36 @@ def npu_rotary_mul_backward(
 
 
 
+# Of autograd's formulas that torch_npu replaces.
+
+
 @reference
 def matmul_backward(
     dy: Tensor, a: Tensor, b: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of aten, with a kernel for NPUs only."""
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in (a, b)]
-        found = torch.autograd.grad(torch.matmul(*inputs), inputs, dy)
-    return tuple(g if wanted else None for g, wanted in zip(found, mask, strict=True))  # type: ignore[return-value]
+    """Gradients of both factors."""
+    wide_a = a.unsqueeze(0) if a.dim() == 1 else a
+    wide_b = b.unsqueeze(-1) if b.dim() == 1 else b
+    dy = dy.unsqueeze(-1) if b.dim() == 1 else dy
+    dy = dy.unsqueeze(-2) if a.dim() == 1 else dy
+    da = (dy @ wide_b.mT).sum_to_size(wide_a.shape).reshape(a.shape)
+    db = (wide_a.mT @ dy).sum_to_size(wide_b.shape).reshape(b.shape)
+    return da if mask[0] else None, db if mask[1] else None
+
+
+@reference
+def npu_gather_backward(
+    dy: Tensor, size: list[int], dim: int, index: Tensor, sparse_grad: bool
+) -> Tensor:
+    """Scatter what was gathered."""
+    return dy.new_zeros(size).scatter_add_(dim, index, dy)
+
+
+@reference
+def repeat_interleave_backward_int(
+    dy: Tensor, x: Tensor, repeats: int, dim: int | None = None
+) -> Tensor:
+    """Sum over repetitions."""
+    if dim is None:
+        return dy.view(-1, repeats).sum(1).view(x.shape)
+    return dy.unflatten(dim, (x.shape[dim], repeats)).sum(dim + 1 if dim >= 0 else dim)

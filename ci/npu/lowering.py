@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("TRITON_BACKENDS_IN_TREE", "1")
@@ -54,7 +54,7 @@ class Launch:
     constants: dict[str, Any]
     attributes: Any
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -64,8 +64,7 @@ class Launch:
     @property
     def key(self) -> str:
         """What a compiled kernel depends on."""
-        attributes = (self.attributes.divisible_by_16, self.attributes.equal_to_1)
-        text = f"{self.name} {self.signature} {self.constants} {attributes}"
+        text = f"{self.name} {self.signature} {self.constants} {self.attributes.hash()}"
         return hashlib.sha256((text + str(self.kernel.cache_key)).encode()).hexdigest()
 
 
