@@ -77,7 +77,7 @@ def _forward_rows(
     activation: str, by: tuple[float, float], gate: Tensor, up: Tensor, y: Tensor
 ) -> None:
     rows, cols = y.shape
-    block = block_of("gated.forward", y, cols)
+    block = block_of("gated_forward", y, cols)
     steps = -(-cols // block)
     start(
         _gated_forward_kernel, rows * steps, gate, up, y, gate.stride(0), up.stride(0),
@@ -90,7 +90,7 @@ def _backward_rows(
     dgate: Optional[Tensor], dup: Optional[Tensor],
 ) -> None:  # fmt: skip
     rows, cols = dy.shape
-    block = block_of("gated.backward", dy, cols)
+    block = block_of("gated_backward", dy, cols)
     steps = -(-cols // block)
     strides = [0 if t is None else t.stride(0) for t in (dy, gate, up, dgate, dup)]
     start(

@@ -97,7 +97,7 @@ def _row_statistics_kernel(
             below = tl.where(total == 0.0, 0.0, shrink * (spread + total * (most - top)))
             tl.store(entropy_ptr + row, log_total - tl.sum(below, 0) / every)
         if argmax_ptr is not None:
-            first = tl.min(tl.where(most == top, place + lane.to(tl.float32), 3.0e38), 0)
+            first = tl.min(tl.where(most == top, place + lane.to(tl.float32), 0.0 + cols), 0)
             tl.store(argmax_ptr + row, first.to(tl.int32))
 
 
@@ -163,7 +163,7 @@ def normalisers(raw: Tensor, scale: float) -> Tensor:
     start(
         _row_statistics_kernel, count, rows, None, None, lse, None, None, None, None,
         rows.stride(0), 0, count, cols, scale, 1.0, CAPPED=False,
-        BLOCK=block_of("rows.statistics", rows, cols),
+        BLOCK=block_of("row_statistics", rows, cols),
     )  # fmt: skip
     return lse
 
@@ -183,7 +183,7 @@ def statistics(
         _row_statistics_kernel, count, raw, target, None if weight is None else weight.contiguous(),
         rows.lse, log_prob, spread, _filled(rows.entropy), _filled(argmax), raw.stride(0),
         target.stride(0), count, cols, scale, cap, CAPPED=capped,
-        BLOCK=block_of("rows.statistics", raw, cols),
+        BLOCK=block_of("row_statistics", raw, cols),
     )  # fmt: skip
     return _finished(rows, target, weight, goal, log_prob, spread, argmax, cols)
 
@@ -236,5 +236,5 @@ def gradient_into(
         None if weight is None else weight.contiguous(), lse.contiguous(),
         *(None if p is None else p.contiguous() for p in numbers), out, given.stride(0),
         target.stride(0), out.stride(0), count, cols, scale, cap, CAPPED=capped,
-        BLOCK=block_of("rows.gradient", given, cols),
+        BLOCK=block_of("row_gradient", given, cols),
     )  # fmt: skip
