@@ -139,3 +139,10 @@ def launches(
                 with liger_multi.use(**{op: "npu"}):
                     _call(op, tensors, options, dtype)
     return found
+
+
+def appetite(launch: Launch) -> tuple[int, int]:
+    """Which of a kernel's forms wants more room: that with fewer parts left out."""
+    constants = launch.constants
+    kinds = sum(int(v) for n, v in constants.items() if n in ("KIND", "ACTIVATION", "CAPPED"))
+    return -sum(v is None for v in constants.values()), kinds
