@@ -31,7 +31,7 @@ def forward(
     goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     rows = row_kernels.statistics(logits, target, weight, goal, outputs)
     by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-    return (*reduction_of.reduced(rows, target, goal, reduction, by, outputs), by)
+    return (*reduction_of.reduced(rows, target, goal, reduction, by, outputs), by)  # type: ignore[return-value]
 
 
 def backward(

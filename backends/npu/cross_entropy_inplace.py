@@ -34,4 +34,4 @@ def forward(
     one, how = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
     scales = reduction_of.upstream(one, by, how)
     rows_of.gradient_(logits, target, weight, rows.lse, goal, *scales)
-    return reduction_of.reduced(rows, target, goal, reduction, by, outputs)
+    return reduction_of.reduced(rows, target, goal, reduction, by, outputs)  # type: ignore[return-value]

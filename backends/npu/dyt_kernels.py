@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, kernel, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
 from liger_multi.launch import device_info
 
 
@@ -31,7 +31,7 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.25, near, far), 4.0 * e * inverse * inverse
 
 
-@kernel
+@jitted
 def _dyt_forward_kernel(
     x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, steps,
     BLOCK: tl.constexpr,
@@ -42,7 +42,7 @@ def _dyt_forward_kernel(
         col = (piece % steps) * BLOCK + tl.arange(0, BLOCK)
         mask = col < cols
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-        y, slope = _tanh(alpha * x)
+        y, _ = _tanh(alpha * x)
         if weight_ptr is not None:
             y = y * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
@@ -50,7 +50,7 @@ def _dyt_forward_kernel(
         tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@jitted
 def _dyt_backward_kernel(
     dy_ptr, x_ptr, alpha_ptr, weight_ptr, dx_ptr, dalpha_ptr, dweight_ptr, dbias_ptr, dy_stride,
     x_stride, rows, cols, steps, groups, BLOCK: tl.constexpr,

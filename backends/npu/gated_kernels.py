@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, flatten, kernel, start
+from liger_multi.backends.npu.launching import as_rows, block_of, flatten, jitted, start
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -33,7 +33,7 @@ def _share(x, ACTIVATION: tl.constexpr):
     return p, p * (1.0 - p)
 
 
-@kernel
+@jitted
 def _gated_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, rows, cols, steps, gate_by, y_by,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
@@ -45,12 +45,12 @@ def _gated_forward_kernel(
         gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
         gate = (gate * gate_by).to(gate_ptr.dtype.element_ty).to(tl.float32)
-        p, slope = _share(gate, ACTIVATION)
+        p, _ = _share(gate, ACTIVATION)
         y = (gate * p).to(gate_ptr.dtype.element_ty).to(tl.float32) * up * y_by
         tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@jitted
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dgate_stride,
     dup_stride, rows, cols, steps, gate_by, y_by, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
@@ -124,9 +124,7 @@ def backward(
     return dgate, dup
 
 
-def packed_forward(
-    activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)
-) -> Tensor:
+def packed_forward(activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)) -> Tensor:
     """act(first half) * second half; the halves are strided views."""
     half = packed.shape[-1] // 2
     y = packed.new_empty((*packed.shape[:-1], half))

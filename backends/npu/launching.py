@@ -29,8 +29,8 @@ def small(info: DeviceInfo, bytes: int, cols: int) -> Block:
     return Block(1024)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` that compiles nothing anew for other sizes: vector cores gain nothing by it."""
+def jitted(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` that compiles nothing anew for other sizes: nothing is gained by it here."""
     names = inspect.signature(function).parameters
     sizes = [name for name in names if not name.endswith("_ptr") and not name.isupper()]
     return triton.jit(function, do_not_specialize=sizes)

@@ -1,4 +1,4 @@
-"""What Ascend's row kernels do with a chunk of raw logits: the loops around them are reference's."""
+"""What Ascend's row kernels do with a chunk of raw logits; the loops are the reference's."""
 
 from typing import Optional
 

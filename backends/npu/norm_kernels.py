@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, kernel, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
 from liger_multi.launch import device_info
 
 
@@ -29,7 +29,7 @@ def _weight(weight_ptr, col, mask, offset, ROUND: tl.constexpr):
     return w.to(weight_ptr.dtype.element_ty).to(tl.float32) if ROUND else w
 
 
-@kernel
+@jitted
 def _norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, rows, cols,
     eps, offset, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,7 +68,7 @@ def _norm_forward_kernel(
             tl.store(y_ptr + row * cols + col, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@jitted
 def _norm_backward_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, ds_stride, x_stride, rows,
     cols, offset, EXACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +101,7 @@ def _norm_backward_kernel(
             tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@jitted
 def _norm_weight_kernel(
     dy_ptr, x_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, rows, cols, steps, groups,
     ROUND: tl.constexpr, BLOCK: tl.constexpr,

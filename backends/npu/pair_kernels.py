@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, kernel, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
 from liger_multi.backends.npu.row_kernels import normalisers
 from liger_multi.reference.divergence_rows import Goal, Rows
 
@@ -62,7 +62,7 @@ def _terms(
     return beta * p * (gap + x) + q * r, q * r, r, q
 
 
-@kernel
+@jitted
 def _pair_sums_kernel(
     student_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, loss_ptr, slope_ptr, student_stride,
     teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr, FORM: tl.constexpr,
@@ -80,7 +80,7 @@ def _pair_sums_kernel(
         for at in range(0, cols, BLOCK):
             col = at + lane
             mask = col < cols
-            part, weighted, r, q = _terms(
+            part, weighted, _, _ = _terms(
                 mine + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
@@ -91,7 +91,7 @@ def _pair_sums_kernel(
             tl.store(slope_ptr + row, tl.sum(slope, 0))
 
 
-@kernel
+@jitted
 def _pair_gradient_kernel(
     student_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, factor_ptr, out_ptr,
     student_stride, teacher_stride, out_stride, rows, cols, scale, beta, KIND: tl.constexpr,
@@ -109,7 +109,7 @@ def _pair_gradient_kernel(
         for at in range(0, cols, BLOCK):
             col = at + lane
             mask = col < cols
-            part, weighted, r, q = _terms(
+            _, weighted, r, q = _terms(
                 mine + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
@@ -143,9 +143,7 @@ class AscendPairs:
     """Row kernels over rows of a student and a teacher."""
 
     @staticmethod
-    def statistics(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], goal: Goal
-    ) -> Rows:
+    def statistics(student: Tensor, teacher: Tensor, target: Optional[Tensor], goal: Goal) -> Rows:
         """Losses and residuals of rows."""
         student, teacher = as_rows(student), as_rows(teacher)
         rows, (count, cols) = Rows.room(student.shape[0], goal, student), student.shape

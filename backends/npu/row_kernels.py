@@ -1,4 +1,4 @@
-"""Statistics and gradients of rows of logits on vector cores; every loss over a vocabulary is these.
+"""Statistics and gradients of rows of logits on vector cores: every loss over a vocabulary.
 
 With z = cap * tanh(scale * raw / cap), lse = logsumexp(z), log p = z - lse and t the row's target,
 one kernel reads a row once, keeping a maximum and sums for every lane:
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, kernel, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
 from liger_multi.reference.rows import Objective, Rows, asks_for_winners
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
@@ -44,7 +44,7 @@ def _logit(raw, scale, cap, CAPPED: tl.constexpr):
     return z
 
 
-@kernel
+@jitted
 def _row_statistics_kernel(
     raw_ptr, target_ptr, weight_ptr, lse_ptr, log_prob_ptr, spread_ptr, entropy_ptr, argmax_ptr,
     raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +101,7 @@ def _row_statistics_kernel(
             tl.store(argmax_ptr + row, first.to(tl.int32))
 
 
-@kernel
+@jitted
 def _row_gradient_kernel(
     raw_ptr, target_ptr, weight_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, smooth_ptr, out_ptr,
     raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,

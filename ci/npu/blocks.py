@@ -20,8 +20,8 @@ from ci.npu.lowering import CHIPS, Chip, Launch
 FOLDER = Path(__file__).parent.parent.parent / "backends" / "npu" / "launch"
 SIZES = (1024, 2048, 4096, 8192, 16384)
 TYPES = {2: torch.bfloat16, 4: torch.float32}
-HEAD = """# Written by `python -m ci.npu.blocks` with bishengir-compile {version}, for {chip}: the largest
-# blocks that leave room for double buffers in {buffer} bytes. Never run on a chip.
+HEAD = """# Written by `python -m ci.npu.blocks` with bishengir-compile {version}, for {chip}:
+# the largest blocks that leave room for double buffers in {buffer} bytes. Never run on a chip.
 """
 
 
@@ -58,7 +58,8 @@ def largest(chip: Chip, size: int, hungriest: int = 2) -> dict[str, int]:
             if block == SIZES[0]:
                 ranked = sorted(verdicts, key=lambda f: -verdicts[f].buffer)
                 forms[name] = set(ranked[:hungriest])
-            if all(map(fits, verdicts.values())):
+            reached = any(x.constants["BLOCK"] == block for x in launches)
+            if reached and all(map(fits, verdicts.values())):
                 found[name] = block
     return found
 

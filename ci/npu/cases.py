@@ -50,10 +50,13 @@ def _head(cols: int) -> dict[str, T]:
     }  # fmt: skip
 
 
-def _forms(student: str, teacher: str) -> dict[str, str]:
-    return {"form": student, "teacher_form": teacher}
-
-
+FORMS = [
+    {"form": student, "teacher_form": teacher}
+    for student, teacher in (
+        ("logits", "logits"), ("log_prob", "log_prob"), ("prob", "prob"), ("logits", "prob"),
+    )
+]  # fmt: skip
+TERMS = (("x", None), ("residual", torch.float32))
 W32 = T((4096,), dtype=torch.float32)
 PLAIN = {"x": T((ROWS, 4096)), "residual": T((ROWS, 4096))}
 CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
@@ -65,21 +68,20 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
     ),
     "fused_linear_log_prob": ((_head(32000), {"outputs": ("entropy",), "softcap": 30.0}),),
     **{
-        name: tuple((_pair(128256), {**_forms(*forms), **own}) for own in options for forms in FORMS)
-        for FORMS in [
-            (("logits", "logits"), ("log_prob", "log_prob"), ("prob", "prob"), ("logits", "prob"))
-        ]
+        name: tuple((_pair(128256), {**form, **own}) for own in options for form in FORMS)
         for name, options in (
             ("kl_div", ({},)), ("tvd", ({},)), ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
         )
     },
     "rms_norm": (
         (_norm(4096, weight=W32), {}),
-        (_norm(8192), {}),
+        (_norm(16384), {}),
+        ({"x": T((ROWS, 16384), grad=False), "weight": T((16384,))}, {}),
         (_norm(3072, weight=T((3072,))), {"offset": 1.0, "casting": "gemma"}),
         (_norm(5120, weight=T((5120,), dtype=torch.float32)), {"offset": 1.0}),
     ),
     "fused_add_rms_norm": (
+        ({n: T((ROWS, 16384), dtype=d) for n, d in TERMS} | {"weight": T((16384,))}, {}),
         (PLAIN | {"weight": T((4096,))}, {}),
         (PLAIN | {"weight": W32}, {}),
         (PLAIN | {"weight": T((4096,))}, {"offset": 1.0, "casting": "gemma"}),
@@ -93,16 +95,14 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
     "geglu_packed": (({"gate_up": T((ROWS, 22016))}, {}),),
     "dyt": (
         (_norm(4096, alpha=T((1,)), weight=T((4096,)), bias=T((4096,))), {}),
-        (_norm(4096, alpha=T((1,))), {}),
+        (_norm(16384, alpha=T((1,)), weight=T((16384,))), {}),
     ),
 }  # fmt: skip
 
 
 def info(chip: Chip) -> DeviceInfo:
     """What the backend would say of a chip."""
-    return DeviceInfo(
-        "npu", chip.name, 1, 1, chip.buffer, chip.cores, "a5" if chip.a5 else "a2"
-    )
+    return DeviceInfo("npu", chip.name, 1, 1, chip.buffer, chip.cores, "a5" if chip.a5 else "a2")
 
 
 def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: torch.dtype) -> None:
@@ -120,18 +120,16 @@ def blocks(of: dict[str, int] | None) -> Iterator[None]:
         yield
         return
     entries = {name: ({"when": {}, "knobs": {"block": block}},) for name, block in of.items()}
-    with mock.patch.object(launching, "table", lambda backend, arch: entries):
+    with mock.patch.object(launching, "table", return_value=entries):
         yield
 
 
-def launches(
-    chip: Chip, dtype: torch.dtype, of: dict[str, int] | None = None
-) -> dict[str, Launch]:
+def launches(chip: Chip, dtype: torch.dtype, of: dict[str, int] | None = None) -> dict[str, Launch]:
     """What the cases launch on a chip, by what is compiled."""
     found: dict[str, Launch] = {}
     with (
         Device(), launching.simulate(info(chip)), blocks(of),
-        caught(lambda made: found.setdefault(made.key, made), chip),
+        caught(lambda made: found.update({made.key: made}), chip),
     ):  # fmt: skip
         for op, calls in CASES.items():
             assert op in OPS, op

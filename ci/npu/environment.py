@@ -1,13 +1,15 @@
-"""Build the environment of the ladder: ``python -m ci.npu.environment .venv-npu``.
+"""Build the environment of the ladder: ``.venv/bin/python -m ci.npu.environment .venv-npu``.
 
-Beside the project's own environment, since triton-ascend takes the place of Triton: PyTorch for the
-CPU, torch_npu over stub CANN libraries, triton-ascend and the vendor's compiler, all from package
-registries. Needs Python 3.11 (there is a wheel of each), gcc, binutils, and x86-64 Linux.
+An environment of its own, since triton-ascend takes the place of Triton: torch_npu over stub CANN
+libraries, triton-ascend and the vendor's compiler, from package registries. Everything else is that
+of the interpreter that runs this, if its PyTorch is the one that torch_npu was built for, and
+installed otherwise. Needs Python 3.11 (there is a wheel of each), gcc, binutils and x86-64 Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -15,11 +17,13 @@ import sys
 import venv
 from pathlib import Path
 
-from ci.venv import ROOT, packages_of, torch_arguments
+from ci.venv import ROOT, inherit, packages_of, torch_arguments
 
-TORCH = "torch==2.13.0"
-PACKAGES = (
-    "torch_npu==2.13.0", "triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy<2.4",
+TORCH = "2.13.0"
+ASCEND = (
+    f"torch_npu=={TORCH}", "triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy<2.4",
+)  # fmt: skip
+OTHERS = (
     "pytest>=8.2", "pytest-xdist>=3.5", "PyYAML>=6", "transformers>=5.0", "setuptools", "wheel",
 )  # fmt: skip
 VERSION = (3, 11)
@@ -35,14 +39,26 @@ def refusal() -> str | None:
     return f"needs {' and '.join(missing)}" if missing else None
 
 
+def here(name: str) -> str:
+    """The version of a package of the interpreter that runs this; empty without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def build(folder: Path) -> None:
     """Create the environment and the stub libraries in it."""
     python = str(folder / "bin" / "python")
     if not Path(python).exists():
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, *torch_arguments(TORCH, "")], check=True)
-    subprocess.run([*pip, *PACKAGES], check=True)
+    if sys.prefix != sys.base_prefix and here("torch").split("+")[0] == TORCH:
+        inherit(folder)
+        subprocess.run([*pip, "--no-deps", *ASCEND], check=True)
+    else:
+        subprocess.run([*pip, *torch_arguments(f"torch=={TORCH}", "")], check=True)
+        subprocess.run([*pip, *ASCEND, *OTHERS], check=True)
     (packages_of(folder) / "checkout.pth").write_text(f"{ROOT}\n")
     subprocess.run([python, "-m", "ci.npu.stubs", str(folder / "cann")], check=True, cwd=ROOT)
 

@@ -27,16 +27,30 @@ from ci.npu.lowering import CHIPS, Chip, Launch, caught, first_error, host, lowe
 
 BIN = Path(ascendnpuir.__file__).parent / "bin"
 CACHE = Path(os.environ.get("ASCEND_CACHE", "build/npu"))
-PASSES = """
---execution-engine-convert-hfusion-to-upstream --convert-elementwise-to-linalg
---eliminate-empty-tensors --empty-tensor-to-alloc-tensor
---one-shot-bufferize=allow-return-allocs-from-loops=true --convert-linalg-to-loops --lower-affine
---convert-scf-to-cf --convert-cf-to-llvm --arith-expand=include-bf16=true --convert-math-to-llvm
---convert-math-to-libm --expand-strided-metadata --memref-expand --lower-affine
---convert-arith-to-llvm --convert-complex-to-llvm --convert-index-to-llvm
---finalize-memref-to-llvm --convert-func-to-llvm --convert-arith-to-llvm
---reconcile-unrealized-casts
-""".split()
+PASSES = [
+    "--execution-engine-convert-hfusion-to-upstream",
+    "--convert-elementwise-to-linalg",
+    "--eliminate-empty-tensors",
+    "--empty-tensor-to-alloc-tensor",
+    "--one-shot-bufferize=allow-return-allocs-from-loops=true",
+    "--convert-linalg-to-loops",
+    "--lower-affine",
+    "--convert-scf-to-cf",
+    "--convert-cf-to-llvm",
+    "--arith-expand=include-bf16=true",
+    "--convert-math-to-llvm",
+    "--convert-math-to-libm",
+    "--expand-strided-metadata",
+    "--memref-expand",
+    "--lower-affine",
+    "--convert-arith-to-llvm",
+    "--convert-complex-to-llvm",
+    "--convert-index-to-llvm",
+    "--finalize-memref-to-llvm",
+    "--convert-func-to-llvm",
+    "--convert-arith-to-llvm",
+    "--reconcile-unrealized-casts",
+]
 # Buffers of a program come from an arena that is poisoned as it is handed out.
 RUNTIME = r"""
 #include <math.h>
@@ -80,7 +94,10 @@ float __hmf_recipf(float x) { return 1.f / x; }
 float __hmf_relu_f(float x) { return x > 0 ? x : 0; }
 float __hmf_powf(float a, float b) { return powf(a, b); }
 """
-MATHS = "tanh exp log sin cos tan erf sqrt log2 exp2 log1p expm1 atan ceil floor log10".split()
+MATHS = (
+    "tanh", "exp", "log", "sin", "cos", "tan", "erf", "sqrt",
+    "log2", "exp2", "log1p", "expm1", "atan", "ceil", "floor", "log10",
+)  # fmt: skip
 RUNTIME += "".join(
     f"float __hmf_{n}f(float x) {{ return {n}f(x); }}\n"
     f"float __hmf_{n}Dh(float x) {{ return {n}f(x); }}\n"
@@ -127,7 +144,7 @@ def _build(launch: Launch, chip: Chip, made: Path) -> None:
     llvm.init_targets()
     text = str(llvm.to_module(module, llvm.context()))
     text = text.replace("@malloc(", "@kernel_malloc(").replace("@free(", "@kernel_free(")
-    target = ("x86_64-unknown-linux-gnu", "x86-64-v3", "", [], True, True)
+    target: tuple[Any, ...] = ("x86_64-unknown-linux-gnu", "x86-64-v3", "", [], True, True)
     code.write_bytes(llvm.translate_to_asm(text, *target))
     library = own.with_suffix(".so")
     _call("gcc", *FLAGS, "-o", library, _runtime(), code, "-lm", "-Wl,-z,notext,-z,defs")

@@ -156,12 +156,11 @@ def npu_rotary_mul_backward(
     _rotary_limits(x, cos, sin, rotary_mode)
     g, f = dy.float(), x.float()
     dx = g * cos.float() + _rotated(g * sin.float(), rotary_mode, -1)
-    dcos, dsin = (g * f).sum_to_size(cos.shape), (g * _rotated(f, rotary_mode)).sum_to_size(
-        sin.shape
+    dcos, dsin = (
+        (g * f).sum_to_size(cos.shape),
+        (g * _rotated(f, rotary_mode)).sum_to_size(sin.shape),
     )
     return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
-
-
 
 
 # Of autograd's formulas that torch_npu replaces.
@@ -196,4 +195,17 @@ def repeat_interleave_backward_int(
     """Sum over repetitions."""
     if dim is None:
         return dy.view(-1, repeats).sum(1).view(x.shape)
-    return dy.unflatten(dim, (x.shape[dim], repeats)).sum(dim + 1 if dim >= 0 else dim)
+    parts: Tensor = dy.unflatten(dim, (x.shape[dim], repeats))
+    return parts.sum(dim + 1 if dim >= 0 else dim)
+
+
+@reference
+def _npu_dtype_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast."""
+    return x.to(dtype, copy=True)
+
+
+@reference
+def _npu_dtype_cast_backward(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """The cast back."""
+    return dy.to(dtype, copy=True)

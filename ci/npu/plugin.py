@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if every == 1:
         return
     seen: dict[tuple[str, ...], int] = {}
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         names = getattr(getattr(item, "callspec", None), "params", {})
         if "sample" not in names:

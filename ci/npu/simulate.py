@@ -42,7 +42,9 @@ def on_host(t: Any) -> Any:
     storage = t.untyped_storage()
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return aten.empty.memory_format([0], dtype=t.dtype).set_(held, t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload]
+    return aten.empty.memory_format([0], dtype=t.dtype).set_(
+        held, t.storage_offset(), t.size(), t.stride()
+    )
 
 
 def on_device(c: Any) -> Any:
@@ -64,7 +66,7 @@ class Device(TorchDispatchMode):
     """The mode; ``calls`` counts what ran, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(

@@ -10,10 +10,10 @@ Environment: ``CANN_STUB_DEVICES`` (0) devices, of the kind ``CANN_STUB_SOC`` (A
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 # Names that only CANN defines: binutils lists some of libc's without their versions.
@@ -118,7 +118,9 @@ ANSWERS = {
 
 
 def _run(*command: str | Path) -> str:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _symbols(file: Path, flag: str) -> dict[str, bool]:
@@ -132,11 +134,20 @@ def _needed(file: Path) -> list[str]:
     return [line.split("[")[1].split("]")[0] for line in lines if "(NEEDED)" in line]
 
 
-def wanted(packages: Path) -> tuple[set[str], set[str]]:
+def installed(name: str) -> Path:
+    """The folder of a package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{name} is not installed for {sys.executable}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def wanted() -> tuple[set[str], set[str]]:
     """Functions that torch_npu takes from CANN, and the libraries it wants them from."""
-    every = sorted((packages / "torch_npu").rglob("*.so"))
+    home = installed("torch_npu")
+    every = sorted(home.rglob("*.so"))
     ours = [f for f in every if "torchair" not in f.parts and "atb" not in f.name]
-    theirs = sorted((packages / "torch" / "lib").glob("*.so*"))
+    theirs = sorted((installed("torch") / "lib").glob("*.so*"))
     defined = {name for file in [*ours, *theirs] for name in _symbols(file, "--defined-only")}
     present = {file.name for file in [*ours, *theirs]}
     libraries, names = set(), set()
@@ -145,7 +156,7 @@ def wanted(packages: Path) -> tuple[set[str], set[str]]:
         for name, versioned in _symbols(file, "--undefined-only").items():
             if not versioned and name not in defined and name.startswith(OWNED):
                 names.add(name)
-    core = (packages / "torch_npu" / "lib" / "libtorch_npu.so").read_bytes()
+    core = (home / "lib" / "libtorch_npu.so").read_bytes()
     looked_up = {m.decode() for m in LOOKED_UP.findall(core)}
     return names | {n for n in looked_up if not n.startswith("aclnn")}, libraries
 
@@ -165,7 +176,7 @@ def source(names: set[str]) -> str:
 
 def make(folder: Path) -> None:
     """Write the libraries."""
-    names, libraries = wanted(Path(sysconfig.get_paths()["purelib"]))
+    names, libraries = wanted()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stub.c").write_text(source(names))
     (folder / "empty.c").write_text("int cann_stub;\n")

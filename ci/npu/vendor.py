@@ -93,12 +93,12 @@ def compile(launch: Launch, chip: Chip) -> Verdict:
         passed, said = False, "error: inline assembly, which the compiler hands on unread"
     if not passed:
         full = OVERFLOW.search(said)
-        error = (
+        wrong = (
             f"{full[1]} overflow: {int(full[2]) // 8} bytes of {int(full[3]) // 8}"
             if full
             else first_error(said) or f"exit {done.returncode}"
         )
-        return Verdict(launch.name, chip.name, error, room=chip.buffer)
+        return Verdict(launch.name, chip.name, wrong, room=chip.buffer)
     told = re.findall(r"Allocated UB size = (\d+) bits", said)
     return Verdict(
         launch.name, chip.name, "", int(told[-1]) // 8 if told else buffer_bytes(made),
