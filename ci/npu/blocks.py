@@ -58,8 +58,7 @@ def largest(chip: Chip, size: int, hungriest: int = 2) -> dict[str, int]:
             if block == SIZES[0]:
                 ranked = sorted(verdicts, key=lambda f: -verdicts[f].buffer)
                 forms[name] = set(ranked[:hungriest])
-            reached = any(x.constants["BLOCK"] == block for x in launches)
-            if reached and all(map(fits, verdicts.values())):
+            if all(map(fits, verdicts.values())):
                 found[name] = block
     return found
 
