@@ -44,29 +44,17 @@ def fits(verdict: vendor.Verdict) -> bool:
 
 
 def largest(chip: Chip, size: int, hungriest: int = 2) -> dict[str, int]:
-    """Blocks by kernel, for elements of ``size`` bytes."""
+    """Blocks by kernel, for elements of ``size`` bytes; the suite compiles the other forms."""
     found: dict[str, int] = {}
-    forms: dict[str, set[str]] = {}
     for block in SIZES:
-        of = dict.fromkeys(NAMES, block)
-        by_kernel = grouped(cases.launches(chip, TYPES[size], of).values())
-        for name, launches in by_kernel.items():
-            if found.get(name, 0) != block // 2 and block != SIZES[0]:
+        launches = cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block))
+        for name, forms in grouped(launches.values()).items():
+            if block != SIZES[0] and found.get(name) != block // 2:
                 continue  # a smaller block failed already
-            chosen = [x for x in launches if name not in forms or form(x) in forms[name]]
-            verdicts = {form(x): vendor.compile(x, chip) for x in chosen}
-            if block == SIZES[0]:
-                ranked = sorted(verdicts, key=lambda f: -verdicts[f].buffer)
-                forms[name] = set(ranked[:hungriest])
-            if all(map(fits, verdicts.values())):
+            chosen = sorted(forms, key=cases.appetite)[-hungriest:]
+            if all(fits(vendor.compile(form, chip)) for form in chosen):
                 found[name] = block
     return found
-
-
-def form(launch: Launch) -> str:
-    """Which form of its kernel a launch takes."""
-    constants = {n: v for n, v in launch.constants.items() if n != "BLOCK"}
-    return f"{constants} {launch.signature}"
 
 
 NAMES = (
