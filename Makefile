@@ -95,7 +95,7 @@ NPU_AGAIN ?= tests/test_ops.py -k "planted or (npu and float32 and forward_and_b
 # a part of it, where its environment can be built
 test-npu-some: $(ENV)
 	@if $(MAKE) --no-print-directory $(NPU_VENV)/.stamp; then \
-	  $(MAKE) --no-print-directory test-npu NPU_SHARE=1/24 NPU_FORMS= NPU_AGAIN= RESULTS=; \
+	  $(MAKE) --no-print-directory test-npu NPU_SHARE=1/32 NPU_FORMS= NPU_AGAIN= RESULTS=; \
 	else echo "== Ascend: its environment cannot be built here, not run"; fi
 
 define SUITE_TRITON

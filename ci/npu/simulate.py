@@ -42,9 +42,10 @@ def on_host(t: Any) -> Any:
     storage = t.untyped_storage()
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return aten.empty.memory_format([0], dtype=t.dtype).set_(
-        held, t.storage_offset(), t.size(), t.stride()
-    )
+    same: Tensor = aten.empty.memory_format([0], dtype=t.dtype)
+    same = same.set_(held, t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload]
+    same = same.conj() if t.is_conj() else same
+    return torch._neg_view(same) if t.is_neg() else same
 
 
 def on_device(c: Any) -> Any:
@@ -67,6 +68,8 @@ class Device(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # as CANN sets it for these chips; complex tensors want it
+        torch.npu.set_compile_mode(jit_compile=False)
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
