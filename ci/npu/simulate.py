@@ -43,7 +43,7 @@ def on_host(t: Any) -> Any:
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     same: Tensor = aten.empty.memory_format([0], dtype=t.dtype)
-    same = same.set_(held, t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload]
+    same = same.set_(held, t.storage_offset(), t.size(), t.stride())
     same = same.conj() if t.is_conj() else same
     return torch._neg_view(same) if t.is_neg() else same
 
@@ -69,7 +69,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # as CANN sets it for these chips; complex tensors want it
-        torch.npu.set_compile_mode(jit_compile=False)
+        torch.get_device_module("npu").set_compile_mode(jit_compile=False)
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
