@@ -87,10 +87,12 @@ test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kern
 	echo "== Ascend$(comma) programs in the other order"; \
 	ASCEND_GRID=reversed $(NPU) tests/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \
 	echo "== Ascend$(comma) interpreted"; \
-	TRITON_INTERPRET=1 $(NPU) tests/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(NPU) tests/test_npu_bugs.py $(NPU_VIEWLESS) $(ARGS) || failed=1; \
 	exit $$failed
 NPU_FORMS ?= --slow-npu
 NPU_AGAIN ?= tests/test_ops.py -k "planted or (npu and float32 and forward_and_backward)" --share 1/5
+# the interpreter gathers a view that has gaps, and then reads it by the strides that it had
+NPU_VIEWLESS ?= $(subst forward_and_backward,forward_and_backward and not packed and not gaps and not sliced and not expanded and not odd-vocabulary,$(NPU_AGAIN))
 
 # a part of it, where its environment can be built
 test-npu-some: $(ENV)
