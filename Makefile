@@ -17,7 +17,7 @@ ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full doctor container check lint static static-full static-tables bench docs site
-.PHONY: tune format clean env
+.PHONY: tune format clean env test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -61,11 +61,44 @@ test: $(ENV)  ## the suite: references natively, kernels interpreted and cross-c
 	@failed=0; \
 	echo "== native"; \
 	$(PYTEST) -m "not slow" $(PROCESSES) $(COMPILED:%=--ignore=%) $(call keep,native) $(ARGS) || failed=1; \
-	$(SUITE_TRITON) exit $$failed
+	$(SUITE_TRITON) \
+	$(MAKE) --no-print-directory test-npu-some ARGS= || failed=1; \
+	exit $$failed
 else
 test: $(ENV)
 	$(PYTEST) -m "not slow" --backend $(DEVICE) $(PROCESSES) $(call keep,$(DEVICE)) $(ARGS)
 endif
+
+# Ascend without an NPU (docs/ascend.md): each NPU_SHARE of the samples of every operator
+NPU_VENV ?= .venv-npu
+NPU_SHARE ?= 1/3
+NPU := LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann CANN_STUB_DEVICES=1 $(TEST_ENV) \
+  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.plugin --backend npu $(PROCESSES)
+
+$(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
+	@$(RUN) -m ci.npu.environment $(NPU_VENV)
+	@touch $@
+
+test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kernels, the vendor's compiler
+	@failed=0; \
+	echo "== Ascend$(comma) simulated"; \
+	$(NPU) tests/test_npu.py tests/test_npu_bugs.py $(NPU_FORMS) $(call keep,npu) $(ARGS) || failed=1; \
+	$(NPU) tests/test_ops.py --share $(NPU_SHARE) $(call keep,npu-ops) $(ARGS) || failed=1; \
+	echo "== Ascend$(comma) programs in the other order"; \
+	ASCEND_GRID=reversed $(NPU) tests/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \
+	echo "== Ascend$(comma) interpreted"; \
+	TRITON_INTERPRET=1 $(NPU) tests/test_npu_bugs.py $(NPU_VIEWLESS) $(ARGS) || failed=1; \
+	exit $$failed
+NPU_FORMS ?= --slow-npu
+NPU_AGAIN ?= tests/test_ops.py -k "planted or (npu and float32 and forward_and_backward)" --share 1/5
+# the interpreter gathers a view that has gaps, and then reads it by the strides that it had
+NPU_VIEWLESS ?= $(subst forward_and_backward,forward_and_backward and not packed and not gaps and not sliced and not expanded and not odd-vocabulary,$(NPU_AGAIN))
+
+# a part of it, where its environment can be built
+test-npu-some: $(ENV)
+	@if $(MAKE) --no-print-directory $(NPU_VENV)/.stamp; then \
+	  $(MAKE) --no-print-directory test-npu NPU_SHARE=1/32 NPU_FORMS= NPU_AGAIN= RESULTS=; \
+	else echo "== Ascend: its environment cannot be built here, not run"; fi
 
 define SUITE_TRITON
 if ! $(RUN) -c 'import triton' 2>/dev/null; then \
@@ -128,5 +161,5 @@ format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff format .
 
 clean:  ## remove what these targets made
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
+	rm -rf .venv .venv-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ci import docs_benchmarks, docs_losses, docs_memory, docs_status, regressions
+from ci.npu import ladder
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
@@ -66,7 +67,13 @@ def halves(folder: Path, op: str) -> tuple[str, ...]:
 
 
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
-    """What a backend has of an operator: its own halves, or where it turns for them."""
+    """What a backend has of an operator; of one that nobody ran, also the rung that it reached."""
+    text = halves_or_parent(backend, op, folders)
+    return f"{text}, rung {ladder.ROWS[op].rung}" if backend == "npu" else text
+
+
+def halves_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
+    """A backend's own halves, or where it turns for them."""
     own = halves(folders[backend], op)
     if own == HALVES:
         return "yes"

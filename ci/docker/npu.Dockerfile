@@ -7,6 +7,7 @@ ARG TAG=9.0.0-910b-ubuntu22.04-py3.11
 FROM quay.io/ascend/cann:${TAG}
 ARG TORCH=2.10.0
 ARG TORCH_NPU=2.10.0
+ARG TRITON_ASCEND=3.2.0
 # where CANN's installer puts its environment; ascend-toolkit/set_env.sh before CANN 8.5
 ARG CANN_ENV=/usr/local/Ascend/cann/set_env.sh
 ENV CANN_ENV=${CANN_ENV}
@@ -24,7 +25,8 @@ RUN apt-get update \
     && install --directory --owner 1000 --group 1000 /home/tester/liger-multi
 RUN python3 -m pip install --no-cache-dir "torch==${TORCH}" \
         --index-url https://download.pytorch.org/whl/cpu \
-    && python3 -m pip install --no-cache-dir "torch-npu==${TORCH_NPU}" numpy pyyaml
+    && python3 -m pip install --no-cache-dir "torch-npu==${TORCH_NPU}" \
+        "triton-ascend==${TRITON_ASCEND}" pybind11 "numpy<2.4" pyyaml
 USER tester
 WORKDIR /home/tester/liger-multi
 

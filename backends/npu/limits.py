@@ -1,0 +1,49 @@
+"""When a call fits a fused operator of torch_npu, by that operator's page; else, why it does not.
+
+Nothing here asks the device. torch_npu's own meta functions check names and counts alone.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def halves(x: Tensor) -> Optional[str]:
+    """Of npu_swiglu and npu_geglu."""
+    if x.dtype not in FLOATS or x.dim() > 8 or not x.numel():
+        return f"takes 1 to 8 axes of fp32, fp16 or bf16, got {x.dtype} {tuple(x.shape)}"
+    return None
+
+
+def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
+    """Of npu_rms_norm and its kin; a weight of ``offset + w`` must be exact to be made."""
+    if weight is None or weight.dtype != x.dtype:
+        return "takes a weight of the dtype of x"
+    if x.dtype not in FLOATS or not 2 <= x.dim() <= 8 or not x.numel():
+        return f"takes 2 to 8 axes of fp32, fp16 or bf16, got {x.dtype} {tuple(x.shape)}"
+    if offset and x.dtype != torch.float32:
+        return f"{offset} + weight would be rounded to {x.dtype}"
+    return None
+
+
+def rotation(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, rotary_dim: int, order: str
+) -> Optional[str]:
+    """Of npu_rotary_mul on x with four axes in the order of memory."""
+    if x.dim() != 4 or order not in ("0123", "0213") or not x.numel():
+        return "takes 4 axes in the order BNSD or BSND"
+    if not (x.dtype == cos.dtype == sin.dtype and x.dtype in FLOATS):
+        return "takes x, cos and sin of one dtype"
+    width = x.shape[-1]
+    if rotary_dim != width or cos.shape[-1] != width or width >= 896:
+        return "takes all channels, at most 894"
+    if width * x.element_size() % 32:
+        return f"is slow where {width} channels are no multiple of 32 bytes"
+    if x.shape[0] >= 1000 or min(x.shape[1:3]) >= 1000:
+        return "takes fewer than 1000 sequences and heads"
+    if style == "interleaved" and (cos.shape[0] != 1 or x.shape[0] * min(x.shape[1:3]) >= 1000):
+        return "takes interleaved pairs with angles that all sequences share"
+    return None

@@ -1,0 +1,48 @@
+"""One call of every operator of torch_npu that the backend uses, for the first two rungs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_multi.registry import packages
+
+
+def _t(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+ANGLES = (1, 1, 5, 64)
+# arguments by operator, and the shapes of what it returns
+CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
+    "npu_rms_norm": ((_t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1)]),
+    "npu_rms_norm_backward": (
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), _t(2, 5, 1).float()), [(2, 5, 64), (64,)],
+    ),
+    "npu_add_rms_norm": (
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1), (2, 5, 64)],
+    ),
+    "npu_swiglu": ((_t(3, 128), -1), [(3, 64)]),
+    "npu_swiglu_backward": ((_t(3, 64), _t(3, 128), -1), [(3, 128)]),
+    "npu_geglu": ((_t(3, 128), -1, 1, True), [(3, 64), (3, 64)]),
+    "npu_rotary_mul": ((_t(2, 4, 5, 64), _t(*ANGLES), _t(*ANGLES), "half"), [(2, 4, 5, 64)]),
+}  # fmt: skip
+
+
+def folder() -> Path:
+    """Where the backend stands."""
+    module = __import__(packages()["npu"], fromlist=["BACKEND"])
+    return Path(module.__file__ or "").parent
+
+
+def used() -> set[str]:
+    """Names of torch_npu's operators in the backend's sources."""
+    found = set()
+    for file in folder().glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
+                found.add(node.attr)
+    return found

@@ -1,0 +1,211 @@
+"""What torch_npu's fused operators compute, in plain PyTorch, with the limits of their pages.
+
+The meta functions of torch_npu check names and counts alone. A reference here raises where the
+vendor's documentation does, so that a call which a device would refuse fails in the simulation too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REFERENCES: dict[str, Callable[..., Any]] = {}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def reference(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register under the operator's name."""
+    REFERENCES[function.__name__] = function
+    return function
+
+
+def limit(holds: bool, text: str) -> None:
+    """Raise where a documented limit does not hold."""
+    if not holds:
+        raise RuntimeError(f"limit of torch_npu: {text}")
+
+
+def _norm_limits(x: Tensor, gamma: Tensor) -> None:
+    limit(gamma is not None, "gamma is required")
+    limit(x.dtype in FLOATS and gamma.dtype == x.dtype, f"x {x.dtype} and gamma {gamma.dtype}")
+    limit(2 <= x.dim() <= 8, f"x of {x.dim()} axes")
+    limit(x.shape[-gamma.dim() :] == gamma.shape, f"gamma {gamma.shape} for x {x.shape}")
+    limit(x.numel() > 0, "x is empty")
+
+
+@reference
+def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Y and rstd."""
+    _norm_limits(x, gamma)
+    rstd = torch.rsqrt(x.float().pow(2).mean(-1, True) + epsilon)
+    return (x.float() * rstd * gamma.float()).to(x.dtype), rstd
+
+
+@reference
+def npu_rms_norm_backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Dx, and dgamma in fp32."""
+    _norm_limits(x, gamma)
+    limit(dy.dtype == x.dtype, f"dy {dy.dtype} and x {x.dtype}")
+    n, g = x.float() * rstd, dy.float() * gamma.float()
+    dx = rstd * (g - n * (g * n).mean(-1, True))
+    return dx.to(x.dtype), (dy.float() * n).reshape(-1, gamma.numel()).sum(0)
+
+
+@reference
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, rstd and the sum."""
+    limit(x1.dtype == x2.dtype and x1.shape == x2.shape, "x1 and x2 differ")
+    total = x1 + x2
+    y, rstd = npu_rms_norm(total, gamma, epsilon)
+    return y, rstd, total
+
+
+def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    limit(x.dtype in FLOATS and 1 <= x.dim() <= 8 and x.shape[dim] % 2 == 0, f"x {x.shape}")
+    limit(x.numel() > 0, "x is empty")
+    a, b = x.float().chunk(2, dim)
+    return a, b
+
+
+@reference
+def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    """Silu of the first half times the second."""
+    a, b = _halves(x, dim)
+    return (F.silu(a) * b).to(x.dtype)
+
+
+@reference
+def npu_swiglu_backward(dy: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    """Both halves' gradients."""
+    a, b = _halves(x, dim)
+    g, s = dy.float(), a.sigmoid()
+    return torch.cat([g * b * s * (1 + a * (1 - s)), g * a * s], dim).to(x.dtype)
+
+
+@reference
+def npu_geglu(
+    x: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Y and the activation; by default that of the right half, by tanh."""
+    a, b = _halves(x, dim)
+    gate, up = (a, b) if activate_left else (b, a)
+    gelu = F.gelu(gate, approximate="tanh" if approximate else "none")
+    return (gelu * up).to(x.dtype), gelu.to(x.dtype)
+
+
+@reference
+def npu_geglu_grad(
+    dy: Tensor, x: Tensor, gelu: Tensor, dim: int = -1, approximate: int = 1,
+    activate_left: bool = False,
+) -> Tensor:  # fmt: skip
+    """Both halves' gradients."""
+    a, b = _halves(x, dim)
+    gate, up = (a, b) if activate_left else (b, a)
+    g = dy.float()
+    dgate = torch.ops.aten.gelu_backward(
+        g * up, gate, approximate="tanh" if approximate else "none"
+    )
+    parts = (dgate, g * gelu.float())
+    return torch.cat(parts if activate_left else parts[::-1], dim).to(x.dtype)
+
+
+def _rotated(x: Tensor, mode: str, sign: int = 1) -> Tensor:
+    if mode == "half":
+        a, b = x.chunk(2, -1)
+        return torch.cat([-sign * b, sign * a], -1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack([-sign * b, sign * a], -1).flatten(-2)
+
+
+def _rotary_limits(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> None:
+    limit(mode in ("half", "interleave"), f"rotary_mode {mode!r}")
+    limit(x.dim() == cos.dim() == 4 and cos.shape == sin.shape, "four axes")
+    limit(x.dtype == cos.dtype == sin.dtype and x.dtype in FLOATS, "dtypes")
+    limit(x.shape[-1] < 896 and x.shape[-1] % 2 == 0, f"D = {x.shape[-1]}")
+    limit(cos.shape[-1] == x.shape[-1] and x.numel() > 0, "D of cos")
+    limit(all(c in (1, n) for c, n in zip(cos.shape, x.shape, strict=True)), f"cos {cos.shape}")
+    limit(x.shape[0] < 1000 and min(x.shape[1:3]) < 1000, "B and N")
+    if mode == "interleave":
+        limit(x.shape[0] * min(x.shape[1:3]) < 1000, "B N")
+        limit(sum(c != 1 for c in cos.shape[:3]) <= 1, f"cos {cos.shape} of interleave")
+
+
+@reference
+def npu_rotary_mul(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """The rotation."""
+    _rotary_limits(x, cos, sin, rotary_mode)
+    f = x.float()
+    return (f * cos.float() + _rotated(f, rotary_mode) * sin.float()).to(x.dtype)
+
+
+@reference
+def npu_rotary_mul_backward(
+    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rotation back, and the gradients of cos and sin."""
+    _rotary_limits(x, cos, sin, rotary_mode)
+    g, f = dy.float(), x.float()
+    dx = g * cos.float() + _rotated(g * sin.float(), rotary_mode, -1)
+    dcos, dsin = (
+        (g * f).sum_to_size(cos.shape),
+        (g * _rotated(f, rotary_mode)).sum_to_size(sin.shape),
+    )
+    return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
+
+
+# Of autograd's formulas that torch_npu replaces.
+
+
+@reference
+def matmul_backward(
+    dy: Tensor, a: Tensor, b: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of both factors."""
+    wide_a = a.unsqueeze(0) if a.dim() == 1 else a
+    wide_b = b.unsqueeze(-1) if b.dim() == 1 else b
+    dy = dy.unsqueeze(-1) if b.dim() == 1 else dy
+    dy = dy.unsqueeze(-2) if a.dim() == 1 else dy
+    da = (dy @ wide_b.mT).sum_to_size(wide_a.shape).reshape(a.shape)
+    db = (wide_a.mT @ dy).sum_to_size(wide_b.shape).reshape(b.shape)
+    return da if mask[0] else None, db if mask[1] else None
+
+
+@reference
+def npu_gather_backward(
+    dy: Tensor, size: list[int], dim: int, index: Tensor, sparse_grad: bool
+) -> Tensor:
+    """Scatter what was gathered."""
+    return dy.new_zeros(size).scatter_add_(dim, index, dy)
+
+
+@reference
+def repeat_interleave_backward_int(
+    dy: Tensor, x: Tensor, repeats: int, dim: int | None = None
+) -> Tensor:
+    """Sum over repetitions."""
+    if dim is None:
+        return dy.view(-1, repeats).sum(1).view(x.shape)
+    parts: Tensor = dy.unflatten(dim, (x.shape[dim], repeats))
+    return parts.sum(dim + 1 if dim >= 0 else dim)
+
+
+@reference
+def _npu_dtype_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast."""
+    return x.to(dtype, copy=True)
+
+
+@reference
+def _npu_dtype_cast_backward(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """The cast back."""
+    return dy.to(dtype, copy=True)

@@ -1,0 +1,137 @@
+"""A simulated NPU: npu tensors of the real torch_npu, computed on by the CPU.
+
+Over the stub libraries, device memory is host memory. ``Device()`` is a dispatch mode under which
+every aten operator on npu tensors runs on CPU tensors over the same memory, and every operator of
+torch_npu on its reference in :mod:`ci.npu.fused`, without which it raises. Dispatcher, schemas,
+autograd formulas and the allocator are the vendor's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401  registers the device
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ci.npu.fused import REFERENCES
+from liger_multi.op import OPS
+
+aten = torch.ops.aten
+# These allocate or look, which torch_npu does itself.
+NATIVE = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.detach.default,
+    aten.alias.default,
+}
+
+
+def on_host(t: Any) -> Any:
+    """A CPU tensor over the memory of an npu tensor."""
+    if not isinstance(t, Tensor) or t.device.type != "npu":
+        return t
+    if t.numel() == 0:
+        return aten.empty.memory_format([0], dtype=t.dtype).as_strided(t.size(), t.stride())
+    storage = t.untyped_storage()
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    same: Tensor = aten.empty.memory_format([0], dtype=t.dtype)
+    same = same.set_(held, t.storage_offset(), t.size(), t.stride())
+    same = same.conj() if t.is_conj() else same
+    return torch._neg_view(same) if t.is_neg() else same
+
+
+def on_device(c: Any) -> Any:
+    """An npu tensor with the values and strides of a CPU tensor."""
+    if not isinstance(c, Tensor) or c.device.type != "cpu":
+        return c
+    # the operator itself: the suite fills what torch.empty and its kin return
+    made: Tensor = aten.empty_strided(c.size(), c.stride(), dtype=c.dtype, device="npu")
+    if c.numel():
+        on_host(made).copy_(c)
+    return made
+
+
+def _is_npu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "npu"
+
+
+class Device(TorchDispatchMode):
+    """The mode; ``calls`` counts what ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # as CANN sets it for these chips; complex tensors want it
+        torch.get_device_module("npu").set_compile_mode(jit_compile=False)
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operator."""
+        kwargs = dict(kwargs or {})
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        fake = any(t.is_meta or type(t).__name__ == "FakeTensor" for t in tensors)
+        here = any(t.device.type == "npu" for t in tensors) or _is_npu(kwargs.get("device"))
+        if fake or not here:
+            return func(*args, **kwargs)
+        self.calls[func._schema.name] += 1
+        if func.namespace == "liger_multi":
+            name, _, half = func._schema.name.partition("::")[2].rpartition("_")
+            with self:
+                return OPS[name].primitives[half == "backward"].call(*args, **kwargs)
+        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            with self:  # torch_npu has kernels of its own for some, which return views
+                return func.decompose(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return on_host(args[0]).item()
+        if func in NATIVE or func.is_view:
+            return func(*args, **kwargs)
+        if func.namespace == "npu" or func is aten.matmul_backward.default:
+            return self._fused(func, args, kwargs)
+        return self._aten(func, args, kwargs)
+
+    def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reference = REFERENCES.get(func._schema.name.partition("::")[2])
+        if reference is None:
+            raise NotImplementedError(f"the simulated NPU has no reference for {func}")
+        args, kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
+        return tree_map_only(Tensor, on_device, reference(*args, **kwargs))
+
+    def _aten(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
+        wanted = kwargs.get("device")
+        if wanted is not None:
+            host_kwargs["device"] = torch.device("cpu")
+        out = func(*host_args, **host_kwargs)
+        if wanted is not None and not _is_npu(wanted):
+            return out
+        declared = func._schema.arguments
+        written = [i for i, a in enumerate(declared) if a.alias_info and a.alias_info.is_write]
+        if not written:
+            return tree_map_only(Tensor, on_device, out)
+        given = [args[i] if i < len(args) else kwargs.get(declared[i].name) for i in written]
+        for room in given:
+            resized(room, host_args, host_kwargs, declared)
+        if not func._schema.returns:
+            return None
+        return given[0] if len(given) == 1 else tuple(given)
+
+
+def resized(room: Any, args: Any, kwargs: Any, declared: Any) -> None:
+    """Refuse an ``out=`` that the CPU's operator had to give another size: its memory is lost."""
+    if not isinstance(room, Tensor) or room.device.type != "npu":
+        return
+    hosts = [*args, *kwargs.values()]
+    for host in hosts:
+        if isinstance(host, Tensor) and host.data_ptr() == room.data_ptr():
+            return
+    if room.numel() and math.prod(room.shape):
+        raise NotImplementedError(f"an operator replaced the memory of its output {room.shape}")

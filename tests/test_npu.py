@@ -1,0 +1,195 @@
+"""The rungs of the Ascend ladder that are not the common suite; ``make test-npu`` runs them.
+
+Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin``.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
+    pytest.skip("needs the environment of make test-npu", allow_module_level=True)
+
+from torch._subclasses import FakeTensorMode
+
+import liger_multi
+from ci.npu import blocks, calls, cases, ladder, vendor
+from ci.npu.fused import REFERENCES
+from ci.npu.lowering import CHIPS, LARGEST_GRID
+from liger_multi import ops, samples
+from liger_multi.errors import BackendUnavailableError
+from liger_multi.launch import device_info
+from liger_multi.op import OPS
+from liger_multi.registry import operators
+
+NPU = torch.device("npu", 0)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+
+
+# --- rung 1: schemas and meta functions ---
+
+
+def test_every_call_has_a_probe_and_a_reference():
+    assert calls.used() == set(calls.CALLS)
+    assert calls.used() <= set(REFERENCES)
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_calls_fit_the_live_schema(name):
+    args, shapes = calls.CALLS[name]
+    found = getattr(torch.ops.npu, name)(*args)
+    found = [found] if isinstance(found, torch.Tensor) else list(found)
+    assert [tuple(t.shape) for t in found] == shapes
+    assert all(t.is_meta for t in found)
+
+
+@pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_grouped_matmul"])
+def test_operators_that_lose_gradients_are_not_used(name):
+    assert name not in calls.used()
+
+
+# --- rung 2: gradients on fake NPU tensors ---
+
+
+@pytest.mark.parametrize("op", operators())
+def test_every_parameter_gets_its_gradient(op):
+    small = [s for s in samples.of(op) if s.size == "small" and not s.options.get("inplace")]
+    for sample in small[:4]:
+        made = sample.make("cpu", torch.float32)
+        with FakeTensorMode() as mode:
+            fake = {
+                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
+                .requires_grad_(t.requires_grad)
+                for n, t in made.items()
+            }  # fmt: skip
+            found = getattr(ops, op)(**fake, **sample.options)
+            parts = [found] if isinstance(found, torch.Tensor) else list(found)
+            outs = [p for p in parts if p is not None and p.requires_grad]
+            assert outs, sample.name
+            assert all(p.device.type == "npu" for p in outs)
+            torch.autograd.backward(outs, [torch.empty_like(p) for p in outs])
+        assert mode is not None
+        for name, tensor in fake.items():
+            if tensor.requires_grad:
+                assert tensor.grad is not None, f"{sample.name}: no gradient of {name}"
+                assert tensor.grad.shape == tensor.shape
+                assert tensor.grad.dtype == tensor.dtype
+
+
+# --- rung 3: what the backend says of the device, and a model ---
+
+
+def test_the_device_is_known():
+    info = device_info(NPU)
+    assert (info.arch, info.cores, info.shared_bytes, info.table) == (
+        "Ascend910B3", 40, 196608, "a2",
+    )  # fmt: skip
+
+
+def test_doctor_names_the_chip():
+    from liger_multi.registry import backends
+
+    facts = backends()["npu"].describe()
+    assert facts["chip"] == "Ascend910B3"
+    assert facts["vector cores"] == "40"
+    assert facts["unified buffer"] == "192 KiB"
+    assert facts["torch_npu"].startswith("2.13")
+
+
+def test_float64_and_wide_weights_fall_back():
+    x = torch.randn(4, 8, dtype=torch.float64).to(NPU)
+    with pytest.raises(BackendUnavailableError, match="fp64"), liger_multi.use(rms_norm="npu"):
+        ops.rms_norm(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "offset", "fused"),
+    [
+        (torch.bfloat16, torch.bfloat16, 0.0, True),
+        (torch.float32, torch.float32, 1.0, True),
+        (torch.bfloat16, torch.bfloat16, 1.0, False),
+        (torch.bfloat16, torch.float32, 0.0, False),
+    ],
+)
+def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
+    x = torch.randn(4, 64, dtype=dtype).to(NPU).requires_grad_()
+    w = torch.randn(64, dtype=weight).to(NPU).requires_grad_()
+    before = simulated.calls.copy()
+    ops.rms_norm(x, w, offset=offset).sum().backward()
+    ran = simulated.calls - before
+    assert bool(ran["npu::npu_rms_norm"]) is fused
+    assert bool(ran["npu::npu_rms_norm_backward"]) is fused
+    assert x.grad is not None
+    assert w.grad is not None
+
+
+@compiled
+def test_a_patched_model_trains_as_on_the_cpu():
+    pytest.importorskip("transformers")
+    from models import batch, build
+
+    losses = {}
+    for device in ("cpu", "npu"):
+        torch.manual_seed(0)
+        model = build("llama").to(device)
+        model.set_attn_implementation("eager")
+        report = liger_multi.patch(model, strict=True)
+        assert report is not None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        torch.manual_seed(1)
+        inputs = {n: t.to(device) for n, t in batch(device=torch.device("cpu")).items()}
+        found = []
+        for _ in range(3):
+            loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        losses[device] = found
+    assert losses["npu"][-1] < losses["npu"][0]
+    torch.testing.assert_close(losses["npu"], losses["cpu"], rtol=2e-4, atol=0)
+
+
+# --- rung 5: the vendor's compiler ---
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@compiled
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_every_kernel_compiles_at_models_widths(request, chip, kind):
+    found = cases.launches(CHIPS[chip], DTYPES[kind])
+    assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
+    forms = list(found.values())
+    if not request.config.getoption("--slow-npu"):
+        forms = [max(same, key=cases.appetite) for same in blocks.grouped(forms).values()]
+    for launch in forms:
+        verdict = vendor.compile(launch, CHIPS[chip])
+        assert not verdict.error, verdict
+        assert verdict.scalar_loops == verdict.unstructured == 0, verdict
+        assert 0 < verdict.buffer <= CHIPS[chip].buffer, verdict
+        assert launch.grid[0] <= CHIPS[chip].cores <= LARGEST_GRID
+
+
+@compiled
+def test_a_block_that_is_too_large_is_refused():
+    chip = CHIPS["Ascend910B3"]
+    found = cases.launches(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    launch = next(x for x in found.values() if x.name == "_pair_sums_kernel")
+    assert "overflow" in vendor.compile(launch, chip).error
+
+
+# --- the table of paths ---
+
+
+def test_rows_of_the_ladder_are_reached():
+    covered = {OPS[name].name for name in cases.CASES}
+    heads = {n.removeprefix("fused_linear_") for n in ladder.ROWS if n.startswith("fused_linear_")}
+    for op, row in ladder.ROWS.items():
+        if row.rung == ladder.COMPILED:
+            base = op.removeprefix("fused_linear_").removesuffix("_inplace")
+            assert op in covered or base in covered or base in heads, op
