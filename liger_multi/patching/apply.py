@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
+from liger_multi.patching.kinds import NORM_OPS
 from liger_multi.patching.head import LazyHead, find_heads, head_refusal
 from liger_multi.patching.mlp import FusedMlp, MlpSettings, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -146,18 +148,22 @@ def _patch(
 
 
 def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
-    if not looks_like_norm(module):
+    likely = looks_like_norm(module)
+    if likely is None:
         return
-    if request.rms_norm is None:
+    overridden = _overridden(module)
+    found = overridden or norm_settings(module, likely)
+    op = likely if isinstance(found, str) else found.kind.op
+    options = request.get(op)
+    if options is None:
         _restore(report, path, module)
-        return
-    found = _overridden(module) or norm_settings(module, request.rms_norm)
-    if isinstance(found, str):
-        report.skipped.append(Skipped(path, "rms_norm", found))
-        return
-    swap = Swap("rms_norm", stock_class(module), FusedNorm, found)
-    by = f"rms_norm[{found.kind.casting}]" if found.weight else "rms_norm[no weight]"
-    _apply(report, path, module, swap, by, request.rms_norm.shown())
+    elif isinstance(found, str):
+        if likely != "relu_squared" or overridden:  # any activation without attributes is asked
+            report.skipped.append(Skipped(path, op, found))
+    else:
+        settings = replace(found, options=options)
+        swap = Swap(op, stock_class(module), FusedNorm, settings)
+        _apply(report, path, module, swap, settings.shown, options.shown())
 
 
 def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
@@ -182,7 +188,7 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
 
 def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     stock = type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
-    if request.rope is None or not rotary_calls(stock):
+    if request.get("rope") is None or not rotary_calls(stock):
         if isinstance(module, FusedRotary):
             _restore(report, path, module)
         return
@@ -190,9 +196,9 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
-        swap = Swap("rope", stock, FusedRotary, request.rope)
+        swap = Swap("rope", stock, FusedRotary, request.get("rope"))
         by = f"rope[{'; '.join(kinds)}]"
-        _apply(report, path, module, swap, by, request.rope.shown())
+        _apply(report, path, module, swap, by, request.get("rope").shown())
         renew(type(module))
 
 
@@ -200,14 +206,14 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Name the operators that found nothing; one kind of MLP is enough where none was named."""
     names = {type(m).__name__ for m in model.modules()}
     experts = sorted(name for name in names if name.endswith("Experts"))
-    for family in (("rms_norm",), ("swiglu", "geglu"), ("rope",)):
+    seen = {e.op for e in report.entries if e.status != "restored"}
+    seen |= {s.op for s in report.skipped}
+    for family in (NORM_OPS, ("swiglu", "geglu"), ("rope",)):
         wanted = [op for op in family if op in request.enabled]
-        seen = {e.op for e in report.entries if e.status != "restored"}
-        seen |= {s.op for s in report.skipped}
         missing = [op for op in wanted if op not in seen]
         for op in missing:
             named = op in request.named
-            if named or len(missing) == len(wanted):
+            if named or (len(missing) == len(wanted) and (family is not NORM_OPS or op == "rms_norm")):
                 reason = "the model has no module of this kind"
                 if op in ("swiglu", "geglu") and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"

@@ -8,23 +8,62 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """How one RMSNorm computes.
+    """How one norm, or a function that stands for one, computes.
 
     Attributes:
-        casting: Where the rounding to the dtype of the input happens, as in ``rms_norm``.
-        offset: Added to the weight.
+        name: In the report.
+        op: Operator.
+        options: Its keyword arguments.
+        tensors: Names of its arguments after the input, of which the module holds those that exist.
+        exact: Whether it must agree bit for bit in bf16.
     """
 
-    casting: str
-    offset: float = 0.0
+    name: str
+    op: str = "rms_norm"
+    options: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[str, ...] = ("weight",)
+    exact: bool = True
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate follows the input."""
+        return self.op == "gated_rms_norm"
 
 
-NORM_KINDS = (NormKind("llama"), NormKind("olmo"), NormKind("gemma", 1.0), NormKind("gemma"))
+def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))
+
+
+def _gated(casting: str, activation: str, first: bool) -> NormKind:
+    options = _cast(casting, activation=activation, norm_before_gate=first)
+    order = "norm first" if first else "gate first"
+    return NormKind(f"{casting}, {activation}, {order}", "gated_rms_norm", options)
+
+
+NORM_KINDS = (
+    NormKind("llama", options=_cast("llama")),
+    NormKind("olmo", options=_cast("olmo")),
+    NormKind("gemma", options=_cast("gemma", 1.0)),
+    NormKind("gemma", options=_cast("gemma")),
+    NormKind("plain", "layer_norm", tensors=("weight", "bias"), exact=False),
+    *(
+        _gated(casting, activation, first)
+        for first in (True, False)
+        for activation in ("silu", "sigmoid")
+        for casting in ("llama", "olmo", "gemma")
+    ),
+    NormKind("plain", "poly_norm", tensors=("weight", "bias"), exact=False),
+    NormKind("plain", "dyt", tensors=("alpha", "weight", "bias"), exact=False),
+    NormKind("plain", "relu_squared", tensors=(), exact=False),
+)
 """Tried in this order; a norm without weight is the same in all of them."""
+
+NORM_OPS = tuple(dict.fromkeys(kind.op for kind in NORM_KINDS))
 
 EPS_NAMES = (
     "variance_epsilon",
@@ -35,7 +74,15 @@ EPS_NAMES = (
     "layer_norm_eps",
     "layer_norm_epsilon",
 )
-WEIGHT_NAMES = ("weight", "scale", "gamma")
+TENSOR_NAMES = {
+    "weight": ("weight", "scale", "gamma", "g"),
+    "bias": ("bias", "beta"),
+    "alpha": ("alpha",),
+}
+"""Names of parameters by the argument that they are."""
+GATE_NAMES = ("gate", "z", "gate_states")
+GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), ("ngroups", True))
+"""Attributes that tell the groups of a norm, and whether they count them."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from liger_multi.errors import PatchError, unknown
+from liger_multi.patching import registered
+from liger_multi.patching.kinds import NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -62,18 +64,12 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    "rms_norm": Options,
-    "swiglu": Options,
-    "geglu": Options,
-    "rope": Options,
+    **dict.fromkeys((*NORM_OPS, "swiglu", "geglu", "rope"), Options),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
-    "rms_norm": True,
-    "swiglu": True,
-    "geglu": True,
-    "rope": True,
+    **dict.fromkeys((*NORM_OPS, "swiglu", "geglu", "rope"), True),
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
@@ -102,32 +98,25 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed patch call; None stands for an operator that is off.
+    """A parsed patch call.
 
     Attributes:
+        enabled: Operators that are on, with their options.
         named: The operators that the call turned on by name, rather than by default.
     """
 
-    rms_norm: Options | None
-    swiglu: Options | None
-    geglu: Options | None
-    rope: Options | None
-    cross_entropy: LossOptions | None
-    fused_linear_cross_entropy: FusedOptions | None
+    enabled: Mapping[str, Any]
     named: frozenset[str]
+
+    def get(self, op: str) -> Any:
+        """Options of an operator; None when it is off."""
+        return self.enabled.get(op)
 
     @property
     def head(self) -> HeadSettings | None:
         """The settings of the output embedding, or None when both losses are off."""
-        if self.fused_linear_cross_entropy is None and self.cross_entropy is None:
-            return None
-        return HeadSettings(self.fused_linear_cross_entropy, self.cross_entropy)
-
-    @property
-    def enabled(self) -> dict[str, Options]:
-        """Operators that are on, with their options."""
-        every = {name: getattr(self, name) for name in _DEFAULTS}
-        return {name: options for name, options in every.items() if options is not None}
+        fused, plain = (self.get(op) for op in ("fused_linear_cross_entropy", "cross_entropy"))
+        return None if fused is None and plain is None else HeadSettings(fused, plain)
 
 
 def parse_request(ops: Mapping[str, OpChoice]) -> Request:
@@ -137,16 +126,17 @@ def parse_request(ops: Mapping[str, OpChoice]) -> Request:
         PatchError: An operator or option that does not exist, with the nearest one that does, or a
             value of the wrong form.
     """
+    defaults = {**_DEFAULTS, **dict.fromkeys(registered.probes(), True)}
     for name in ops:
-        if name not in _OPTIONS:
-            raise PatchError(unknown("patch key", name, _OPTIONS))
-    parsed = {name: _parse(name, ops.get(name, on)) for name, on in _DEFAULTS.items()}
-    named = frozenset(name for name in ops if parsed[name] is not None)
-    return Request(**parsed, named=named)
+        if name not in defaults:
+            raise PatchError(unknown("patch key", name, defaults))
+    parsed = {name: _parse(name, ops.get(name, on)) for name, on in defaults.items()}
+    enabled = {name: options for name, options in parsed.items() if options is not None}
+    return Request(enabled, frozenset(name for name in ops if name in enabled))
 
 
 def _parse(op: str, choice: OpChoice) -> Any:
-    kind = _OPTIONS[op]
+    kind = _OPTIONS.get(op, Options)
     if isinstance(choice, bool):
         return kind() if choice else None
     if isinstance(choice, str):
