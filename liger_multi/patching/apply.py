@@ -10,9 +10,9 @@ from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
-from liger_multi.patching.kinds import NORM_OPS
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.head import LazyHead, find_heads, head_refusal
-from liger_multi.patching.mlp import FusedMlp, MlpSettings, mlp_kind, mlp_names
+from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.protocol import warn_once
@@ -30,6 +30,8 @@ from liger_multi.patching.swap import (
     stock_class,
 )
 
+_TOLD = ("rms_norm", "swiglu", "geglu", "rope")
+"""Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
@@ -167,23 +169,23 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
 
 
 def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
-    names = mlp_names(module)
-    if names is None:
+    candidates, named = mlp_names(module)
+    if not candidates:
         return
-    choices = {op: request.enabled[op] for op in ("swiglu", "geglu") if op in request.enabled}
+    choices = {op: request.enabled[op] for op in MLP_OPS if op in request.enabled}
     if not choices:
         _restore(report, path, module)
         return
-    found = _overridden(module) or mlp_kind(module, names)
+    found = _overridden(module) or mlp_kind(module, candidates)
     if isinstance(found, str):
-        report.skipped.append(Skipped(path, next(iter(choices)), found))
-    elif found.op not in choices:
+        if named:
+            report.skipped.append(Skipped(path, next(iter(choices)), found))
+    elif found.kind.op not in choices:
         _restore(report, path, module)
     else:
-        settings = MlpSettings(found, names, choices[found.op])
-        swap = Swap(found.op, stock_class(module), FusedMlp, settings)
-        by = settings.shown(module)
-        _apply(report, path, module, swap, by, settings.options.shown())
+        settings = replace(found, options=choices[found.kind.op])
+        swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
+        _apply(report, path, module, swap, settings.shown(module), settings.options.shown())
 
 
 def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
@@ -208,14 +210,14 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = sorted(name for name in names if name.endswith("Experts"))
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
-    for family in (NORM_OPS, ("swiglu", "geglu"), ("rope",)):
+    for family in (NORM_OPS, MLP_OPS, ("rope",)):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]
         for op in missing:
             named = op in request.named
-            if named or (len(missing) == len(wanted) and (family is not NORM_OPS or op == "rms_norm")):
+            if named or (len(missing) == len(wanted) and op in _TOLD):
                 reason = "the model has no module of this kind"
-                if op in ("swiglu", "geglu") and experts:
+                if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
 

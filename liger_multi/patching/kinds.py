@@ -21,6 +21,8 @@ class NormKind:
         options: Its keyword arguments.
         tensors: Names of its arguments after the input, of which the module holds those that exist.
         exact: Whether it must agree bit for bit in bf16.
+        plus: Added to the first of the tensors, where the operator has no option for it.
+        one_dtype: Whether calls with a weight of another dtype are left to the module.
     """
 
     name: str
@@ -28,6 +30,8 @@ class NormKind:
     options: tuple[tuple[str, Any], ...] = ()
     tensors: tuple[str, ...] = ("weight",)
     exact: bool = True
+    plus: float = 0.0
+    one_dtype: bool = False
 
     @property
     def gated(self) -> bool:
@@ -37,6 +41,10 @@ class NormKind:
 
 def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))
+
+
+def _layer_norm(name: str, plus: float = 0.0) -> NormKind:
+    return NormKind(name, "layer_norm", (), ("weight", "bias"), False, plus, one_dtype=True)
 
 
 def _gated(casting: str, activation: str, first: bool) -> NormKind:
@@ -50,7 +58,10 @@ NORM_KINDS = (
     NormKind("olmo", options=_cast("olmo")),
     NormKind("gemma", options=_cast("gemma", 1.0)),
     NormKind("gemma", options=_cast("gemma")),
-    NormKind("plain", "layer_norm", tensors=("weight", "bias"), exact=False),
+    NormKind("llama", options=_cast("llama"), one_dtype=True),
+    NormKind("gemma", options=_cast("gemma"), one_dtype=True),
+    _layer_norm("plain"),
+    _layer_norm("1 + weight", plus=1.0),
     *(
         _gated(casting, activation, first)
         for first in (True, False)
@@ -115,21 +126,38 @@ class MlpKind:
     Attributes:
         op: Operator; the one for packed layers is ``<op>_packed``.
         formula: What it computes, for messages.
-        activation: The same for ``gated_mlp``, which takes the layers as well.
+        activation: The same for ``gated_mlp``, which takes the layers as well; empty where it does
+            not know the formula.
         options: Keyword arguments of the operator.
+        packed: More of them where one layer holds gate and up.
+        numbers: Further ones, whose values the module's attributes of such a name hold.
     """
 
     op: str
     formula: str
-    activation: str
-    options: tuple[tuple[str, str], ...] = ()
+    activation: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    packed: tuple[tuple[str, Any], ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 MLP_KINDS = (
     MlpKind("swiglu", "silu(gate) * up", "silu"),
     MlpKind("geglu", "gelu(gate) * up", "gelu_tanh", (("approximate", "tanh"),)),
     MlpKind("geglu", "gelu(gate) * up", "gelu", (("approximate", "none"),)),
+    *(
+        MlpKind(
+            "swiglu_clamped",
+            "silu(clamped gate) * clamped up",
+            options=(("up_offset", offset),),
+            packed=(("interleaved", interleaved),),
+            numbers=("limit", "alpha"),
+        )
+        for offset in (1.0, 0.0)
+        for interleaved in (False, True)
+    ),
 )
+MLP_OPS = tuple(dict.fromkeys(kind.op for kind in MLP_KINDS))
 """Tried in this order."""
 
 

@@ -68,12 +68,13 @@ class FusedNorm(Patched):
 def _served(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> bool:
     if (gate is not None) != settings.kind.gated or type(x).__name__ == "DTensor":
         return False
-    if settings.kind.op != "layer_norm":
+    if not settings.kind.one_dtype:
         return True
-    # torch's layer_norm chooses the dtype of its result under autocast, and refuses mixed ones
     weight = settings.tensors[0][1]
     of_weight = x.dtype if weight is None else getattr(module, weight).dtype
-    return autocast_dtype(x.device.type) is None and of_weight == x.dtype
+    # torch's layer_norm chooses the dtype of its result under autocast
+    outside = settings.kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
+    return of_weight == x.dtype and outside
 
 
 def _apply(module: Any, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
@@ -81,6 +82,8 @@ def _apply(module: Any, x: Tensor, gate: Tensor | None, settings: NormSettings) 
 
     kind = settings.kind
     given = [None if name is None else getattr(module, name) for _, name in settings.tensors]
+    if kind.plus and given[0] is not None:
+        given[0] = given[0] + kind.plus
     options = dict(kind.options)
     if settings.group is not None:
         name, counts = settings.group
@@ -109,7 +112,7 @@ def looks_like_norm(module: nn.Module) -> str | None:
         return "dyt"
     if not any(hasattr(module, name) for name in EPS_NAMES):
         squared = not names and kind.__module__.partition(".")[0] != "torch" and _unary(kind)
-        return "relu_squared" if squared and not scalars(module) else None
+        return "relu_squared" if squared else None
     if _takes_gate(kind):
         return "gated_rms_norm"
     if "bias" in roles:
@@ -248,7 +251,7 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
         x = random(generator, rows, 1, size) * random(generator, rows, 1, 1).exp()
         gate = random(generator, rows, 1, size) if kind.gated else None
         for of_x, of_weight in _PAIRS:
-            if kind.op == "layer_norm" and of_x != of_weight:
+            if kind.one_dtype and of_x != of_weight:
                 continue  # left to the module
             standin = shell(module)
             for name, value in values.items():

@@ -10,7 +10,7 @@ import torch
 
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import registered
-from liger_multi.patching.kinds import NORM_OPS
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -64,12 +64,12 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, "swiglu", "geglu", "rope"), Options),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "rope"), Options),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
-    **dict.fromkeys((*NORM_OPS, "swiglu", "geglu", "rope"), True),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "rope"), True),
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_multi.patching.kinds import NORM_KINDS, NormKind
+from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, NORM_KINDS, MlpKind, MlpNames, NormKind
 
 _norms: list[NormKind] = []
+_mlps: list[MlpNames] = []
+_gates: list[MlpKind] = []
 _probes: dict[str, Any] = {}
 
 
@@ -20,6 +22,16 @@ def norm_kinds() -> tuple[NormKind, ...]:
     return (*NORM_KINDS, *_norms)
 
 
+def mlp_names() -> tuple[MlpNames, ...]:
+    """The known names of the layers of gated MLPs."""
+    return (*MLP_NAMES, *_mlps)
+
+
+def mlp_kinds() -> tuple[MlpKind, ...]:
+    """The known gated activations."""
+    return (*MLP_KINDS, *_gates)
+
+
 def generation() -> int:
     """A number that changes when something is added, for caches of what probes found."""
-    return len(_norms)
+    return len(_norms) + len(_mlps) + len(_gates)

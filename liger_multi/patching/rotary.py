@@ -118,9 +118,10 @@ def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionT
     found = cast(Rotary, recognised(stock))
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
 
-    def apply_rotary(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
-    ) -> Any:
+    def apply_rotary(*args: Any, **named: Any) -> Any:
+        if len(args) < len(ROTARY_ARGUMENTS) or any(n in ROTARY_ARGUMENTS for n in named):
+            return stock(*args, **named)
+        q, k, cos, sin, *rest = args
         given = dict(named)
         for at, value in enumerate(rest):
             given[arguments[at]] = value
@@ -128,7 +129,7 @@ def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionT
             (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
         )
         if axis is None or given.get("position_ids") is not None or not _fits(q, k, cos, sin, axis):
-            return stock(q, k, cos, sin, *rest, **named)
+            return stock(*args, **named)
         return run_bound(options, ("rope",), _apply, kind, q, k, cos, sin, axis)
 
     suffix = "".join(f"_{value}" for value in options.shown().values())
