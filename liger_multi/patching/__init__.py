@@ -4,7 +4,23 @@ Importing this imports no transformers; ``docs/patching.md`` tells how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
+from liger_multi.patching.kinds import MlpKind, MlpNames, NormKind
 from liger_multi.patching.logits import real_logits
+from liger_multi.patching.registered import Replacement, register, unregister
 from liger_multi.patching.report import Entry, PatchReport, Skipped
 
-__all__ = ["Entry", "PatchReport", "Skipped", "patch", "patched", "real_logits", "unpatch"]
+__all__ = [
+    "Entry",
+    "MlpKind",
+    "MlpNames",
+    "NormKind",
+    "PatchReport",
+    "Replacement",
+    "Skipped",
+    "patch",
+    "patched",
+    "real_logits",
+    "register",
+    "unpatch",
+    "unregister",
+]

@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes
-from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
+from liger_multi.patching import modeltypes, registered
 from liger_multi.patching.head import LazyHead, find_heads, head_refusal
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
@@ -28,6 +28,7 @@ from liger_multi.patching.swap import (
     restore,
     snapshot,
     stock_class,
+    swapped,
 )
 
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
@@ -60,7 +61,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         ConfigurationError: An unknown backend.
         TypeError: ``model`` is neither a module nor a model type.
     """
-    request = parse_request(ops)
+    request = parse_request(ops, registered.probes())
     if isinstance(model, str):
         modeltypes.register(model, lambda built: _patch_built(built, request, strict))
         report = PatchReport(f"models of type {model} built from now on")
@@ -137,6 +138,7 @@ def _patch(
             _norm(report, request, path, module)
             _mlp(report, request, path, module)
             _rotary(report, request, path, module)
+            _registered(report, request, path, module)
         _head(report, request, model, head_needed)
         _absent(report, request, model)
         if strict and any(s.strict for s in report.skipped):
@@ -202,6 +204,25 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         by = f"rope[{'; '.join(kinds)}]"
         _apply(report, path, module, swap, by, request.get("rope").shown())
         renew(type(module))
+
+
+def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    """What users' probes say; modules that an operator serves are not asked."""
+    held = swapped(module)
+    if held is not None and held.behaviour is not registered.Replaced:
+        return
+    for name, probe in registered.probes().items():
+        options = request.get(name)
+        found = None if options is None or _overridden(module) else probe(module)
+        if isinstance(found, registered.Replacement):
+            settings = replace(found, options=options)
+            swap = Swap(name, stock_class(module), registered.Replaced, settings)
+            _apply(report, path, module, swap, found.shown, options.shown())
+            return
+        if isinstance(found, str):
+            report.skipped.append(Skipped(path, name, found))
+    if held is not None:
+        _restore(report, path, module)
 
 
 def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from typing import Any, cast
@@ -39,7 +39,7 @@ class MlpSettings:
     inner: str | None = None
     outer: str | None = None
     numbers: tuple[tuple[str, str], ...] = ()
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
@@ -108,7 +108,7 @@ def _silent(module: Any, name: str | None) -> bool:
 
 def _for(down: Any, x: Tensor) -> Tensor:
     """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
-    weight = getattr(down, "weight", None)
+    weight: Any = getattr(down, "weight", None)
     if type(weight) not in PLAIN or not weight.is_floating_point() or weight.itemsize < 2:
         return x
     return x if autocast_dtype(x.device.type) is not None else x.to(weight.dtype)
@@ -274,9 +274,7 @@ def _standin(
             standin._modules[name] = _Marker()
         elif m is not None:
             standin._modules[name] = shell(m)  # the activation, without its hooks
-    return standin, random(generator, 2, 3, 24) * torch.tensor(
-        [[1.0], [0.3], [12.0]], device="cpu"
-    )
+    return standin, random(generator, 2, 3, 24) * torch.tensor([[1.0], [0.3], [12.0]], device="cpu")
 
 
 _FEATURES = ("in_features", "out_features")

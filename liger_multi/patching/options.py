@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
 
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching import registered
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
@@ -73,6 +72,8 @@ _DEFAULTS: dict[str, bool] = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
+BUILT_IN = tuple(_DEFAULTS)
+"""Patch keys that no registered probe may have."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,18 @@ class Request:
         return None if fused is None and plain is None else HeadSettings(fused, plain)
 
 
-def parse_request(ops: Mapping[str, OpChoice]) -> Request:
+def parse_request(ops: Mapping[str, OpChoice], probes: Iterable[str] = ()) -> Request:
     """Check the keyword arguments of a patch call.
+
+    Args:
+        ops: Choices by patch key.
+        probes: Further keys, of probes that users registered.
 
     Raises:
         PatchError: An operator or option that does not exist, with the nearest one that does, or a
             value of the wrong form.
     """
-    defaults = {**_DEFAULTS, **dict.fromkeys(registered.probes(), True)}
+    defaults = {**_DEFAULTS, **dict.fromkeys(probes, True)}
     for name in ops:
         if name not in defaults:
             raise PatchError(unknown("patch key", name, defaults))

@@ -55,10 +55,12 @@ EDITS: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": 203},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 203},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "cohere_compass_text": {"rope_parameters": {
-        k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-        for k in ("full_attention", "sliding_attention")
-    }},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+            for k in ("full_attention", "sliding_attention")
+        }
+    },
     "dots1": {
         "num_local_experts": 4,
         "n_routed_experts": 4,
@@ -87,9 +89,7 @@ EDITS: dict[str, dict[str, Any]] = {
     },
     "xmod": {"default_language": "en_XX"},
     "perceiver": {"max_position_embeddings": 12, "num_latents": 6},
-    "mobilebert": {
-        "intra_bottleneck_size": 32, "true_hidden_size": 32, "embedding_size": 32
-    },
+    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32, "embedding_size": 32},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 32},
     "zamba": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
@@ -99,7 +99,14 @@ EDITS: dict[str, dict[str, Any]] = {
     },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
 }
-TEXTS = ("text_config", "llm_config", "language_config", "decoder", "decoder_config", "thinker_config")
+TEXTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "decoder",
+    "decoder_config",
+    "thinker_config",
+)
 
 
 def configuration(pair: Pair) -> Any:
@@ -188,12 +195,9 @@ def _finish(config: Any) -> None:
         config.rope_parameters = {**(config.rope_parameters or {}), "mrope_section": section}
 
 
+_QWEN = "glm4v_text glm_ocr_text glm46v_text paddleocr_vl_text qwen2_vl_text qwen2_5_vl_text"
 SECTIONS = {
-    **dict.fromkeys(
-        ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_vl_text", "qwen2_vl_text",
-         "qwen3_vl_text", "glm46v_text", "qwen2_5_omni_text"),
-        [4, 2, 2],
-    ),
+    **dict.fromkeys((*_QWEN.split(), "qwen3_vl_text", "qwen2_5_omni_text"), [4, 2, 2]),
     "glm4v_moe_text": [2, 1, 1],
     "ernie4_5_vl_moe_text": [3, 3, 2],
     "hunyuan_vl_text": [2, 2, 2, 2],

@@ -43,36 +43,56 @@ RULES: tuple[tuple[str, Number | None], ...] = (
     (r"^(first_k_dense_replace|num_dense_layers)$", _at_most(1)),
     (r"^(max_window_layers|moe_layer_end_index|rescale_every)$", _at_most(LAYERS)),
     (
-        r"^(n_layers?|.*num_(.*_)?layers|.*(encoder|decoder|attention)_layers|layers|depth|.*_depth"
-        r"|num_self_attends_per_block|num_feedforward_networks|num_hidden_groups)$",
+        (
+            r"^(n_layers?|.*num_(.*_)?layers|.*(encoder|decoder|attention)_layers|layers|depth|.*_depth"
+            r"|num_self_attends_per_block|num_feedforward_networks|num_hidden_groups)$"
+        ),
         _layers,
     ),
-    (r"(experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|top_k_experts|num_selected_experts)$", _at_most(2)),
+    (
+        r"(experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|top_k_experts|num_selected_experts)$",
+        _at_most(2),
+    ),
     (r"(num_shared_experts|n_shared_experts)$", _at_most(1)),
-    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num)$", _at_most(4)),
+    (
+        r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num)$",
+        _at_most(4),
+    ),
     (r"^(n_group|topk_group|num_expert_group|limited_.*groups?)$", _at_most(1)),
     (r"(kv_heads|key_value_heads|kv_n_heads|query_groups)$", _key_heads),
     (r"(num_heads|n_heads?|attention_heads|_heads|n_head|num_attn_heads)$", _at_most(HEADS)),
     (r"^(qk_rope_head_dim|rotary_dim)$", _at_most(8)),
     (r"^(qk_nope_head_dim)$", _at_most(8)),
     (r"^(qk_head_dim|v_head_dim|index_head_dim)$", _at_most(HEAD)),
-    (r"(head_dim|dim_head|d_head|d_kv|head_size|kv_channels|headdim|attention_head_dim)$", _at_most(HEAD)),
+    (
+        r"(head_dim|dim_head|d_head|d_kv|head_size|kv_channels|headdim|attention_head_dim)$",
+        _at_most(HEAD),
+    ),
     (r"(lora_rank|lowrank|rank)$", _at_most(16)),
-    (r"^(.*max.*position.*|max_seq_len|n_positions|n_ctx|context_length|model_max_length"
-     r"|max_(source|target)_positions)$", _at_most(128)),
+    (
+        (
+            r"^(.*max.*position.*|max_seq_len|n_positions|n_ctx|context_length|model_max_length"
+            r"|max_(source|target)_positions)$"
+        ),
+        _at_most(128),
+    ),
     (r"(sliding_window|window_size|local_attention|chunk_size|attention_window)$", _at_most(8)),
     (r"(image_size|resolution|img_size|crop_size)$", _at_most(32)),
     (r"(patch_size)$", _at_most(8)),
     (r"(state_size|d_state)$", _at_most(16)),
     (
-        r"(intermediate_size|ffn_dim|d_ff|dim_ff|dff|mlp_dim|ffn_hidden_size|n_inner|d_inner|inner_dim"
-        r"|feed_forward_size|intermediate_size_mlp|share_expert_dim|moe_hidden_size)$",
+        (
+            r"(intermediate_size|ffn_dim|d_ff|dim_ff|dff|mlp_dim|ffn_hidden_size|n_inner|d_inner|inner_dim"
+            r"|feed_forward_size|intermediate_size_mlp|share_expert_dim|moe_hidden_size)$"
+        ),
         _at_most(INNER),
     ),
     (
-        r"(hidden_size|d_model|n_embd|embed_dim|hidden_dim|embedding_size|embed_proj_dim|emb_dim"
-        r"|projection_dim|proj_dim|_dim|^dim|out_hidden_size|d_latents|lru_width|emb_size"
-        r"|embedding_dim)$",
+        (
+            r"(hidden_size|d_model|n_embd|embed_dim|hidden_dim|embedding_size|embed_proj_dim|emb_dim"
+            r"|projection_dim|proj_dim|_dim|^dim|out_hidden_size|d_latents|lru_width|emb_size"
+            r"|embedding_dim)$"
+        ),
         _at_most(HIDDEN),
     ),
 )
