@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes, registered
-from liger_multi.patching.head import LazyHead, find_heads, head_refusal
+from liger_multi.patching import foreign, modeltypes, registered, resize
+from liger_multi.patching.head import LazyHead, find_heads, head_refusal, with_heads
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -23,7 +23,6 @@ from liger_multi.patching.swap import (
     Swap,
     apply,
     buried,
-    has_own_forward,
     refuse_buried,
     restore,
     snapshot,
@@ -135,10 +134,8 @@ def _patch(
     report = PatchReport(type(model).__name__)
     try:
         for path, module in model.named_modules():
-            _norm(report, request, path, module)
-            _mlp(report, request, path, module)
-            _rotary(report, request, path, module)
-            _registered(report, request, path, module)
+            for find in _FINDERS:
+                find(report, request, path, module)
         _head(report, request, model, head_needed)
         _absent(report, request, model)
         if strict and any(s.strict for s in report.skipped):
@@ -155,7 +152,7 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
     likely = looks_like_norm(module)
     if likely is None:
         return
-    overridden = _overridden(module)
+    overridden = foreign.of_module(module)
     found = overridden or norm_settings(module, likely)
     op = likely if isinstance(found, str) else found.kind.op
     options = request.get(op)
@@ -178,10 +175,11 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
     if not choices:
         _restore(report, path, module)
         return
-    found = _overridden(module) or mlp_kind(module, candidates)
+    found = foreign.of_module(module) or mlp_kind(module, candidates)
     if isinstance(found, str):
-        if named:
-            report.skipped.append(Skipped(path, next(iter(choices)), found))
+        told = [op for op in choices if op in _TOLD or op in request.named]
+        if named and told:
+            report.skipped.append(Skipped(path, told[0], found))
     elif found.kind.op not in choices:
         _restore(report, path, module)
     else:
@@ -196,7 +194,7 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         if isinstance(module, FusedRotary):
             _restore(report, path, module)
         return
-    overridden = _overridden(module)
+    overridden = foreign.of_module(module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
@@ -213,7 +211,7 @@ def _registered(report: PatchReport, request: Request, path: str, module: nn.Mod
         return
     for name, probe in registered.probes().items():
         options = request.get(name)
-        found = None if options is None or _overridden(module) else probe(module)
+        found = None if options is None or foreign.of_module(module) else probe(module)
         if isinstance(found, registered.Replacement):
             settings = replace(found, options=options)
             swap = Swap(name, stock_class(module), registered.Replaced, settings)
@@ -223,6 +221,10 @@ def _registered(report: PatchReport, request: Request, path: str, module: nn.Mod
             report.skipped.append(Skipped(path, name, found))
     if held is not None:
         _restore(report, path, module)
+
+
+_FINDERS = (_norm, _mlp, _rotary, _registered)
+"""Asked in this order for every module; each knows its operators' modules and leaves others."""
 
 
 def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
@@ -253,8 +255,9 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         report.skipped.append(Skipped("", op, missing, strict=needed))
+    theirs = next((why for m in with_heads(model) if (why := foreign.of_model(m))), None)
     for path, module in heads:
-        refusal = head_refusal(module)
+        refusal = theirs or head_refusal(module)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
                 _restore(report, f"{path}.{name}".strip("."), inner)
@@ -262,6 +265,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
             continue
         swap = Swap(op, stock_class(module), LazyHead, settings)
         _apply(report, path, module, swap, op, settings.shown)
+        resize.follow()
 
 
 def _apply(
@@ -293,13 +297,6 @@ def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
         report.entries.append(
             Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
         )
-
-
-def _overridden(module: nn.Module) -> str | None:
-    """Whether an instance's forward was replaced by somebody else."""
-    if "forward" in vars(module) and not has_own_forward(module):
-        return "somebody else replaced its forward"
-    return None
 
 
 __all__ = ["patch", "patched", "unpatch"]

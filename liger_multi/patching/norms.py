@@ -297,4 +297,6 @@ def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
     if exact:
         return torch.equal(stock, ours)
     rtol, atol = _CLOSE[stock.dtype]
-    return torch.allclose(stock, ours, rtol=rtol, atol=atol)
+    # in bf16 nearly every bit, or it rounds at another place
+    same = stock.dtype != torch.bfloat16 or bool((stock == ours).double().mean() > 0.95)
+    return same and torch.allclose(stock, ours, rtol=rtol, atol=atol)

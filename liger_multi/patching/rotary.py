@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import redirect
+from liger_multi.patching import foreign, redirect
 from liger_multi.patching.kinds import (
     ROTARY_ARGUMENTS,
     ROTARY_FORMS,
@@ -185,6 +185,9 @@ def recognised(function: Callable[..., Any]) -> Rotary | str:
     """What a function computes, or the reason why it stays."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
+    theirs = foreign.owner(function)
+    if theirs:
+        return f"{theirs} put its {_name(function)} into the modeling file"
     try:
         found = _known.get(function)
     except TypeError:  # cannot be hashed

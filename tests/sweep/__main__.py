@@ -31,7 +31,7 @@ def main() -> int:
     import torch
     import transformers
     from sweep.pairs import registered
-    from sweep.run import sweep
+    from sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
     from liger_multi.config import configure
 
@@ -62,6 +62,7 @@ def main() -> int:
                     "torch": torch.__version__,
                     "transformers": transformers.__version__,
                     "backend": given.backend or "reference",
+                    "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
                     "pairs": [{k: v for k, v in vars(o).items() if k != "seconds"} for o in found],
                 },
                 indent=1,

@@ -70,11 +70,12 @@ def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
     report = patch(ours, **ops)
     calls.clear()  # the probes' own
     try:
-        got = step(ours, batch)
-        made.why = difference(wanted, got)
+        made.why = found = difference(wanted, step(ours, batch))
+        if found and not in_doubles(stock, ours, batch):
+            found, made.why = "", "in fp64; in fp32 the rounding shows"
     except Exception as error:
-        made.why = _said(error)
-    made.status = "different" if made.why else "equal"
+        made.why = found = _said(error)
+    made.status = "different" if found else "equal"
     made.calls = dict(sorted(calls.items()))
     for entry in report.entries:
         made.modules[entry.op] = made.modules.get(entry.op, 0) + 1
@@ -136,6 +137,16 @@ def difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) ->
             if not found <= bound:
                 worst = max(worst, (found / bound, name))
     return f"the gradient of {worst[1]} by {worst[0]:.2g} of the bound" if worst[1] else ""
+
+
+def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
+    """The difference in fp64, where a gradient that all but cancels is still exact."""
+    found = []
+    for model in (stock, ours):
+        model.double().zero_grad()
+        wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        found.append(step(model, wide))
+    return difference(found[0], found[1])
 
 
 class _Counts(dict[str, int]):
