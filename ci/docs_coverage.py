@@ -49,7 +49,10 @@ def page() -> str:
     )
     for kind in dict.fromkeys(o["kind"] for o in pairs):
         some = [o for o in pairs if o["kind"] == kind]
-        rows = ["| type | class | step | norms | MLP | rotary | loss |", "|---|---|---|---|---|---|---|"]
+        rows = [
+            "| type | class | step | norms | MLP | rotary | loss |",
+            "|---|---|---|---|---|---|---|",
+        ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
     return text + "## Left alone, and why\n\n" + "\n".join(_reasons(pairs)) + "\n"
@@ -69,10 +72,14 @@ def _summary(pairs: list[dict[str, Any]]) -> str:
     together = {o["type"] for o in pairs if covers(o) >= every}
     rotary = {o["type"] for o in pairs if covers(o) >= {*every, "rotary"}}
     lines = [
-        f"* {len(pairs)} pairs: **{counts['equal']} equal to stock**, {counts['different']} "
-        f"different, {counts['not built']} without a step on this machine.",
-        f"* Norms, gated MLP and fused head together in **{len(together)} model types**, with the "
-        f"rotary function as well in {len(rotary)}.",
+        (
+            f"* {len(pairs)} pairs: **{counts['equal']} equal to stock**, {counts['different']} "
+            f"different, {counts['not built']} without a step on this machine."
+        ),
+        (
+            f"* Norms, gated MLP and fused head together in **{len(together)} model types**, with the "
+            f"rotary function as well in {len(rotary)}."
+        ),
     ]
     for part, name in (("norms", "norms"), ("mlp", "a gated MLP"), ("rotary", "rotary functions")):
         types = {o["type"] for o in pairs if part in covers(o)}

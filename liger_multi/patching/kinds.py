@@ -170,7 +170,7 @@ class RotaryKind:
         style: Which channels make a pair, as in ``rope``.
         casting: Dtype inside and out, as in ``rope``.
         angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
-            pair in their "first half".
+            pair in their "first half"; "complex" where one complex number a pair stands for both.
         backwards: Whether it turns the other way.
         sorted: Whether interleaved pairs come in and halves go out.
     """
@@ -207,6 +207,9 @@ ROTARY_KINDS = (
 
 ROTARY_NAME = re.compile(r"apply_.*rotary")
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+ROTARY_SINGLE = ("x", "cos", "sin")
+ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
+"""Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
 ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
 """What may follow; a call that gives position ids is left to the function."""
 

@@ -21,7 +21,7 @@ from liger_multi.patching.swap import Patched, buried
 
 Step = tuple[str, Any]
 """An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
-"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with the same logits after others."""
+"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with these logits after others."""
 
 STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
     "mul": lambda z, by: z * by,

@@ -197,7 +197,7 @@ def _finish(config: Any) -> None:
 
 _QWEN = "glm4v_text glm_ocr_text glm46v_text paddleocr_vl_text qwen2_vl_text qwen2_5_vl_text"
 SECTIONS = {
-    **dict.fromkeys((*_QWEN.split(), "qwen3_vl_text", "qwen2_5_omni_text"), [4, 2, 2]),
+    **{key: [4, 2, 2] for key in (*_QWEN.split(), "qwen3_vl_text", "qwen2_5_omni_text")},
     "glm4v_moe_text": [2, 1, 1],
     "ernie4_5_vl_moe_text": [3, 3, 2],
     "hunyuan_vl_text": [2, 2, 2, 2],
