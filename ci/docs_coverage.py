@@ -71,14 +71,15 @@ def _summary(pairs: list[dict[str, Any]]) -> str:
     every = {"norms", "mlp", "head"}
     together = {o["type"] for o in pairs if covers(o) >= every}
     rotary = {o["type"] for o in pairs if covers(o) >= {*every, "rotary"}}
+    equal, different, none = (counts[s] for s in ("equal", "different", "not built"))
     lines = [
         (
-            f"* {len(pairs)} pairs: **{counts['equal']} equal to stock**, {counts['different']} "
-            f"different, {counts['not built']} without a step on this machine."
+            f"* {len(pairs)} pairs: **{equal} equal to stock**, {different} different, {none} "
+            "without a step on this machine."
         ),
         (
-            f"* Norms, gated MLP and fused head together in **{len(together)} model types**, with the "
-            f"rotary function as well in {len(rotary)}."
+            f"* Norms, gated MLP and fused head together in **{len(together)} model types**, with "
+            f"the rotary function as well in {len(rotary)}."
         ),
     ]
     for part, name in (("norms", "norms"), ("mlp", "a gated MLP"), ("rotary", "rotary functions")):

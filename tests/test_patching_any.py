@@ -3,7 +3,9 @@
 
 import copy
 import pickle
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +59,7 @@ def equal(stock, ours, *inputs, rtol=1e-5):
         found.append([out, *torch.autograd.grad(out, [*given, *parameters], upstream)])
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(b, a, rtol=rtol, atol=rtol * float(a.abs().max() + 1))
+        torch.testing.assert_close(b, a, rtol=rtol, atol=rtol * float(a.detach().abs().max() + 1))
 
 
 def modeling(name):
@@ -98,7 +100,7 @@ def test_norms_of_every_kind(name):
 
 
 GATED = {
-    "mamba2": lambda m: m.MambaRMSNormGated(48),
+    "mamba2": lambda m: m.MambaRMSNormGated(48, group_size=48),
     "bamba": lambda m: m.BambaRMSNormGated(48, group_size=16),
     "qwen3_next": lambda m: m.Qwen3NextRMSNormGated(48),
     "falcon_h1": lambda m: m.FalconH1RMSNormGated(48, n_groups=3, norm_before_gate=False),
@@ -222,6 +224,56 @@ def test_three_layers_that_are_no_mlp_are_left_without_a_word():
     assert not shown
     assert all("Three" not in reason for reason in skipped)
     assert type(module) is Three
+
+
+def test_transformers_of_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
+    torch.manual_seed(0)
+    stock = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=[4, 4, 8],
+        pooled_projection_dim=32, **sizes
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    report = patch(ours, **HEADLESS)
+    assert report.count("layer_norm") == report.count("rms_norm") == 6
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.zeros(4, 3),
+        "txt_ids": torch.zeros(3, 3),
+    }
+    assert_same_training(stock, ours, lambda m: m(**inputs).sample.pow(2).sum())
+
+
+def test_encoders_of_sentence_transformers():
+    library = pytest.importorskip("sentence_transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        vocab_size=99, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.auto_model = transformers.BertModel(config)
+
+        def forward(self, features):
+            out = self.auto_model(input_ids=features["input_ids"]).last_hidden_state
+            return {**features, "sentence_embedding": out.mean(1)}
+
+    torch.manual_seed(0)
+    stock = library.SentenceTransformer(modules=[Encoder()], device="cpu")
+    ours = copy.deepcopy(stock)
+    assert patch(ours, **HEADLESS).count("layer_norm") == 5
+
+    def loss(model):
+        made = model({"input_ids": torch.arange(12).view(2, 6)})["sentence_embedding"]
+        return made.pow(3).sum()
+
+    assert_same_training(stock, ours, loss)
 
 
 # --- patches of others ---
@@ -407,6 +459,16 @@ def test_a_kind_of_a_user(registered):
     stock = copy.deepcopy(module)
     assert patched_module(module)[0] == ["rms_norm[two more]"]
     equal(stock, module, torch.randn(3, 24))
+
+
+def test_the_example_of_the_page_runs():
+    page = Path(__file__).parents[1] / "docs" / "patching.md"
+    section = page.read_text(encoding="utf-8").split("## Teaching it something")[1]
+    found = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert len(found) == 2
+    namespace = {"__name__": "page"}
+    for block in found:
+        exec(compile(block, "patching.md", "exec"), namespace)
 
 
 def test_registrations_that_cannot_be():

@@ -151,7 +151,7 @@ def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
     if len(linears) not in (2, 3) or module._parameters:
         return [], False
     others = [m for n, m in module._modules.items() if n not in linears and m is not None]
-    acts = [m for m in others if not isinstance(m, nn.Dropout)]
+    acts = [m for m in others if not isinstance(m, (nn.Dropout, nn.Identity))]
     if len(acts) > 1 or any(list(m.parameters()) or m._modules for m in acts):
         return [], False
     known = [n for n in registered.mlp_names() if set(n.all) == set(linears)]

@@ -171,7 +171,7 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
 
 def _candidates(likely: str) -> list[NormKind]:
     """The kinds of the likely operator first; a norm with one weight may be either."""
-    also = {"rms_norm": ("layer_norm", "gated_rms_norm")}.get(likely, ())
+    also = {"rms_norm": ("layer_norm",)}.get(likely, ())
     every = registered.norm_kinds()
     return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
 
