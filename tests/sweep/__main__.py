@@ -38,10 +38,11 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     device = given.device or "cpu"
     if given.backend:
-        import harness
+        from liger_multi.registry import backends
 
         configure({"default": given.backend})
-        device = given.device or harness.device_of(given.backend)
+        # the forks open the device: a driver that is started here would not outlive them
+        device = given.device or backends()[given.backend].device_type or "cpu"
     pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
     started, found = time.monotonic(), []
     for outcome in sweep(pairs[:: given.every], given.jobs, str(device)):
