@@ -62,17 +62,13 @@ def test_a_wrong_operator_is_seen(monkeypatch):
     """The comparison fails where an operator computes something else."""
     from liger_multi.reference import rms_norm
 
-    right = rms_norm.forward
-
-    def wrong(x, weight, eps, offset, casting):
-        y, rstd = right(x, weight, eps, offset, casting)
-        return y * 1.001, rstd
-
-    monkeypatch.setattr(rms_norm, "forward", wrong)
+    right = rms_norm._scaled
+    monkeypatch.setattr(rms_norm, "_scaled", lambda *args: right(*args) * 1.001)
     llama = Pair("causal", "llama", "LlamaForCausalLM")
     from liger_multi.patching import norms
 
-    monkeypatch.setattr(norms, "_agrees", lambda *args: True)  # the probe would refuse it
+    # the probe would refuse it
+    monkeypatch.setattr(norms, "_agrees", lambda m, settings, size: settings.kind.op == "rms_norm")
     (outcome,) = sweep([llama])
     assert outcome.status == "different"
     assert "stock" in outcome.why or "bound" in outcome.why

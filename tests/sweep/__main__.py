@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--quiet", action="store_true", help="only pairs that are not equal")
-    parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help="keep the results")
     given = parser.parse_args()
 
     import torch
@@ -57,6 +57,10 @@ def main() -> int:
     counts = Counter(o.status for o in found)
     print(f"{len(found)} pairs in {seconds:.0f} s: {dict(counts)}")
     if given.write:
+        made = {(o.kind, o.type, o.cls): vars(o) for o in found}
+        if given.names:  # the others stay as they were
+            kept = json.loads(RESULTS.read_text())["pairs"]
+            made = {(o["kind"], o["type"], o["cls"]): o for o in kept} | made
         RESULTS.write_text(
             json.dumps(
                 {
@@ -64,7 +68,9 @@ def main() -> int:
                     "transformers": transformers.__version__,
                     "backend": given.backend or "reference",
                     "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
-                    "pairs": [{k: v for k, v in vars(o).items() if k != "seconds"} for o in found],
+                    "pairs": [
+                        {k: v for k, v in o.items() if k != "seconds"} for o in made.values()
+                    ],
                 },
                 indent=1,
                 sort_keys=True,
