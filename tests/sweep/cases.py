@@ -39,10 +39,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "blt": {"encoder_hash_byte_group_vocab": 211},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1, 1), "num_res_blocks": 1},
-    **dict.fromkeys(
-        ("vibevoice_acoustic_tokenizer_encoder", "vibevoice_acoustic_tokenizer"),
-        {"num_filters": 4, "depths": (1,) * 7},
-    ),
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": (1,) * 7},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "qwen4_exp_text": {
