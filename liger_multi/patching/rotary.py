@@ -124,12 +124,19 @@ def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionT
         return _served_complex(name, stock, found.axes[_COMPLEX], options)
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
 
+    needed = ROTARY_SINGLE if found.single else ROTARY_ARGUMENTS
+
     def apply_rotary(*args: Any, **named: Any) -> Any:
-        tensors = 3 if found.single else len(ROTARY_ARGUMENTS)
-        if len(args) < tensors or not set(named) <= set(arguments):
-            return stock(*args, **named)
-        (q, *ks, cos, sin), rest = args[:tensors], args[tensors:]
         given = dict(named)
+        try:
+            (q, *ks, cos, sin), rest = (
+                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
+                args[len(needed) :],
+            )
+        except KeyError:
+            return stock(*args, **named)
+        if not set(given) <= set(arguments):
+            return stock(*args, **named)
         for at, value in enumerate(rest):
             given[arguments[at]] = value
         axis = axes.get(
