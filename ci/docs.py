@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ci import docs_benchmarks, docs_losses, docs_memory, docs_status, regressions
+from ci import docs_benchmarks, docs_coverage, docs_losses, docs_memory, docs_status, regressions
 from ci.npu import ladder
 
 ROOT = Path(__file__).parent.parent
@@ -281,6 +281,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         ROOT / "ci" / "mkdocs.yml": nav,
         docs / "index.md": lambda old: front(),
         docs / "ops" / "index.md": lambda old: operators_page(),
+        docs / "coverage.md": lambda old: docs_coverage.page(),
         docs / "losses.md": docs_losses.page,
         docs / "nn.md": lambda old: modules_page(),
         docs / "regressions.md": lambda old: regressions.page(),

@@ -42,7 +42,8 @@ def forward(
     groups, dtype = x.shape[-1] // group_size, x.dtype
     if weight is not None and casting == "llama" and (gate is None or not norm_first):
         dtype = torch.promote_types(x.dtype, weight.dtype)
-    y = rows.new_empty(rows.shape, dtype=dtype)
+    result = x.new_empty(x.shape, dtype=dtype)
+    y = result.view(rows.shape)  # the result is no view, so that models may write to it
     rstd = rows.new_empty((rows.shape[0], groups), dtype=kind)
     for block in row_blocks(rows.shape[0], 5 * rows.shape[1] * kind.itemsize):
         f = rows[block].to(kind)
@@ -54,7 +55,7 @@ def forward(
         n = _scaled((parts * r).flatten(-2), weight, offset, casting, x.dtype)
         y[block] = n * act if act is not None and norm_first else n
         rstd[block] = r.squeeze(-1)[:, :groups]
-    return y.view(x.shape), rstd.view(*x.shape[:-1], groups)
+    return result, rstd.view(*x.shape[:-1], groups)
 
 
 def backward(

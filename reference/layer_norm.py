@@ -16,14 +16,15 @@ def forward(
     w, b = (p if p is None else p.to(kind) for p in (weight, bias))
     if w is None and kind != x.dtype:
         w = rows.new_ones(rows.shape[1], dtype=kind)
-    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    result = x.new_empty(x.shape)  # no view, so that models may write to it
+    y = result.view(rows.shape)
     mean, rstd = (rows.new_empty(rows.shape[0], 1, dtype=kind) for _ in range(2))
     # only on a CPU the kernel takes rows of another dtype than its parameters
     widen = x.device.type != "cpu"
     for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
         f = rows[block].to(kind) if widen else rows[block]
         y[block], mean[block], rstd[block] = torch.native_layer_norm(f, f.shape[1:], w, b, eps)
-    return y.view(x.shape), mean.view(x.shape[:-1]), rstd.view(x.shape[:-1])
+    return result, mean.view(x.shape[:-1]), rstd.view(x.shape[:-1])
 
 
 def backward(

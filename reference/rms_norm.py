@@ -25,14 +25,15 @@ def forward(
     """Normalise block by block of rows; statistics in fp32 (fp64 for fp64)."""
     kind, rows = statistics_dtype(x.dtype), as_rows(x)
     wide = x.dtype if weight is None or casting != "llama" else weight.dtype
-    y = rows.new_empty(rows.shape, dtype=torch.promote_types(x.dtype, wide))
+    result = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, wide))
+    y = result.view(rows.shape)  # the result is no view, so that models may write to it
     rstd = rows.new_empty(rows.shape[0], dtype=kind)
     for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
         f = rows[block].to(kind)
         r = torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
         y[block] = _scaled(f * r, weight, offset, casting, x.dtype)
         rstd[block] = r.squeeze(-1)
-    return y.view(x.shape), rstd.view(x.shape[:-1])
+    return result, rstd.view(x.shape[:-1])
 
 
 def backward(

@@ -39,6 +39,11 @@ def lazy(model):
     return logits
 
 
+def _entropy(rows):
+    log_p = F.log_softmax(rows, dim=-1)
+    return -(torch.exp(log_p) * log_p).sum(-1)
+
+
 VIEWS = {
     "all but last": lambda z: z[..., :-1, :],
     "one row": lambda z: z[0],
@@ -66,6 +71,11 @@ VIEWS = {
     "clone": lambda z: z.clone(),
     "in place": lambda z: z.clone().mul_(0.5),
     "log_softmax": lambda z: F.log_softmax(z, dim=-1),
+    "softmax": lambda z: z.softmax(-1),
+    "add": lambda z: 1 + z - 3,
+    "two of them": lambda z: z * z + z,
+    "exp of minus": lambda z: (-z).exp().log(),
+    "transpose rows": lambda z: z.transpose(0, 1),
 }
 REAL = {
     "vocabulary slice": lambda z: z[..., :7],
@@ -75,12 +85,11 @@ REAL = {
     "paired index": lambda z: z[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([5, 6])],
     "transpose": lambda z: z.transpose(1, 2),
     "reshape across": lambda z: z.reshape(-1),
-    "softmax": lambda z: z.softmax(-1),
     "log_softmax of rows": lambda z: z.log_softmax(1),
     "flat argmax": lambda z: z.argmax(),
     "sum": lambda z: z.sum(),
-    "add": lambda z: z + 1,
-    "two of them": lambda z: z * z,
+    "add a tensor": lambda z: z + torch.ones(VOCABULARY),
+    "two of other rows": lambda z: z[:, 1:] * z[:, :-1],
     "cat": lambda z: torch.cat([z, z]),
     "max of two": lambda z: torch.max(z, z * 0.5),
     "numpy's axis": lambda z: z.float(memory_format=torch.preserve_format).amax(axis=-1),
@@ -89,6 +98,10 @@ REAL = {
 }
 CHUNKED = {
     "argmax": lambda z: z.argmax(-1),
+    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "entropy by logsumexp": lambda z: z.logsumexp(-1) - (z.softmax(-1) * z).sum(dim=2),
+    "entropy of flat rows": lambda z: _entropy(z.float().view(-1, VOCABULARY)),
+    "mean": lambda z: z.mean(-1, keepdim=True),
     "argmax of a slice": lambda z: z[..., :-1, :].contiguous().argmax(dim=-1),
     "keepdim": lambda z: torch.argmax(z, 2, True),
     "max": lambda z: z.max(-1).values,
@@ -288,7 +301,7 @@ def test_touching_after_the_weights_changed_raises(models):
     out.loss.backward()
     torch.optim.AdamW(ours.parameters(), lr=0.1).step()
     for touch in (
-        lambda: out.logits + 1,
+        lambda: (out.logits + 1).relu(),
         lambda: sliced.argmax(-1),
         lambda: F.cross_entropy(out.logits[0], IDS[0]),
     ):
@@ -420,7 +433,7 @@ def test_whole_logits_above_the_budget_warn_once_a_line():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            head(hidden).softmax(-1)
+            head(hidden).relu()
         head(hidden).argmax(-1)
     assert len(caught) == 1
     assert caught[0].filename == __file__

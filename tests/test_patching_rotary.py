@@ -169,8 +169,8 @@ def swapped(q, k, cos, sin, unsqueeze_dim=1):
     return half(q, k, cos, sin, unsqueeze_dim)[::-1]
 
 
-def other_arguments(x, cos, sin, unsqueeze_dim=1):
-    return half(x, x, cos, sin, unsqueeze_dim)[0]
+def other_arguments(tensor, sin, cos, unsqueeze_dim=1):
+    return half(tensor, tensor, cos, sin, unsqueeze_dim)[0]
 
 
 def failing(q, k, cos, sin):
@@ -184,7 +184,7 @@ def failing(q, k, cos, sin):
         (detached, "detached is no rotation"),
         (rounded, "rounded is no rotation"),
         (swapped, "swapped is no rotation"),
-        (other_arguments, r"takes \(x, cos, sin, unsqueeze_dim\), not \(q, k, cos, sin\)"),
+        (other_arguments, r"takes \(tensor, sin, cos, unsqueeze_dim\), not \(q, k, cos, sin\)"),
         (failing, "failing failed on a stand-in: ZeroDivisionError: no"),
     ],
 )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes
+from liger_multi.patching import foreign, modeltypes, registered, resize
 from liger_multi.patching.experts import (
     ExpertsSettings,
     FusedExperts,
     experts_kind,
     looks_like_experts,
 )
-from liger_multi.patching.head import LazyHead, find_heads, head_refusal
-from liger_multi.patching.mlp import FusedMlp, MlpSettings, mlp_kind, mlp_names
+from liger_multi.patching.head import LazyHead, find_heads, head_refusal, with_heads
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
+from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.protocol import warn_once
@@ -27,13 +29,15 @@ from liger_multi.patching.swap import (
     Swap,
     apply,
     buried,
-    has_own_forward,
     refuse_buried,
     restore,
     snapshot,
     stock_class,
+    swapped,
 )
 
+_TOLD = ("rms_norm", "swiglu", "geglu", "rope")
+"""Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
@@ -62,7 +66,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         ConfigurationError: An unknown backend.
         TypeError: ``model`` is neither a module nor a model type.
     """
-    request = parse_request(ops)
+    request = parse_request(ops, registered.probes())
     if isinstance(model, str):
         modeltypes.register(model, lambda built: _patch_built(built, request, strict))
         report = PatchReport(f"models of type {model} built from now on")
@@ -136,10 +140,8 @@ def _patch(
     report = PatchReport(type(model).__name__)
     try:
         for path, module in model.named_modules():
-            _norm(report, request, path, module)
-            _mlp(report, request, path, module)
-            _experts(report, request, path, module)
-            _rotary(report, request, path, module)
+            for find in _FINDERS:
+                find(report, request, path, module)
         _head(report, request, model, head_needed)
         _absent(report, request, model)
         if strict and any(s.strict for s in report.skipped):
@@ -153,69 +155,98 @@ def _patch(
 
 
 def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
-    if not looks_like_norm(module):
+    likely = looks_like_norm(module)
+    if likely is None:
         return
-    if request.rms_norm is None:
+    overridden = foreign.of_module(module)
+    found = overridden or norm_settings(module, likely)
+    op = likely if isinstance(found, str) else found.kind.op
+    options = request.get(op)
+    if options is None:
         _restore(report, path, module)
-        return
-    found = _overridden(module) or norm_settings(module, request.rms_norm)
-    if isinstance(found, str):
-        report.skipped.append(Skipped(path, "rms_norm", found))
-        return
-    swap = Swap("rms_norm", stock_class(module), FusedNorm, found)
-    by = f"rms_norm[{found.kind.casting}]" if found.weight else "rms_norm[no weight]"
-    _apply(report, path, module, swap, by, request.rms_norm.shown())
+    elif isinstance(found, str):
+        if likely != "relu_squared" or overridden:  # any activation without attributes is asked
+            report.skipped.append(Skipped(path, op, found))
+    else:
+        settings = replace(found, options=options)
+        swap = Swap(op, stock_class(module), FusedNorm, settings)
+        _apply(report, path, module, swap, settings.shown, options.shown())
 
 
 def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
-    names = mlp_names(module)
-    if names is None:
+    candidates, named = mlp_names(module)
+    if not candidates:
         return
-    choices = {op: request.enabled[op] for op in ("swiglu", "geglu") if op in request.enabled}
+    choices = {op: request.enabled[op] for op in MLP_OPS if op in request.enabled}
     if not choices:
         _restore(report, path, module)
         return
-    found = _overridden(module) or mlp_kind(module, names)
+    found = foreign.of_module(module) or mlp_kind(module, candidates)
     if isinstance(found, str):
-        report.skipped.append(Skipped(path, next(iter(choices)), found))
-    elif found.op not in choices:
+        told = [op for op in choices if op in _TOLD or op in request.named]
+        if named and told:
+            report.skipped.append(Skipped(path, told[0], found))
+    elif found.kind.op not in choices:
         _restore(report, path, module)
     else:
-        settings = MlpSettings(found, names, choices[found.op])
-        swap = Swap(found.op, stock_class(module), FusedMlp, settings)
-        by = settings.shown(module)
-        _apply(report, path, module, swap, by, settings.options.shown())
+        settings = replace(found, options=choices[found.kind.op])
+        swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
+        _apply(report, path, module, swap, settings.shown(module), settings.options.shown())
 
 
 def _experts(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     if not looks_like_experts(module):
         return
-    if request.fused_moe is None:
+    options = request.get("fused_moe")
+    if options is None:
         _restore(report, path, module)
         return
-    found = _overridden(module) or experts_kind(module)
+    found = foreign.of_module(module) or experts_kind(module)
     if isinstance(found, str):
         report.skipped.append(Skipped(path, "fused_moe", found))
         return
-    settings = ExpertsSettings(found, request.fused_moe)
+    settings = ExpertsSettings(found, options)
     swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
-    _apply(report, path, module, swap, settings.shown, request.fused_moe.shown())
+    _apply(report, path, module, swap, settings.shown, options.shown())
 
 
 def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     stock = type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
-    if request.rope is None or not rotary_calls(stock):
+    if request.get("rope") is None or not rotary_calls(stock):
         if isinstance(module, FusedRotary):
             _restore(report, path, module)
         return
-    overridden = _overridden(module)
+    overridden = foreign.of_module(module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
-        swap = Swap("rope", stock, FusedRotary, request.rope)
+        swap = Swap("rope", stock, FusedRotary, request.get("rope"))
         by = f"rope[{'; '.join(kinds)}]"
-        _apply(report, path, module, swap, by, request.rope.shown())
+        _apply(report, path, module, swap, by, request.get("rope").shown())
         renew(type(module))
+
+
+def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    """What users' probes say; modules that an operator serves are not asked."""
+    held = swapped(module)
+    if held is not None and held.behaviour is not registered.Replaced:
+        return
+    for name, probe in registered.probes().items():
+        options = request.get(name)
+        found = None if options is None or foreign.of_module(module) else probe(module)
+        if isinstance(found, registered.Replacement):
+            settings = replace(found, options=options)
+            swap = Swap(name, stock_class(module), registered.Replaced, settings)
+            _apply(report, path, module, swap, found.shown, options.shown())
+            return
+        if isinstance(found, str):
+            report.skipped.append(Skipped(path, name, found))
+    if held is not None:
+        _restore(report, path, module)
+
+
+_FINDERS = (_norm, _mlp, _experts, _rotary, _registered)
+"""Asked in this order for every module; each knows its operators' modules and leaves others."""
 
 
 def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
@@ -223,17 +254,17 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     names = {type(m).__name__ for m in model.modules()}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts
-    for family in (("rms_norm",), ("swiglu", "geglu"), ("fused_moe",), ("rope",)):
+    seen = {e.op for e in report.entries if e.status != "restored"}
+    seen |= {s.op for s in report.skipped}
+    for family in (NORM_OPS, MLP_OPS, ("fused_moe",), ("rope",)):
         wanted = [op for op in family if op in request.enabled]
-        seen = {e.op for e in report.entries if e.status != "restored"}
-        seen |= {s.op for s in report.skipped}
         missing = [op for op in wanted if op not in seen]
         for op in missing:
             named = op in request.named
             # most models have no experts, which is nothing to report
-            if named or (len(missing) == len(wanted) and op != "fused_moe"):
+            if named or (len(missing) == len(wanted) and op in _TOLD):
                 reason = "the model has no module of this kind"
-                if op in ("swiglu", "geglu") and experts:
+                if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
 
@@ -248,8 +279,9 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         report.skipped.append(Skipped("", op, missing, strict=needed))
+    theirs = next((why for m in with_heads(model) if (why := foreign.of_model(m))), None)
     for path, module in heads:
-        refusal = head_refusal(module)
+        refusal = theirs or head_refusal(module)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
                 _restore(report, f"{path}.{name}".strip("."), inner)
@@ -257,6 +289,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
             continue
         swap = Swap(op, stock_class(module), LazyHead, settings)
         _apply(report, path, module, swap, op, settings.shown)
+        resize.follow()
 
 
 def _apply(
@@ -288,13 +321,6 @@ def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
         report.entries.append(
             Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
         )
-
-
-def _overridden(module: nn.Module) -> str | None:
-    """Whether an instance's forward was replaced by somebody else."""
-    if "forward" in vars(module) and not has_own_forward(module):
-        return "somebody else replaced its forward"
-    return None
 
 
 __all__ = ["patch", "patched", "unpatch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -110,14 +111,18 @@ def _foreign_hook(head: nn.Module) -> bool:
     return False
 
 
+def with_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that may have an output embedding."""
+    for module in model.modules():
+        if callable(getattr(module, "get_output_embeddings", None)):
+            yield module
+
+
 def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     """The output embeddings of a model with their paths, or the reason why there is none."""
-    for module in model.modules():
-        getter = getattr(module, "get_output_embeddings", None)
-        if not callable(getter):
-            continue
+    for module in with_heads(model):
         try:
-            head = getter()
+            head = cast(Any, module).get_output_embeddings()
         except (AttributeError, NotImplementedError):
             continue
         if isinstance(head, nn.Module):
@@ -150,11 +155,34 @@ def head_refusal(head: nn.Module) -> str | None:
         )
     if "forward" in vars(head) and not has_own_forward(head):
         return f"somebody else replaced the forward of this {kind}"
+    if not isinstance(head, nn.Linear) and _holds_codes(head):
+        return (
+            f"the output embedding is a {kind} with quantised storage ({head.weight.dtype}); its "
+            "logits come from its own call"
+        )
     if not isinstance(head, nn.Linear) or (
         not buried(head) and stock_class(head).forward is not nn.Linear.forward
     ):
         return f"the output embedding is a {kind}, not a plain linear layer"
+    if _holds_codes(head):
+        return (
+            f"the weight of the output embedding is stored as {head.weight.dtype}, "
+            "which only its own call can turn into numbers"
+        )
+    if type(head.weight).__module__.startswith("torchao."):
+        return (
+            f"the weight of the output embedding is a {type(head.weight).__name__}, "
+            "whose products are its own"
+        )
     return None
+
+
+def _holds_codes(head: nn.Module) -> bool:
+    """Whether a weight is integers or eight bits of floating point."""
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
+        return False
+    return weight.dtype.itemsize < 2 or not weight.is_floating_point()
 
 
 def _is_tensor_parallel(head: nn.Module) -> bool:

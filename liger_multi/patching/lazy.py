@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from liger_multi.patching.loss import CrossEntropyCall, fused, run_bound
+from liger_multi.patching.loss import CrossEntropyCall, fused, negative_log_likelihood, run_bound
 from liger_multi.patching.protocol import (
     GRADIENT_BY_LOGITS,
     METADATA,
@@ -31,7 +31,7 @@ from liger_multi.patching.real import loss_logits
 from liger_multi.patching.recipe import Job, Recipe
 from liger_multi.patching.reductions import REDUCTIONS
 from liger_multi.patching.rows import ROWS
-from liger_multi.patching.steps import RECORDED, WRITES
+from liger_multi.patching.steps import JOINS, RECORDED, WRITES
 
 
 class Family:
@@ -150,6 +150,14 @@ class LazyLogits(Tensor):
             loss = fused(call.input._slot.recipe, call) if _is_lazy(call.input) else None
             if loss is not None:
                 return loss
+        elif func is F.nll_loss and _is_lazy(args[0] if args else None):
+            loss = negative_log_likelihood(args[0]._slot.recipe, *args[1:], **kwargs)
+            if loss is not None:
+                return loss
+        elif func in JOINS and len(args) == 2 and not kwargs and all(map(_is_lazy, args)):
+            joined = _joined(func, *args)
+            if joined is not None:
+                return joined
         elif _is_lazy(first) and not any(
             isinstance(a, LazyLogits) for a in (*args[1:], *kwargs.values())
         ):
@@ -242,6 +250,14 @@ def _values(value: Any) -> Any:
 
 def _is_lazy(value: Any) -> bool:
     return isinstance(value, LazyLogits) and not value._slot.family.pinned
+
+
+def _joined(func: Any, one: LazyLogits, other: LazyLogits) -> LazyLogits | None:
+    """Two lazy logits of the same rows as one."""
+    if one._slot.available or other._slot.available:
+        return None
+    recipe = one._slot.recipe.joined(JOINS[func], other._slot.recipe)
+    return None if recipe is None else lazy_logits(recipe)
 
 
 def _follow(func: Any, slot: Slot, logits: LazyLogits, args: Any, kwargs: Any) -> Any:

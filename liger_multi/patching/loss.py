@@ -115,6 +115,26 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
         return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
 
 
+def negative_log_likelihood(recipe: Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
+    """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy, or None when it is none."""
+    if not recipe.steps or recipe.steps[-1][0] != "log_softmax":
+        return None
+    before = recipe.undone()
+    call = CrossEntropyCall(_Rows(before), *args, **kwargs)
+    return fused(before, call)
+
+
+class _Rows:
+    """The shape of logits, for checks of a call."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.shape, self.ndim = recipe.shape, len(recipe.shape)
+
+    def size(self, dim: int) -> int:
+        """Length of an axis."""
+        return self.shape[dim]
+
+
 def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Tensor | None:
     """The loss of real logits by our cross entropy, or None when it is a call for PyTorch's."""
     if not call.plain:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
 
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
+from liger_multi.patching import registered
+from liger_multi.patching.kinds import MLP_KINDS, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.probe import laboratory, linear, random, scalars, shell
@@ -20,18 +23,30 @@ from liger_multi.patching.swap import Patched, stock_class
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """The activation, and the names of the layers."""
+    """How an instance computes, and the names of its attributes.
+
+    Attributes:
+        kind: The gated activation.
+        names: The layers.
+        inner: Dropout between the product and the last layer.
+        outer: Dropout after the last layer.
+        numbers: Arguments of the operator and the attributes that hold them.
+        options: What the patch call asked for.
+    """
 
     kind: MlpKind
     names: MlpNames
-    options: Options
+    inner: str | None = None
+    outer: str | None = None
+    numbers: tuple[tuple[str, str], ...] = ()
+    options: Options = field(default_factory=Options)
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
-        if _bare(module, self.names):
+        if self.kind.activation and _bare(module, self.names):
             return f"gated_mlp[{self.kind.activation}]"
         op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
-        details = ", ".join(value for _, value in self.kind.options)
+        details = ", ".join(value for _, value in self.kind.options if isinstance(value, str))
         return f"{op}[{details}]" if details else op
 
 
@@ -41,36 +56,62 @@ class FusedMlp(Patched):
     Adapters, hooks, sharded and quantised weights act in the layers' own calls, so these are made.
     """
 
-    def forward(self, hidden_state: Tensor) -> Tensor:
-        """The MLP with few activations kept for backward."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The MLP with few activations kept for backward; calls of another form run stock."""
         settings = cast(MlpSettings, type(self)._liger_multi_swap.settings)
-        kind, names = settings.kind, settings.names
-        ops = ("gated_mlp", kind.op, f"{kind.op}_packed")
-        return cast(
-            Tensor, run_bound(settings.options, ops, _apply, self, hidden_state, kind, names)
-        )
+        if len(args) != 1 or kwargs:
+            return cast(Tensor, super().forward(*args, **kwargs))
+        op = settings.kind.op
+        ops = ("gated_mlp", op, f"{op}_packed")
+        return cast(Tensor, run_bound(settings.options, ops, _apply, self, args[0], settings))
 
 
-def _apply(module: Any, x: Tensor, kind: MlpKind, names: MlpNames) -> Tensor:
+def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     from liger_multi import ops
 
+    kind, names = settings.kind, settings.names
     gate, down = getattr(module, names.gate), getattr(module, names.down)
     options = dict(kind.options)
+    options.update((name, getattr(module, held)) for name, held in settings.numbers)
     if names.up is None:
-        return cast(Tensor, down(getattr(ops, f"{kind.op}_packed")(gate(x), **options)))
-    up = getattr(module, names.up)
-    if _bare(module, names) and _one_dtype(x, gate, up, down):
-        return ops.gated_mlp(
-            x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            gate_bias=gate.bias,
-            up_bias=up.bias,
-            down_bias=down.bias,
-            activation=kind.activation,
-        )
-    return cast(Tensor, down(getattr(ops, kind.op)(gate(x), up(x), **options)))
+        options.update(kind.packed)
+        inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
+    else:
+        up = getattr(module, names.up)
+        whole = bool(kind.activation) and _silent(module, settings.inner)
+        if whole and _bare(module, names) and _one_dtype(x, gate, up, down):
+            result = ops.gated_mlp(
+                x,
+                gate.weight,
+                up.weight,
+                down.weight,
+                gate_bias=gate.bias,
+                up_bias=up.bias,
+                down_bias=down.bias,
+                activation=kind.activation,
+            )
+            return _dropped(module, result, settings.outer)
+        inner = getattr(ops, kind.op)(gate(x), up(x), **options)
+    inner = _dropped(module, inner, settings.inner)
+    return _dropped(module, cast(Tensor, down(_for(down, inner))), settings.outer)
+
+
+def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
+    return x if name is None else cast(Tensor, getattr(module, name)(x))
+
+
+def _silent(module: Any, name: str | None) -> bool:
+    """Whether a dropout does nothing now."""
+    drop = None if name is None else getattr(module, name)
+    return drop is None or (type(drop) is nn.Dropout and not (drop.training and drop.p))
+
+
+def _for(down: Any, x: Tensor) -> Tensor:
+    """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
+    weight: Any = getattr(down, "weight", None)
+    if type(weight) not in PLAIN or not weight.is_floating_point() or weight.itemsize < 2:
+        return x
+    return x if autocast_dtype(x.device.type) is not None else x.to(weight.dtype)
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -101,17 +142,39 @@ def _one_dtype(x: Tensor, *layers: nn.Linear) -> bool:
     return all(layer.weight.dtype == x.dtype for layer in layers)
 
 
-def mlp_names(module: nn.Module) -> MlpNames | None:
-    """The names of the layers of a gated MLP; None when it has more than an activation besides."""
-    for names in MLP_NAMES:
-        layers = [module._modules.get(name) for name in names.all]
-        if all(_is_linear(layer) for layer in layers):
-            others = [m for n, m in module._modules.items() if n not in names.all and m is not None]
-            plain = not module._parameters and all(
-                not list(m.parameters()) and not m._modules for m in others
-            )
-            return names if plain and len(others) <= 1 else None
-    return None
+def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
+    """Which layers may be gate, up and down, and whether their names say so.
+
+    Nothing when the module has more than an activation and dropouts besides.
+    """
+    linears = {n: m for n, m in module._modules.items() if _is_linear(m)}
+    if len(linears) not in (2, 3) or module._parameters:
+        return [], False
+    others = [m for n, m in module._modules.items() if n not in linears and m is not None]
+    acts = [m for m in others if not isinstance(m, (nn.Dropout, nn.Identity))]
+    if len(acts) > 1 or any(list(m.parameters()) or m._modules for m in acts):
+        return [], False
+    known = [n for n in registered.mlp_names() if set(n.all) == set(linears)]
+    if known:
+        return known, True
+    found = []
+    for order in permutations(linears):
+        gate, up, down = order if len(order) == 3 else (order[0], None, order[1])
+        names = MlpNames(gate, up, down)
+        if _fit(module, names):
+            found.append(names)
+    return found, False
+
+
+def _fit(module: nn.Module, names: MlpNames) -> bool:
+    layers: Any = module._modules
+    gate, down = layers[names.gate], layers[names.down]
+    wide = 2 * down.in_features if names.up is None else down.in_features
+    same = names.up is None or (
+        (layers[names.up].in_features, layers[names.up].out_features)
+        == (gate.in_features, gate.out_features)
+    )
+    return bool(gate.out_features == wide and same and down.out_features == gate.in_features)
 
 
 def _is_linear(layer: nn.Module | None) -> bool:
@@ -120,16 +183,17 @@ def _is_linear(layer: nn.Module | None) -> bool:
     )
 
 
-_known: dict[Any, MlpKind | str] = {}
+_known: dict[Any, MlpSettings | str] = {}
 
 
-def mlp_kind(module: nn.Module, names: MlpNames) -> MlpKind | str:
+def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    layers = [module._modules[name] for name in names.all]
+    linears = candidates[0].all
+    layers = [module._modules[name] for name in linears]
     others = tuple(
         (n, type(m), scalars(m), _functions(m))
         for n, m in module._modules.items()
-        if n not in names.all and m is not None
+        if n not in linears and m is not None
     )
     sizes = tuple(
         (m.in_features, m.out_features, getattr(m, "bias", None) is not None)
@@ -137,13 +201,14 @@ def mlp_kind(module: nn.Module, names: MlpNames) -> MlpKind | str:
         if m is not None
     )
     kind = stock_class(module)
-    key = (kind, kind.forward, names, sizes, others, scalars(module), _functions(module))
+    beside = (scalars(module), _functions(module), registered.generation())
+    key = (kind, kind.forward, tuple(candidates), sizes, others, *beside)
     try:
         found = _known.get(key)
     except TypeError:  # an attribute that cannot be hashed
-        return _measure(module, names)
+        return _measure(module, candidates)
     if found is None:
-        found = _known[key] = _measure(module, names)
+        found = _known[key] = _measure(module, candidates)
     return found
 
 
@@ -156,49 +221,79 @@ def _functions(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _measure(module: nn.Module, names: MlpNames) -> MlpKind | str:
+class _Marker(nn.Module):
+    """Stands where a dropout stands: what comes out shows where it acted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.25 * x + 0.5
+
+
+def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
     """Compare a small stand-in with every formula; the first that agrees, or the reason why not."""
-    layers: dict[str, Any] = {name: module._modules[name] for name in names.all}
-    hidden, wide = layers[names.gate].in_features, layers[names.gate].out_features
-    inner = layers[names.down].in_features
-    fits = wide == (2 * inner if names.up is None else inner)
-    if names.up is not None:
-        fits = fits and (layers[names.up].in_features, layers[names.up].out_features) == (
-            hidden,
-            wide,
-        )
-    if not fits or layers[names.down].out_features != hidden:
+    fitting = [names for names in candidates if _fit(module, names)]
+    if not fitting:
         return "its layers do not fit together as gate, up and down"
+    try:
+        with laboratory() as generator, torch.no_grad():
+            standin, x = _standin(module, fitting[0], generator)
+            stock = standin.forward(x)
+            if isinstance(stock, Tensor):
+                for settings in _settings(module, fitting):
+                    ours = _apply(standin, x, settings)
+                    if stock.shape == ours.shape and _close(stock, ours):
+                        return settings
+    except Exception as error:  # somebody's forward: failing, it is not this kind of module
+        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
+    formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
+    return f"{stock_class(module).__name__} computes neither {formulas}"
+
+
+def _close(stock: Tensor, ours: Tensor) -> bool:
+    """Every row for itself: in a large one the forms of gelu agree."""
+    bound = 1e-5 * stock.abs().amax(-1, keepdim=True) + 1e-6
+    return bool(((stock - ours).abs() <= bound).all())
+
+
+def _standin(
+    module: nn.Module, names: MlpNames, generator: torch.Generator
+) -> tuple[nn.Module, Tensor]:
+    """A small copy and an input, of which some rows are large enough to be clamped."""
+    layers: dict[str, Any] = {name: module._modules[name] for name in names.all}
+    hidden, inner = layers[names.gate].in_features, layers[names.down].in_features
     small_inner = (
         24 if inner == hidden else 12 if 2 * inner == hidden else 48 if inner == 2 * hidden else 40
     )
     sizes = {2 * inner: 2 * small_inner, inner: small_inner, hidden: 24}
-    try:
-        with laboratory() as generator, torch.no_grad():
-            standin = shell(module, sizes)
-            for name, m in module._modules.items():
-                if name in layers:
-                    bias = getattr(m, "bias", None) is not None
-                    standin._modules[name] = linear(
-                        generator,
-                        sizes[layers[name].in_features],
-                        sizes[layers[name].out_features],
-                        bias,
-                    )
-                elif m is not None:
-                    standin._modules[name] = shell(m)  # the activation, without its hooks
-            x = random(generator, 2, 3, 24)
-            stock = standin.forward(x)
-            if isinstance(stock, Tensor):
-                for kind in MLP_KINDS:
-                    ours = _apply(standin, x, kind, names)
-                    if stock.shape == ours.shape and torch.allclose(
-                        stock, ours, rtol=1e-5, atol=1e-5
-                    ):
-                        return kind
-    except (
-        Exception
-    ) as error:  # somebody's forward: any failure means that it is not this kind of module
-        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
-    formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
-    return f"{stock_class(module).__name__} computes neither {formulas}"
+    standin = shell(module, sizes)
+    for name, m in module._modules.items():
+        if name in layers:
+            bias = getattr(m, "bias", None) is not None
+            inputs, outputs = (sizes[getattr(layers[name], f)] for f in _FEATURES)
+            standin._modules[name] = linear(generator, inputs, outputs, bias)
+        elif isinstance(m, nn.Dropout):
+            standin._modules[name] = _Marker()
+        elif m is not None:
+            standin._modules[name] = shell(m)  # the activation, without its hooks
+    return standin, random(generator, 2, 3, 24) * torch.tensor([[1.0], [0.3], [12.0]], device="cpu")
+
+
+_FEATURES = ("in_features", "out_features")
+
+
+def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSettings]:
+    """What the module may compute: every formula, by the layers' roles and places of dropouts."""
+    drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
+    places: dict[int, list[tuple[str | None, str | None]]] = {
+        0: [(None, None)],
+        1: [(drops[0], None), (None, drops[0])] if drops else [],
+        2: [(drops[0], drops[1]), (drops[1], drops[0])] if len(drops) == 2 else [],
+    }
+    floats = [n for n, v in vars(module).items() if isinstance(v, float)]
+    for names in candidates:
+        for kind in registered.mlp_kinds():
+            numbers = tuple(
+                (number, next((n for n in floats if number in n), "")) for number in kind.numbers
+            )
+            if all(held for _, held in numbers):
+                for inner, outer in places.get(len(drops), []):
+                    yield MlpSettings(kind, names, inner, outer, numbers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
 
 from liger_multi.errors import PatchError, unknown
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -62,23 +63,17 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    "rms_norm": Options,
-    "swiglu": Options,
-    "geglu": Options,
-    "fused_moe": Options,
-    "rope": Options,
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope"), Options),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
-    "rms_norm": True,
-    "swiglu": True,
-    "geglu": True,
-    "fused_moe": True,
-    "rope": True,
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope"), True),
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
+BUILT_IN = tuple(_DEFAULTS)
+"""Patch keys that no registered probe may have."""
 
 
 @dataclass(frozen=True)
@@ -104,52 +99,49 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed patch call; None stands for an operator that is off.
+    """A parsed patch call.
 
     Attributes:
+        enabled: Operators that are on, with their options.
         named: The operators that the call turned on by name, rather than by default.
     """
 
-    rms_norm: Options | None
-    swiglu: Options | None
-    geglu: Options | None
-    fused_moe: Options | None
-    rope: Options | None
-    cross_entropy: LossOptions | None
-    fused_linear_cross_entropy: FusedOptions | None
+    enabled: Mapping[str, Any]
     named: frozenset[str]
+
+    def get(self, op: str) -> Any:
+        """Options of an operator; None when it is off."""
+        return self.enabled.get(op)
 
     @property
     def head(self) -> HeadSettings | None:
         """The settings of the output embedding, or None when both losses are off."""
-        if self.fused_linear_cross_entropy is None and self.cross_entropy is None:
-            return None
-        return HeadSettings(self.fused_linear_cross_entropy, self.cross_entropy)
-
-    @property
-    def enabled(self) -> dict[str, Options]:
-        """Operators that are on, with their options."""
-        every = {name: getattr(self, name) for name in _DEFAULTS}
-        return {name: options for name, options in every.items() if options is not None}
+        fused, plain = (self.get(op) for op in ("fused_linear_cross_entropy", "cross_entropy"))
+        return None if fused is None and plain is None else HeadSettings(fused, plain)
 
 
-def parse_request(ops: Mapping[str, OpChoice]) -> Request:
+def parse_request(ops: Mapping[str, OpChoice], probes: Iterable[str] = ()) -> Request:
     """Check the keyword arguments of a patch call.
+
+    Args:
+        ops: Choices by patch key.
+        probes: Further keys, of probes that users registered.
 
     Raises:
         PatchError: An operator or option that does not exist, with the nearest one that does, or a
             value of the wrong form.
     """
+    defaults = {**_DEFAULTS, **dict.fromkeys(probes, True)}
     for name in ops:
-        if name not in _OPTIONS:
-            raise PatchError(unknown("patch key", name, _OPTIONS))
-    parsed = {name: _parse(name, ops.get(name, on)) for name, on in _DEFAULTS.items()}
-    named = frozenset(name for name in ops if parsed[name] is not None)
-    return Request(**parsed, named=named)
+        if name not in defaults:
+            raise PatchError(unknown("patch key", name, defaults))
+    parsed = {name: _parse(name, ops.get(name, on)) for name, on in defaults.items()}
+    enabled = {name: options for name, options in parsed.items() if options is not None}
+    return Request(enabled, frozenset(name for name in ops if name in enabled))
 
 
 def _parse(op: str, choice: OpChoice) -> Any:
-    kind = _OPTIONS[op]
+    kind = _OPTIONS.get(op, Options)
     if isinstance(choice, bool):
         return kind() if choice else None
     if isinstance(choice, str):

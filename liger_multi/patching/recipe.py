@@ -20,12 +20,17 @@ from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.swap import Patched, buried
 
 Step = tuple[str, Any]
-"""An elementwise step: ("mul" | "div", number), ("tanh", None), ("to" | "log_softmax", dtype)."""
+"""An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
+"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with these logits after others."""
 
 STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
     "mul": lambda z, by: z * by,
     "div": lambda z, by: z / by,
+    "add": lambda z, by: z + by,
     "tanh": lambda z, _: torch.tanh(z),
+    "exp": lambda z, _: torch.exp(z),
+    "log": lambda z, _: torch.log(z),
+    "softmax": lambda z, dtype: torch.softmax(z, dim=-1, dtype=dtype),
     "to": lambda z, dtype: z.to(dtype),
     "log_softmax": lambda z, dtype: torch.log_softmax(z, dim=-1, dtype=dtype),
 }
@@ -90,8 +95,12 @@ class Recipe:
 
     def step(self, name: str, value: Any = None) -> Recipe:
         """The recipe after one more elementwise step."""
-        dtype = self.dtype if name not in ("to", "log_softmax") else value
+        dtype = value if name in ("to", "softmax", "log_softmax") else self.dtype
         return self._with(self.hidden, dtype, (*self.steps, (name, value)), self.grad)
+
+    def undone(self) -> Recipe:
+        """The recipe without its last step, which kept or widened the dtype."""
+        return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
 
     def rows(self, hidden: Tensor) -> Recipe:
         """The recipe of other rows."""
@@ -140,9 +149,15 @@ class Recipe:
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the steps to raw logits."""
-        for name, value in self.steps:
-            logits = STEPS[name](logits, value)
-        return logits
+        return _finished(logits, self.steps)
+
+    def joined(self, name: str, other: Recipe) -> Recipe | None:
+        """The recipe of ``times`` or ``plus`` another one of the same rows, else None."""
+        same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
+        if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
+            return None
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
         """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
@@ -180,6 +195,17 @@ class Recipe:
                 return None
             scale = scale * value if name == "mul" else scale / value
         return float(scale), cap
+
+
+def _finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    logits = raw
+    for name, value in steps:
+        if name in ("times", "plus"):
+            other = _finished(raw, value)
+            logits = logits * other if name == "times" else logits + other
+        else:
+            logits = STEPS[name](logits, value)
+    return logits
 
 
 def _is_softcap(last: list[Step]) -> bool:

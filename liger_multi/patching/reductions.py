@@ -173,10 +173,30 @@ def gather(recipe: Recipe, dim: Any, index: Tensor, *, sparse_grad: bool = False
     return by_rows(recipe, lambda z, i: (z.gather(-1, i),), index)[0]
 
 
+def total(recipe: Recipe, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """``logits.sum(-1)``: of an entropy, or of probabilities."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not _last(recipe, dim):
+        return NotImplemented
+    sums = by_rows(recipe, lambda z: (z.sum(-1, keepdim=True, dtype=dtype),))[0]
+    return _shaped(sums, keepdim)
+
+
+def mean(recipe: Recipe, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """``logits.mean(-1)``."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not _last(recipe, dim):
+        return NotImplemented
+    means = by_rows(recipe, lambda z: (z.mean(-1, keepdim=True, dtype=dtype),))[0]
+    return _shaped(means, keepdim)
+
+
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
     **dict.fromkeys((Tensor.max, torch.max), maximum),
     **dict.fromkeys((Tensor.amax, torch.amax), amax),
+    **dict.fromkeys((Tensor.sum, torch.sum), total),
+    **dict.fromkeys((Tensor.mean, torch.mean), mean),
     **dict.fromkeys((Tensor.logsumexp, torch.logsumexp, torch.special.logsumexp), logsumexp),
     **dict.fromkeys((Tensor.topk, torch.topk), topk),
     **dict.fromkeys((Tensor.gather, torch.gather), gather),

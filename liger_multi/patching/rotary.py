@@ -17,13 +17,15 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import redirect
+from liger_multi.patching import foreign, redirect
 from liger_multi.patching.kinds import (
     ROTARY_ARGUMENTS,
+    ROTARY_COMPLEX,
     ROTARY_FORMS,
     ROTARY_KINDS,
     ROTARY_NAME,
     ROTARY_OPTIONS,
+    ROTARY_SINGLE,
     RotaryForm,
     RotaryKind,
 )
@@ -52,12 +54,14 @@ class Rotary:
         options: The names of its arguments after q, k, cos and sin.
         unsqueeze_dim: The default of that argument, None where there is none.
         axes: The axis of the heads by form of a call; other forms are left to the function.
+        single: Whether it turns one tensor, so that q and k come in calls of their own.
     """
 
     kind: RotaryKind
     options: tuple[str, ...]
     unsqueeze_dim: int | None
     axes: dict[Key, int]
+    single: bool = False
 
 
 class FusedRotary(Patched):
@@ -116,24 +120,64 @@ def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
 def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
     """The function that stands for ``stock`` in the methods of patched modules."""
     found = cast(Rotary, recognised(stock))
+    if found.kind.angles == "complex":
+        return _served_complex(name, stock, found.axes[_COMPLEX], options)
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
 
-    def apply_rotary(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
-    ) -> Any:
+    needed = ROTARY_SINGLE if found.single else ROTARY_ARGUMENTS
+
+    def apply_rotary(*args: Any, **named: Any) -> Any:
         given = dict(named)
+        try:
+            (q, *ks, cos, sin), rest = (
+                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
+                args[len(needed) :],
+            )
+        except KeyError:
+            return stock(*args, **named)
+        if not set(given) <= set(arguments):
+            return stock(*args, **named)
         for at, value in enumerate(rest):
             given[arguments[at]] = value
         axis = axes.get(
             (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
         )
-        if axis is None or given.get("position_ids") is not None or not _fits(q, k, cos, sin, axis):
-            return stock(q, k, cos, sin, *rest, **named)
-        return run_bound(options, ("rope",), _apply, kind, q, k, cos, sin, axis)
+        if axis is None or given.get("position_ids") is not None:
+            return stock(*args, **named)
+        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
+        if not _fits(q, k, cos, sin, axis):
+            return stock(*args, **named)
+        turned = run_bound(options, ("rope",), _apply, kind, q, k, cos, sin, axis)
+        return turned[0] if found.single else turned
 
+    return _named(apply_rotary, name, options)
+
+
+def _named(made: Any, name: str, options: Options) -> FunctionType:
     suffix = "".join(f"_{value}" for value in options.shown().values())
-    apply_rotary.__name__ = f"_liger_multi_{name}{suffix}"
-    return cast(FunctionType, apply_rotary)
+    made.__name__ = f"_liger_multi_{name}{suffix}"
+    return cast(FunctionType, made)
+
+
+def _served_complex(
+    name: str, stock: Callable[..., Any], axis: int, options: Options
+) -> FunctionType:
+    def apply_rotary(*args: Any, **named: Any) -> Any:
+        if named or not all(type(x) is Tensor for x in args) or len(args) != 3:
+            return stock(*args, **named)
+        q, k, freqs = args
+        fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
+        if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
+            return stock(*args)
+        return run_bound(options, ("rope_complex",), _apply_complex, q, k, freqs, axis)
+
+    return _named(apply_rotary, name, options)
+
+
+def _apply_complex(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    from liger_multi.ops import rope_complex
+
+    return rope_complex(q, k, freqs, unsqueeze_dim=axis)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
@@ -184,6 +228,9 @@ def recognised(function: Callable[..., Any]) -> Rotary | str:
     """What a function computes, or the reason why it stays."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
+    theirs = foreign.owner(function)
+    if theirs:
+        return f"{theirs} put its {_name(function)} into the modeling file"
     try:
         found = _known.get(function)
     except TypeError:  # cannot be hashed
@@ -205,6 +252,16 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     except (TypeError, ValueError):
         return f"{_name(function)} does not say what its arguments are"
     names = tuple(p.name for p in parameters)
+    if names == ROTARY_COMPLEX:
+        return _measure_complex(called)
+    single = names[:3] == ROTARY_SINGLE
+    if single:
+        turn = called
+
+        def called(q: Tensor, k: Tensor, *angles: Any, **more: Any) -> Any:
+            return turn(q, *angles, **more), turn(k, *angles, **more)
+
+        names = (*ROTARY_ARGUMENTS, *names[3:])
     options = names[len(ROTARY_ARGUMENTS) :]
     if names[: len(ROTARY_ARGUMENTS)] != ROTARY_ARGUMENTS or not set(options) <= set(
         ROTARY_OPTIONS
@@ -229,7 +286,43 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
                     (_key(f, default), f.unsqueeze_dim) for f in ROTARY_FORMS if f not in wanted
                 }
                 axes = {(_key(f, default), f.unsqueeze_dim) for f in wanted} - failed
-                return Rotary(kind, options, default, dict(axes))
+                return Rotary(kind, options, default, dict(axes), single)
+    return f"{_name(function)} is no rotation of q and k that is known"
+
+
+_COMPLEX: Key = (4, 3, None, False)
+
+
+def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
+    """Compare a function that multiplies by complex numbers, for either place of the heads."""
+    error: Exception | None = None
+    with laboratory() as generator:
+        angles = random(generator, 2, 5, 4)
+        freqs = torch.polar(torch.ones_like(angles), angles)
+        for axis, q, k in ((2, (2, 5, 3, 8), (2, 5, 7, 8)), (1, (2, 3, 5, 8), (2, 7, 5, 8))):
+            for dtype in (torch.float32, torch.bfloat16):
+                given = [random(generator, *s, dtype=dtype).requires_grad_() for s in (q, k)]
+                try:
+                    stock = function(*given, freqs)
+                except Exception as raised:  # heads stand elsewhere
+                    error = error or raised
+                    break
+                ours = _apply_complex(given[0], given[1], freqs, axis)
+                upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
+                wanted = (*stock, *torch.autograd.grad(stock, given, upstream))
+                got = (*ours, *torch.autograd.grad(ours, given, upstream))
+                rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 2**-5)
+                if any(
+                    a.dtype != b.dtype
+                    or a.shape != b.shape
+                    or not torch.allclose(a, b, rtol=rtol, atol=atol)
+                    for a, b in zip(wanted, got, strict=True)
+                ):
+                    break
+            else:
+                return Rotary(RotaryKind("complex", angles="complex"), (), None, {_COMPLEX: axis})
+    if error is not None:
+        return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
     return f"{_name(function)} is no rotation of q and k that is known"
 
 

@@ -91,6 +91,12 @@ def unsqueeze(hidden: Tensor, vocabulary: int, dim: int) -> Hidden:
     return None if at is None else hidden.unsqueeze(at)
 
 
+def transpose(hidden: Tensor, vocabulary: int, dim0: int, dim1: int) -> Hidden:
+    """``logits.transpose(a, b)`` of row axes."""
+    a, b = along(dim0, hidden.ndim), along(dim1, hidden.ndim)
+    return None if a is None or b is None else hidden.transpose(a, b)
+
+
 def pieces(function: Callable[..., Any], default: int | None) -> Callable[..., Hidden]:
     """``split``, ``chunk``, ``unbind``, ``narrow``, ``select``, ``index_select`` of a row axis.
 
@@ -143,6 +149,7 @@ ROWS: dict[Any, Callable[..., Hidden]] = {
     **dict.fromkeys((Tensor.flatten, torch.flatten), flatten),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), squeeze),
     **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), unsqueeze),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), transpose),
     **dict.fromkeys((Tensor.split, torch.split), _split),
     **dict.fromkeys((Tensor.chunk, torch.chunk), _chunk),
     **dict.fromkeys((Tensor.unbind, torch.unbind), _unbind),

@@ -31,6 +31,30 @@ def divide(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
     return recipe.step("div", other) if _number(other) and other != 0 and not rest else None
 
 
+def add(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+    """``logits + number``, for losses that are made of probabilities."""
+    return recipe.step("add", other) if _number(other) and not rest else None
+
+
+def subtract(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+    """``logits - number``."""
+    return recipe.step("add", -other) if _number(other) and not rest else None
+
+
+def negative(recipe: Recipe) -> Recipe:
+    """``-logits``."""
+    return recipe.step("mul", -1)
+
+
+def simple(name: str) -> Callable[..., Recipe | None]:
+    """A function of every element, without arguments."""
+
+    def run(recipe: Recipe, **rest: Any) -> Recipe | None:
+        return None if rest else recipe.step(name)
+
+    return run
+
+
 def tanh(recipe: Recipe, **rest: Any) -> Recipe | None:
     """``tanh(logits)``."""
     return None if rest else recipe.step("tanh")
@@ -72,14 +96,19 @@ def clone(recipe: Recipe, **rest: Any) -> Recipe | None:
     return recipe.copy() if recipe.grad and not rest else None
 
 
-def log_softmax(
-    recipe: Recipe, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
-) -> Recipe | None:
-    """``log_softmax`` over the vocabulary."""
-    if dim not in (-1, recipe.hidden.ndim - 1) or not (dtype is None or dtype.is_floating_point):
-        return None
-    autocast = autocast_dtype(recipe.hidden.device.type) is not None
-    return recipe.step("log_softmax", dtype or (torch.float32 if autocast else recipe.dtype))
+def normalized(name: str) -> Callable[..., Recipe | None]:
+    """``softmax`` or ``log_softmax`` over the vocabulary."""
+
+    def run(
+        recipe: Recipe, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+    ) -> Recipe | None:
+        known = dtype is None or dtype.is_floating_point
+        if dim not in (-1, recipe.hidden.ndim - 1) or not known:
+            return None
+        autocast = autocast_dtype(recipe.hidden.device.type) is not None
+        return recipe.step(name, dtype or (torch.float32 if autocast else recipe.dtype))
+
+    return run
 
 
 RECORDED: dict[Any, Callable[..., Recipe | None]] = {
@@ -90,6 +119,11 @@ RECORDED: dict[Any, Callable[..., Recipe | None]] = {
         (Tensor.div, Tensor.__truediv__, torch.div, torch.divide, torch.true_divide), divide
     ),
     **dict.fromkeys((Tensor.tanh, torch.tanh), tanh),
+    **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), negative),
+    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp")),
+    **dict.fromkeys((Tensor.log, torch.log), simple("log")),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), add),
+    **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), subtract),
     Tensor.float: lambda recipe: cast(recipe, torch.float32),
     Tensor.double: lambda recipe: cast(recipe, torch.float64),
     Tensor.half: lambda recipe: cast(recipe, torch.float16),
@@ -99,8 +133,16 @@ RECORDED: dict[Any, Callable[..., Recipe | None]] = {
     Tensor.contiguous: contiguous,
     **dict.fromkeys((Tensor.clone, torch.clone), clone),
     **dict.fromkeys((Tensor.detach, torch.detach), lambda recipe: recipe.detached()),
-    **dict.fromkeys((Tensor.log_softmax, torch.log_softmax, F.log_softmax), log_softmax),
+    **dict.fromkeys((Tensor.softmax, torch.softmax, F.softmax), normalized("softmax")),
+    **dict.fromkeys(
+        (Tensor.log_softmax, torch.log_softmax, F.log_softmax), normalized("log_softmax")
+    ),
 }
+JOINS: dict[Any, str] = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, torch.mul, torch.multiply), "times"),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), "plus"),
+}
+"""Operations on two lazy logits of the same rows, as ``p * log(p)`` in an entropy is."""
 
 WRITES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), multiply),

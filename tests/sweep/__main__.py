@@ -1,0 +1,84 @@
+"""Compare stock and patched models of every registered type: ``python tests/sweep --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+RESULTS = Path(__file__).with_name("results.json")
+
+
+def main() -> int:
+    """Run, print one line a pair, and keep the results when asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of type/Class; all pairs by default")
+    parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
+    parser.add_argument("--device", help="device of the models; that of the backend by default")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--quiet", action="store_true", help="only pairs that are not equal")
+    parser.add_argument("--write", action="store_true", help="keep the results")
+    given = parser.parse_args()
+
+    import torch
+    import transformers
+    from sweep.pairs import registered
+    from sweep.run import FLOOR, GRADIENT, LOSS, sweep
+
+    from liger_multi.config import configure
+
+    transformers.logging.set_verbosity_error()
+    device = given.device or "cpu"
+    if given.backend:
+        from liger_multi.registry import backends
+
+        configure({"default": given.backend})
+        # the forks open the device: a driver that is started here would not outlive them
+        device = given.device or backends()[given.backend].device_type or "cpu"
+    pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
+    started, found = time.monotonic(), []
+    for outcome in sweep(pairs[:: given.every], given.jobs, str(device)):
+        found.append(outcome)
+        if outcome.status != "equal" or not given.quiet:
+            print(
+                f"{outcome.status:10} {outcome.kind:10} {outcome.type}/{outcome.cls} "
+                f"{outcome.seconds:.1f} s {outcome.calls} {outcome.why}",
+                flush=True,
+            )
+    seconds = time.monotonic() - started
+    counts = Counter(o.status for o in found)
+    print(f"{len(found)} pairs in {seconds:.0f} s: {dict(counts)}")
+    if given.write:
+        made = {(o.kind, o.type, o.cls): vars(o) for o in found}
+        if given.names:  # the others stay as they were
+            kept = json.loads(RESULTS.read_text())["pairs"]
+            made = {(o["kind"], o["type"], o["cls"]): o for o in kept} | made
+        RESULTS.write_text(
+            json.dumps(
+                {
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "backend": given.backend or "reference",
+                    "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
+                    "pairs": [
+                        {k: v for k, v in o.items() if k != "seconds"} for o in made.values()
+                    ],
+                },
+                indent=1,
+                sort_keys=True,
+            )
+            + "\n"
+        )
+    return int(counts["different"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,319 @@
+"""What model types need beside the rules of :mod:`sweep.shrink` to be built and stepped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sweep.pairs import Pair
+from sweep.shrink import HEAD, HEADS, HIDDEN, INNER, VOCABULARY, shrink
+
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
+    "head_dim": HEAD,
+    "global_head_dim": 2 * HEAD,
+    "sliding_window": 8,
+    "max_position_embeddings": 128,
+}
+BUILT: dict[str, dict[str, Any]] = {
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
+    "diffusion_gemma_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
+}
+"""Arguments of configurations that cannot be changed after they were made."""
+
+EDITS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 1},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_n_groups": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 211},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1, 1), "num_res_blocks": 1},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": (1,) * 7},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "granite4_vision": {"deepstack_layer_map": []},
+    "blip-2": {"num_query_tokens": 4, "image_token_index": 200},
+    "instructblip": {"num_query_tokens": 4, "image_token_index": 200},
+    "instructblipvideo": {"num_query_tokens": 4, "video_token_index": 200},
+    "step3p7_text": {"sliding_window": 8},
+    "step3p5": {"sliding_window": 8},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 203},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 203},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+            for k in ("full_attention", "sliding_attention")
+        }
+    },
+    "dots1": {
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "emu3": {"vocabulary_map": {"<image>": 200}},
+    "chameleon": {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "zamba2": {
+        "mamba_headdim": 32,
+        "n_mamba_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1},
+    "xlstm": {"chunk_size": 4},
+    "reformer": {
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "attn_layers": ["local", "local"],
+        "num_hidden_layers": 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "perceiver": {"max_position_embeddings": 12, "num_latents": 6},
+    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32, "embedding_size": 32},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 32},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
+}
+TEXTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "decoder",
+    "decoder_config",
+    "thinker_config",
+)
+
+
+def configuration(pair: Pair) -> Any:
+    """A small configuration for the pair's class."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[pair.type]
+    if pair.type in BUILT:
+        return kind(**BUILT[pair.type])
+    made = kind(**PARTS.get(pair.type, dict)())
+    wanted = getattr(transformers, pair.cls).config_class
+    if wanted is not None and not isinstance(made, wanted):
+        parts = (getattr(made, name, None) for name in TEXTS)
+        made = next((c for c in parts if isinstance(c, wanted)), made)
+    shrink(made, tuple(BUILT))
+    for config in _within(made):
+        _finish(config)
+    if pair.type == "reformer":
+        made.is_decoder = pair.kind == "causal"
+    return made
+
+
+def _small(model_type: str, **arguments: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return shrink(CONFIG_MAPPING[model_type](**arguments))
+
+
+def _gemma4(**more: Any) -> Callable[[], dict[str, Any]]:
+    def parts() -> dict[str, Any]:
+        return {"text_config": {**_GEMMA4, "hidden_size_per_layer_input": 0, **more}}
+
+    return parts
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "gemma4": _gemma4(hidden_size_per_layer_input=8),
+    "gemma4_unified": _gemma4(),
+    "gemma4_assistant": _gemma4(vocab_size_per_layer_input=0),
+    "gemma4_unified_assistant": _gemma4(),
+    "diffusion_gemma": _gemma4(moe_intermediate_size=48, num_experts=4, top_k_experts=2),
+    "encoder-decoder": lambda: {
+        "encoder": _small("bert").to_dict(),
+        "decoder": _small("bert", is_decoder=True, add_cross_attention=True).to_dict(),
+    },
+    "vision-encoder-decoder": lambda: {
+        "encoder": _small("vit").to_dict(),
+        "decoder": _small("gpt2", add_cross_attention=True).to_dict(),
+    },
+}
+
+
+def _within(config: Any) -> list[Any]:
+    from transformers import PreTrainedConfig
+
+    found = [config]
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            found += _within(value)
+    return found
+
+
+def _finish(config: Any) -> None:
+    for known in (config.model_type, type(config).__name__):
+        for name, value in EDITS.get(known, {}).items():
+            setattr(config, name, value)
+    has = vars(config)
+    heads, width = has.get("num_attention_heads"), has.get("hidden_size")
+    if "num_key_value_heads" in has and has["num_key_value_heads"] is None and heads:
+        config.num_key_value_heads = heads
+    if "head_dim" in has and has["head_dim"] is None and heads and width:
+        config.head_dim = width // heads
+    if "qk_rope_head_dim" in has and "head_dim" in has:
+        config.head_dim = config.qk_rope_head_dim
+    if "use_cache" in has:
+        config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False):
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    if "pad_token_id" not in has:
+        config.pad_token_id = None
+    section = SECTIONS.get(config.model_type)
+    if section:
+        config.rope_parameters = {**(config.rope_parameters or {}), "mrope_section": section}
+
+
+_QWEN = "glm4v_text glm_ocr_text glm46v_text paddleocr_vl_text qwen2_vl_text qwen2_5_vl_text"
+SECTIONS = {
+    **{key: [4, 2, 2] for key in (*_QWEN.split(), "qwen3_vl_text", "qwen2_5_omni_text")},
+    "glm4v_moe_text": [2, 1, 1],
+    "ernie4_5_vl_moe_text": [3, 3, 2],
+    "hunyuan_vl_text": [2, 2, 2, 2],
+}
+
+
+def build(pair: Pair) -> Any:
+    """A tiny model with random weights in train mode."""
+    import transformers
+
+    config = configuration(pair)
+    torch.manual_seed(0)
+    model = getattr(transformers, pair.cls)(config)
+    return model.train()
+
+
+def inputs(pair: Pair, model: Any) -> dict[str, Any]:
+    """One batch with labels."""
+    generator = torch.Generator().manual_seed(1)
+    words = getattr(model.config.get_text_config(), "vocab_size", VOCABULARY)
+    ids = torch.randint(10, min(140, words), (2, 12), generator=generator)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator)
+
+    more = MORE.get(pair.cls)
+    if more is not None:
+        batch.update(more(model, ids, normal))
+    if "labels" not in batch:
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][:, :2] = -100
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        batch["mm_token_type_ids"] = torch.zeros_like(ids)
+    return {k: v for k, v in batch.items() if v is not None}
+
+
+def _image(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    return {"pixel_values": normal(2, 3, 32, 32)}
+
+
+def _queries(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    ids[:, :4] = model.config.image_token_index
+    return {"pixel_values": normal(2, 3, 32, 32)}
+
+
+def _instructed(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    return {**_queries(model, ids, normal), "qformer_input_ids": ids % 100}
+
+
+def _video(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    ids[:, :4] = model.config.video_token_index
+    return {"pixel_values": normal(2, 1, 3, 32, 32), "qformer_input_ids": ids % 100}
+
+
+def _codebooks(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    books = model.config.num_codebooks
+    many = ids.repeat(1, books).reshape(2 * books, 12)
+    labels = many.reshape(2, books, 12).transpose(1, 2).contiguous()
+    return {"input_ids": many, "labels": labels}
+
+
+def _kosmos(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    place = torch.zeros_like(ids)
+    place[:, :4] = 1
+    return {"image_embeds": normal(2, 4, HIDDEN), "image_embeds_position_mask": place}
+
+
+def _patches(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    width = model.config.vision_config.patch_embed_hidden_size
+    return {
+        "input_ids": None,
+        "flattened_patches": torch.cat([torch.ones(2, 6, 2), normal(2, 6, width)], -1),
+        "attention_mask": torch.ones(2, 6),
+        "labels": ids,
+    }
+
+
+def _idefics(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    mask = torch.ones(2, 12, 1, dtype=torch.long)
+    return {"pixel_values": normal(2, 1, 3, 32, 32), "image_attention_mask": mask}
+
+
+def _boxes(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    return {"bbox": torch.zeros(2, 12, 4)}
+
+
+def _formula(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    return {**_only_image(model, ids, normal), "decoder_input_ids": ids}
+
+
+def _only_image(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    pixels = normal(2, 3, 32, 32)
+    return {"input_ids": None, "attention_mask": None, "pixel_values": pixels, "labels": ids}
+
+
+def _speech(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    return {"encoder_inputs_embeds": normal(2, 48, model.config.audio_config.hidden_size)}
+
+
+MORE: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
+    "BlipForConditionalGeneration": _image,
+    "GitForCausalLM": _image,
+    "Blip2ForConditionalGeneration": _queries,
+    "InstructBlipForConditionalGeneration": _instructed,
+    "InstructBlipVideoForConditionalGeneration": _video,
+    "MusicgenForCausalLM": _codebooks,
+    "MusicgenMelodyForCausalLM": _codebooks,
+    "Kosmos2ForConditionalGeneration": _kosmos,
+    "Pix2StructForConditionalGeneration": _patches,
+    "IdeficsForVisionText2Text": _idefics,
+    "PPFormulaNetForConditionalGeneration": _formula,
+    "UdopForConditionalGeneration": _boxes,
+    "VisionEncoderDecoderModel": _only_image,
+    "VoxtralRealtimeForConditionalGeneration": _speech,
+}

@@ -1,0 +1,230 @@
+"""One training step, stock and patched, of one pair, each in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from sweep.cases import build, inputs
+from sweep.pairs import Pair
+
+SECONDS = 90
+"""A pair that takes longer counts as one that cannot be built."""
+LOSS, GRADIENT, FLOOR = 2e-5, 1e-4, 1e-6
+"""Allowed differences: of the loss, of a gradient by its own largest entry, and by that of all."""
+
+
+@dataclass
+class Outcome:
+    """What became of one pair.
+
+    Attributes:
+        kind: As in :class:`Pair`, like the next two.
+        type: Model type.
+        cls: Class.
+        status: "equal", "different" or "not built".
+        why: What differs, or why there is no step.
+        modules: Patched modules by operator.
+        calls: Calls of operators in the step.
+        skipped: Reasons by operator.
+        seconds: For everything.
+    """
+
+    kind: str
+    type: str
+    cls: str
+    status: str
+    why: str = ""
+    modules: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
+    """Compare stock and patched, in this process."""
+    from liger_multi.patching import patch
+
+    made = Outcome(pair.kind, pair.type, pair.cls, "not built")
+    started = time.perf_counter()
+    try:
+        stock = build(pair)
+        liven(stock)
+        batch = {k: v.to(device) for k, v in inputs(pair, stock).items()}
+        stock.to(device)
+        ours = copy.deepcopy(stock)
+        wanted = step(stock, batch)
+    except Exception as error:
+        made.why = _said(error)
+        return made
+    calls = counted()
+    report = patch(ours, **ops)
+    calls.clear()  # the probes' own
+    try:
+        made.why = found = difference(wanted, step(ours, batch))
+        if found and not in_doubles(stock, ours, batch):
+            found, made.why = "", "in fp64; in fp32 the rounding shows"
+    except Exception as error:
+        made.why = found = _said(error)
+    made.status = "different" if found else "equal"
+    made.calls = dict(sorted(calls.items()))
+    for entry in report.entries:
+        made.modules[entry.op] = made.modules.get(entry.op, 0) + 1
+    for skip in report.skipped:
+        reasons = made.skipped.setdefault(skip.op, [])
+        if skip.reason not in reasons:
+            reasons.append(skip.reason)
+    made.seconds = round(time.perf_counter() - started, 2)
+    return made
+
+
+def _said(error: BaseException) -> str:
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    message = str(error).strip().split("\n")[0][:160]
+    return f"{type(error).__name__}: {message} ({os.path.basename(at.filename)})"
+
+
+def liven(model: Any) -> None:
+    """Weights that tell: norms are not ones, and products keep the size of their inputs."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or parameter.numel() == 0:
+                continue
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            else:
+                wanted = 0.7 * parameter.shape[-1] ** -0.5
+                size = float(parameter.std()) if parameter.numel() > 1 else wanted
+                if 0 < size < wanted:
+                    parameter.mul_(wanted / size)
+
+
+def step(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss and all gradients by name."""
+    torch.manual_seed(7)
+    loss = model(**batch).loss
+    if loss is None:
+        raise ValueError("the model gives no loss")
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> str:
+    """What is not equal within rounding, or nothing."""
+    if wanted.keys() != got.keys():
+        return f"gradients of other parameters: {sorted(wanted.keys() ^ got.keys())[:3]}"
+    loss, our_loss = float(wanted["loss"]), float(got["loss"])
+    if not abs(our_loss - loss) <= LOSS * abs(loss):
+        return f"the loss is {our_loss:.7g}, stock {loss:.7g}"
+    sizes = {n: float(g.double().nan_to_num().abs().max()) for n, g in wanted.items() if g.numel()}
+    floor = FLOOR * max(sizes[n] for n in sizes if n != "loss")
+    for name, size in sizes.items():
+        if name != "loss":
+            ours, theirs = got[name].double(), wanted[name].double()
+            # where stock has no number, ours has to have none either
+            found = (ours - theirs).abs().masked_fill(ours.isnan() & theirs.isnan(), 0.0)
+            bound = GRADIENT * size + floor
+            if not (found <= bound).all():
+                return f"the gradient of {name} by {float(found.max()) / bound:.2g} of the bound"
+    return ""
+
+
+def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
+    """The difference in fp64, where a gradient that all but cancels is still exact."""
+    found = []
+    for model in (stock, ours):
+        model.double().zero_grad()
+        wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        found.append(step(model, wide))
+    return difference(found[0], found[1])
+
+
+class _Counts(dict[str, int]):
+    pass
+
+
+def counted() -> _Counts:
+    """Count the calls of all operators from now on, in this process."""
+    from liger_multi import ops
+
+    found = _Counts()
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] = found.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ops.__all__:
+        function = getattr(ops, name)
+        if callable(function) and not isinstance(function, type):
+            setattr(ops, name, wrap(name, function))
+    return found
+
+
+def sweep(pairs: list[Pair], jobs: int = 1, device: str = "cpu", **ops: Any) -> Iterator[Outcome]:
+    """Examine every pair in a fork: what one does to the libraries, no other one sees."""
+    _import()
+    waiting, running = list(pairs), dict[int, tuple[Pair, int, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            pair = waiting.pop(0)
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _child(pair, writing, device, ops)
+            os.close(writing)
+            running[pid] = (pair, reading, time.perf_counter())
+        for pid, (pair, reading, started) in list(running.items()):
+            with os.fdopen(reading, "rb", closefd=True) as pipe:
+                text = pipe.read().decode()
+            os.waitpid(pid, 0)
+            del running[pid]
+            if text:
+                yield Outcome(**json.loads(text))
+            else:
+                seconds = time.perf_counter() - started
+                why = f"the process ended after {seconds:.0f} s without a result"
+                yield Outcome(pair.kind, pair.type, pair.cls, "not built", why)
+
+
+def _import() -> None:
+    """What nearly every child needs, once."""
+    import importlib
+    import pkgutil
+
+    import liger_multi.reference
+    from liger_multi import ops
+
+    for model_type in ("llama", "bert", "t5", "mixtral", "gemma2"):
+        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    for module in (ops, liger_multi.reference):
+        for found in pkgutil.iter_modules(module.__path__):
+            importlib.import_module(f"{module.__name__}.{found.name}")
+    importlib.import_module("liger_multi.patching")
+    importlib.import_module("torch._dynamo")
+
+
+def _child(pair: Pair, writing: int, device: str, ops: dict[str, Any]) -> None:
+    signal.alarm(SECONDS)
+    try:
+        warnings.simplefilter("ignore")
+        text = json.dumps(asdict(examine(pair, device, **ops)))
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(text)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)

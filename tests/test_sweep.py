@@ -1,0 +1,88 @@
+"""A sample of the sweep over all registered models; whole with the slow tests."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from packaging import version
+
+transformers = pytest.importorskip("transformers")
+
+from sweep.pairs import Pair, registered
+from sweep.run import difference, sweep
+
+from ci import docs_coverage
+
+KEPT = json.loads(docs_coverage.RESULTS.read_text(encoding="utf-8"))
+OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
+PAIRS = registered()
+SAMPLE = PAIRS[3::9]
+SAME = version.parse(transformers.__version__) == version.parse(KEPT["transformers"])
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
+
+
+def check(outcomes):
+    """Equal to stock; with the library of the kept result, by the same operators as there."""
+    wrong = [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
+    assert not wrong
+    ran = [o for o in outcomes if o.status == "equal"]
+    for outcome in ran if SAME else ():
+        kept = OUTCOMES[outcome.type, outcome.cls]
+        if kept["status"] == "equal":  # it may have lacked what is installed here
+            assert outcome.calls == kept["calls"], outcome.type
+    return ran
+
+
+def test_a_sample_of_all_models_is_equal_to_stock():
+    ran = check(list(sweep(SAMPLE)))
+    assert len(ran) > 0.85 * len(SAMPLE)
+
+
+@pytest.mark.slow
+def test_all_models_are_equal_to_stock():
+    ran = check(list(sweep([p for p in PAIRS if p not in SAMPLE])))
+    assert len(ran) > 0.85 * (len(PAIRS) - len(SAMPLE))
+
+
+def test_what_the_kept_result_promises():
+    pairs = KEPT["pairs"]
+    assert sum(o["status"] == "equal" for o in pairs) >= 330
+    assert not [o["cls"] for o in pairs if o["status"] == "different"]
+    together = {o["type"] for o in pairs if docs_coverage.covers(o) >= {"norms", "mlp", "head"}}
+    assert len(together) >= 155
+    rotary = {o["type"] for o in pairs if "rotary" in docs_coverage.covers(o)}
+    assert len(rotary) >= 155
+
+
+def test_a_wrong_operator_is_seen(monkeypatch):
+    """The comparison fails where an operator computes something else."""
+    from liger_multi.reference import rms_norm
+
+    right = rms_norm._scaled
+    monkeypatch.setattr(rms_norm, "_scaled", lambda *args: right(*args) * 1.001)
+    llama = Pair("causal", "llama", "LlamaForCausalLM")
+    from liger_multi.patching import norms
+
+    # the probe would refuse it
+    monkeypatch.setattr(norms, "_agrees", lambda m, settings, size: settings.kind.op == "rms_norm")
+    (outcome,) = sweep([llama])
+    assert outcome.status == "different"
+    assert "stock" in outcome.why or "bound" in outcome.why
+
+
+def test_differences_are_relative_to_each_gradient():
+    wanted = {"loss": torch.tensor(2.0), "a": torch.ones(3), "b": torch.ones(3) * 1e-3}
+    assert difference(wanted, wanted) == ""
+    for name, by in (("a", 1.001), ("b", 1.1), ("loss", 1.0001)):
+        assert difference(wanted, {**wanted, name: wanted[name] * by})
+    assert "other parameters" in difference(wanted, {"loss": wanted["loss"], "a": wanted["a"]})
+    assert difference(wanted, {**wanted, "a": torch.full((3,), torch.nan)})
+
+
+def test_the_page_is_made_of_the_kept_result():
+    page = docs_coverage.page()
+    assert Path(docs_coverage.ROOT, "docs", "coverage.md").read_text(encoding="utf-8") == page
