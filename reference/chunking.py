@@ -39,7 +39,7 @@ def free_bytes(device: torch.device) -> int:
         return assumed_free.get()
     module = torch.get_device_module(device.type)
     query, stats = getattr(module, "mem_get_info", None), getattr(module, "memory_reserved", None)
-    if query is None or stats is None or capturing(device):
+    if None in (query, stats) or capturing(device):
         return 0
     return int(query(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
@@ -65,8 +65,7 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
     if chunk > 0 or budget:
         return chunk or max(1, whole_steps(budget // row_bytes))
     share = free_bytes(hidden.device) // FREE_SHARE or AUTO_BYTES // 16
-    fit = min(AUTO_BYTES, share) // row_bytes
-    half = -(-rows // 2)
+    fit, half = min(AUTO_BYTES, share) // row_bytes, -(-rows // 2)
     if min(half, fit) < MIN_ROWS:
         return max(1, min(half, fit))
     return min(1 << (half - 1).bit_length(), 1 << (fit.bit_length() - 1))
@@ -81,9 +80,8 @@ def is_whole(
     rows: int, width: int, vocabulary: int, itemsize: int, chunk: int, budget: int
 ) -> bool:
     """Whether one chunk holds the logits of all ``rows``; says so without asking a device."""
-    if chunk > 0 or budget:
-        return rows <= (chunk or budget // max(1, vocabulary * itemsize))
-    return rows * itemsize <= 4 * width
+    fit = chunk or budget // max(1, vocabulary * itemsize)
+    return rows <= fit if chunk > 0 or budget else rows * itemsize <= 4 * width
 
 
 def weight_gradient_dtype(
@@ -94,16 +92,15 @@ def weight_gradient_dtype(
     A single product in the dtype of the weight is rounded once as well; but not in float16, whose
     range a sum over rows leaves.
     """
-    rounded_once = whole and kind == weight and kind != torch.float16
-    return kind if rounded_once or kind == torch.float64 else accumulate
+    once = whole and kind == weight and kind != torch.float16
+    return kind if once or kind == torch.float64 else accumulate
 
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of low precision can be written in float32 here (asked once, on 16x16)."""
     try:
-        kinds = (dtype, torch.float32)
-        a, out = (torch.zeros(16, 16, dtype=kind, device=device_type) for kind in kinds)
+        a, out = (torch.zeros(16, 16, dtype=k, device=device_type) for k in (dtype, torch.float32))
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
     except (TypeError, RuntimeError, NotImplementedError):
         return False
