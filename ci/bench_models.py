@@ -80,6 +80,14 @@ def _liger(model: Any) -> Any:
     return model
 
 
+def _with_attention(model: Any) -> Any:
+    from liger_multi.patching import register_attention
+
+    register_attention()
+    model.set_attn_implementation("liger_multi")
+    return _ours(model)
+
+
 def _compiled(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda model: torch.compile(then(model))
 
@@ -91,6 +99,8 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "stock+compile": _compiled(lambda model: model),
     "liger+compile": _compiled(_liger),
     "ours+compile": _compiled(_ours),
+    "ours+attention": _with_attention,
+    "ours+attention+compile": _compiled(_with_attention),
 }
 
 

@@ -39,7 +39,7 @@ def free_bytes(device: torch.device) -> int:
         return assumed_free.get()
     module = torch.get_device_module(device.type)
     query, stats = getattr(module, "mem_get_info", None), getattr(module, "memory_reserved", None)
-    if None in (query, stats) or capturing(device):
+    if query is None or stats is None or capturing(device):
         return 0
     return int(query(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
