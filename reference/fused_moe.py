@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_multi.reference.chunking import statistics_dtype
-from liger_multi.reference.slots import gradients, product, sorted_slots, sum_of_slots
+from liger_multi.reference.slots import bounds_of, gradients, product, sorted_slots, sum_of_slots
 
 
 def forward(
@@ -26,7 +26,7 @@ def forward(
     _, order, offsets = sorted_slots(index, experts)
     gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
     slots = x.new_zeros(index.numel(), x.shape[1])
-    bounds = offsets.tolist()
+    bounds = bounds_of(offsets, index.numel())
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
@@ -57,7 +57,7 @@ def backward(
     dbias = dy.new_zeros(first[:2] if needs_gate_up_bias else 0)
     dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)
     slots = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
-    bounds = offsets.tolist()
+    bounds = bounds_of(offsets, index.numel())
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue

@@ -23,6 +23,15 @@ def sorted_slots(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, order.to(torch.int32), torch.searchsorted(ids, every, out_int32=True)
 
 
+def bounds_of(offsets: Tensor, slots: int) -> list[int]:
+    """Where experts begin, on the host; of shapes alone, as if all had the same number of slots."""
+    if offsets.is_meta:
+        experts = offsets.numel() - 1
+        return [e * slots // experts for e in range(experts + 1)]
+    found: list[int] = offsets.tolist()
+    return found
+
+
 def product(gate_up: Tensor, how: Any) -> Tensor:
     """act(gate) * up of rows."""
     activation, *by, interleaved = how

@@ -114,7 +114,10 @@ class Simulation(Recorder):
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
-            return primitive.fake(*args)
+            made = primitive.fake(*args)
+            if name == "fused_moe":
+                _expert_scratch(dict(zip(primitive.params, args, strict=True)))
+            return made
         module = importlib.import_module(f"liger_multi.reference.{name}")
         half = getattr(module, primitive.half)
         if self._target != "cpu":
@@ -126,6 +129,15 @@ class Simulation(Recorder):
             return half(*args)
         finally:
             assumed_free.reset(token)
+
+
+def _expert_scratch(given: Mapping[str, Any]) -> None:
+    """Rows gathered by expert, and what the products make of them before their sums."""
+    index, second = given["index"], given["down_weight"]
+    widths = second.shape[1:]  # hidden and inner, or the other way round
+    inner = widths[0] if given["transposed"] else widths[1]
+    both, back = sum(widths), "dy" in given
+    second.new_empty(index.numel(), both + 2 * inner if back else both)
 
 
 class _LossKernels:
