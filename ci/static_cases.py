@@ -402,11 +402,11 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
         found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
     # the suite compiles the middle one: the most options at the widest head that a target takes
-    everything = {"ranges": 4, "softcap": 50.0, "sinks": True}
+    everything = part(_attention, 8, 8, ranges=4, softcap=50.0, sinks=True)
     found["attention causal 64"] = part(_attention, 32, 8, 64)
-    found["attention everything 64"] = part(_attention, 8, 8, 64, **everything)
+    found["attention everything 64"] = part(everything, 64)
     found["attention ranges 64"] = part(_attention, 32, 8, 64, ranges=2)
-    found["attention everything 128"] = part(_attention, 8, 8, 128, **everything)
+    found["attention everything 128"] = part(everything, 128)
     found["attention causal 128"] = part(_attention, 32, 8, 128)
     found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
     found |= _rope_calls()

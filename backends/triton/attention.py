@@ -33,30 +33,28 @@ class AttentionKnobs:
 
 
 # The widest tiles (queries, keys, stages, warps) that ci.static finds to spill no register at any
-# launch: (forward, backward, backward of the keys) by kind of core and widest head. What an
-# accumulator, its operands and the compiler's copies of them take follows no rule across kinds.
+# launch: (forward, backward, backward of the keys) by kind of core and widest head. What operands,
+# sums and the compiler's copies of them take follows no rule across kinds. Launch
+# tables have what single architectures hold beyond their kind.
 SMALL, SMALLEST = (32, 32, 1, 4), (16, 16, 1, 4)
 TILES = {
-    ("sm80", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
-    ("sm80", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 2, 8)),
-    ("sm90", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (32, 128, 3, 8)),
-    ("sm90", 128): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
-    ("sm100", 64): ((128, 64, 3, 8), (64, 32, 2, 4), (32, 128, 3, 8)),
-    ("sm100", 128): ((128, 64, 3, 8), (128, 32, 3, 8), SMALL),
-    ("cdna", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
-    ("cdna", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (32, 64, 1, 4)),
-    ("gfx11", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
-    ("gfx12", 64): ((64, 32, 1, 4), (64, 32, 1, 4), (16, 32, 1, 4)),
-    ("gfx12", 128): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
+    ("waves of 64", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
+    ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (32, 64, 1, 4)),
+    ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
+    ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
+    ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 2, 8)),
+    ("much memory", 64): ((128, 64, 3, 8), (64, 32, 2, 4), (32, 128, 3, 8)),
+    ("much memory", 128): ((128, 64, 3, 8), (128, 32, 3, 8), SMALL),
 }
 
 
 def _kind(info: DeviceInfo) -> str:
-    """Cores that hold a product's operands and sums in the same way."""
-    if info.backend == "rocm":
-        return "cdna" if info.warp_size == 64 else info.arch[:5]
-    major = int("".join(c for c in info.arch if c.isdigit()) or 80) // 10
-    return {9: "sm90", 10: "sm100"}.get(major, "sm80")
+    """Cores whose products hold operands and sums in much the same way, by their limits."""
+    if info.warp_size == 64:
+        return "waves of 64"
+    if info.shared_bytes <= 65536:
+        return "little memory"
+    return "some memory" if info.shared_bytes < 200_000 else "much memory"
 
 
 def _class(dim: int, value_dim: int) -> int:
@@ -69,7 +67,7 @@ def supports(q: Tensor, v: Tensor) -> str | None:
     if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
         return None
     limit = max(size for kind, size in TILES if kind == _kind(info))
-    return f"takes heads of up to {limit} elements on {info.arch}, got {widest}"
+    return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
 
 def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
@@ -82,7 +80,7 @@ def _tile(
 ) -> AttentionKnobs:  # fmt: skip
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
     kind = _kind(info)
-    small = () if kind.startswith("gfx") else (SMALL,)
+    small = () if kind == "little memory" else (SMALL,)
     tiles = TILES.get((kind, _class(dim, value_dim)), (SMALLEST,) * 3)
     for m, n, stages, warps in (tiles[which], *small):
         few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
