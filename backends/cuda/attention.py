@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton import attention as kernels
-from liger_multi.backends.triton.attention import supports
 
 __all__ = ["ROUTES", "backward", "forward", "route", "supports"]
 
@@ -47,6 +46,15 @@ def route(
         if name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
             return name
     return "triton"
+
+
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float
+) -> str | None:
+    """Why a call is refused, or None: PyTorch's kernels take wider heads than Triton's."""
+    if max(q.shape[3], v.shape[3]) <= 256 and route(q, k, v, ranges, causal, softcap) != "triton":
+        return None
+    return kernels.supports(q, v)
 
 
 def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

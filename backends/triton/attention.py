@@ -5,6 +5,7 @@ Source: Dao 2023 (arXiv:2307.08691); the kernels are in attention_kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -18,9 +19,7 @@ from liger_multi.backends.triton.attention_kernels import (
 )
 from liger_multi.backends.triton.common import cdiv, power_of_2
 from liger_multi.backends.triton.launching import launch
-from liger_multi.launch import DeviceInfo, knobs
-
-WIDEST = 256  # elements of a head that stay on chip
+from liger_multi.launch import DeviceInfo, device_info, knobs
 
 
 @dataclass(frozen=True)
@@ -33,62 +32,98 @@ class AttentionKnobs:
     num_warps: int = 4
 
 
+# The widest tiles (queries, keys, stages, warps) that ci.static finds to spill no register at any
+# launch: (forward, backward, backward of the keys) by kind of core and widest head. What operands,
+# sums and the compiler's copies of them take follows no rule across kinds. Launch
+# tables have what single architectures hold beyond their kind.
+SMALL, SMALLEST = (32, 32, 1, 4), (16, 16, 1, 4)
+TILES = {
+    ("waves of 64", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
+    ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (32, 64, 1, 4)),
+    ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
+    ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
+    ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 2, 8)),
+    ("much memory", 64): ((128, 64, 3, 8), (64, 32, 2, 4), (32, 128, 3, 8)),
+    ("much memory", 128): ((128, 64, 3, 8), (128, 32, 3, 8), SMALL),
+    ("much memory", 256): ((64, 32, 1, 8), (32, 32, 1, 8), (16, 32, 1, 8)),
+}
+
+
+def _kind(info: DeviceInfo) -> str:
+    """Cores whose products hold operands and sums in much the same way, by their limits."""
+    if info.warp_size == 64:
+        return "waves of 64"
+    if info.shared_bytes <= 65536:
+        return "little memory"
+    return "some memory" if info.shared_bytes < 200_000 else "much memory"
+
+
+def _class(dim: int, value_dim: int) -> int:
+    return max(64, power_of_2(max(dim, value_dim)))
+
+
 def supports(q: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
-    widest = max(q.shape[3], v.shape[3])
-    return None if widest <= WIDEST else f"takes heads of up to {WIDEST} elements, got {widest}"
+    info, widest = device_info(q.device), max(q.shape[3], v.shape[3])
+    if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
+        return None
+    limit = max(size for kind, size in TILES if kind == _kind(info))
+    return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
 
 def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
     return max(16, power_of_2(dim)), max(16, power_of_2(value_dim))
 
 
-# tiles (queries, keys, stages, warps) from the widest on; the first that fits is taken
-FORWARD = ((128, 64, 3, 8), (64, 64, 2, 4), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
-BACKWARD = ((128, 32, 3, 8), (64, 32, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
-BACKWARD_KEYS = ((32, 128, 3, 8), (32, 64, 2, 4), (32, 32, 1, 4), (16, 16, 1, 4))
+def _tile(
+    info: DeviceInfo, which: int, dim: int, value_dim: int, rows: tuple[int, int],
+    on_chip: Callable[[int, int, int], int],
+) -> AttentionKnobs:  # fmt: skip
+    """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
+    kind = _kind(info)
+    small = () if kind == "little memory" else (SMALL,)
+    tiles = TILES.get((kind, _class(dim, value_dim)), (SMALLEST,) * 3)
+    for m, n, stages, warps in (tiles[which], *small):
+        few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
+        if few and on_chip(m, n, stages) <= info.shared_bytes:
+            return AttentionKnobs(m, n, stages, warps)
+    return AttentionKnobs(*SMALLEST)
 
 
 def forward_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
 ) -> AttentionKnobs:
-    """Queries, and two blocks of keys and values in flight, fit on chip."""
-    size, value = _sizes(dim, value_dim)
-    for m, n, stages, warps in FORWARD:
-        on_chip = item * (m * size + stages * n * (size + value))
-        if _fits(info, on_chip, m * (value + n), warps, m, queries):
-            return AttentionKnobs(m, n, stages, warps)
-    return AttentionKnobs(16, 16, 1, 4)
+    """Queries, and the blocks of keys and values in flight, fit on chip."""
+    both = sum(_sizes(dim, value_dim))
+
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * (m * _sizes(dim, value_dim)[0] + stages * n * both)
+
+    return _tile(info, 0, dim, value_dim, (0, queries), on_chip)
 
 
 def backward_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
 ) -> AttentionKnobs:
     """As forward, with the upstream gradient beside the queries."""
-    size, value = _sizes(dim, value_dim)
-    for m, n, stages, warps in BACKWARD:
-        on_chip = item * ((m + stages * n) * (size + value) + m * n)
-        if _fits(info, on_chip, m * (size + 2 * n), warps, m, queries):
-            return AttentionKnobs(m, n, stages, warps)
-    return AttentionKnobs(16, 16, 1, 4)
+    both = sum(_sizes(dim, value_dim))
+
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * ((m + stages * n) * both + m * n)
+
+    return _tile(info, 1, dim, value_dim, (0, queries), on_chip)
 
 
 def backward_keys_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
 ) -> AttentionKnobs:
     """Keys and values stay; two gradients of their size are summed in registers."""
-    size, value = _sizes(dim, value_dim)
-    for m, n, stages, warps in BACKWARD_KEYS:
-        on_chip = item * ((n + stages * m) * (size + value) + 2 * m * n)
-        if _fits(info, on_chip, n * (size + value + 2 * m) * 2 // 3, warps, n, keys):
-            return AttentionKnobs(m, n, stages, warps)
-    return AttentionKnobs(16, 16, 1, 4)
+    both = sum(_sizes(dim, value_dim))
 
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * ((n + stages * m) * both + 2 * m * n)
 
-def _fits(info: DeviceInfo, on_chip: int, values: int, warps: int, rows: int, length: int) -> bool:
-    """Whether on-chip memory and 112 of a thread's registers hold it, and rows are not idle."""
-    few = rows <= max(16, power_of_2(length))
-    return few and on_chip <= info.shared_bytes and values <= 112 * warps * info.warp_size
+    return _tile(info, 2, dim, value_dim, (1, keys), on_chip)
 
 
 def _rows(x: Tensor) -> Tensor:

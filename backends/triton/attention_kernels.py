@@ -186,9 +186,6 @@ def _attention_backward_keys_kernel(
         begin = tl.maximum(start - (keys - queries), 0) // BLOCK_M * BLOCK_M
         whole = tl.maximum(start + BLOCK_N - 1 - (keys - queries), 0)
         whole = tl.minimum((whole + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.maximum(end, begin))
-    last = end
-    if RANGES == 0:
-        last = tl.maximum(queries // BLOCK_M * BLOCK_M, whole)
     dk = tl.zeros([BLOCK_N, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)
     for h in range(shared):
@@ -206,13 +203,8 @@ def _attention_backward_keys_kernel(
         if RANGES == 0:
             dk, dv = key_walk(
                 k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
-                dy_stride, queries, keys, whole, last, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
+                dy_stride, queries, keys, whole, end, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
                 False, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-            )  # fmt: skip
-            dk, dv = key_walk(
-                k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
-                dy_stride, queries, keys, last, end, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
-                True, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
             )  # fmt: skip
         if RANGES == 4:
             for at in range(0, queries, BLOCK_M):

@@ -139,22 +139,22 @@ def key_walk(
     MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys."""
+    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys.
+
+    Queries past the last have an infinite normaliser, so they give nothing with or without MASKED.
+    """
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK)
-        q = load_rows(q_ptr, start, q_stride, queries, MASKED, BLOCK, DIM, SIZE)
-        dy = load_rows(dy_ptr, start, dy_stride, queries, MASKED, BLOCK, VALUE_DIM, VALUE_SIZE)
-        if MASKED:
-            lse = tl.load(lse_ptr + rows, mask=rows < queries, other=float("inf"))
-            inner = tl.load(inner_ptr + rows, mask=rows < queries, other=0.0)
-        else:
-            lse, inner = tl.load(lse_ptr + rows), tl.load(inner_ptr + rows)
+        q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK, DIM, SIZE)
+        dy = load_rows(dy_ptr, start, dy_stride, queries, True, BLOCK, VALUE_DIM, VALUE_SIZE)
+        lse = tl.load(lse_ptr + rows, mask=rows < queries, other=float("inf"))
+        inner = tl.load(inner_ptr + rows, mask=rows < queries, other=0.0)
         s, t = score(product(k, tl.trans(q)), scale, softcap, CAPPED)
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if MASKED:
             low, high = load_bounds(ranges_ptr, rows, queries, keys, RANGES, CAUSAL, SECOND)
             seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
-            p = tl.where(seen & (rows < queries)[None, :], p, 0.0)
+            p = tl.where(seen, p, 0.0)
         dv = add_product(dv, p, dy)
         ds = p * (product(v, tl.trans(dy)) - inner[None, :])
         if CAPPED:
