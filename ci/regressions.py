@@ -163,7 +163,7 @@ CASES = (
             Break(
                 "the weight's gradient accumulates in the dtype of the inputs",
                 "reference/chunking.py",
-                "return kind if rounded_once or kind == torch.float64 else accumulate",
+                "return kind if once or kind == torch.float64 else accumulate",
                 "return kind",
                 ("tests/test_numerics.py::test_no_result_depends_on_the_chunk",),
             ),
@@ -382,8 +382,8 @@ CASES = (
             Break(
                 "the logits forget the bias",
                 "reference/fused_linear.py",
-                "            if self.bias is None:\n                torch.mm",
-                "            if True:\n                torch.mm",
+                "        elif self.bias is None:\n            torch.mm",
+                "        elif True:\n            torch.mm",
                 ("tests/test_numerics.py::test_every_combination_of_options",),
             ),
         ),

@@ -65,14 +65,14 @@ def backward(
         upstream, inner = dy[place // top_k], gate_up[start:stop]
         weight = routing.reshape(-1)[place].to(kind).unsqueeze(1)
         second = down_weight[e].mT if transposed else down_weight[e]
-        dproduct, made = (upstream @ second).to(kind), product(inner, how)
+        dproduct, made = (upstream @ second).to(kind), product(inner.to(kind), how)
         if needs_routing:
-            share = (dproduct * made.to(kind)).sum(1)
+            share = (dproduct * made).sum(1)
             if down_bias is not None:
                 share = share + (upstream.to(kind) * down_bias[e].to(kind)).sum(1)
             drouting.view(-1)[place] = share.to(drouting.dtype)
         if needs_down_weight:
-            dsecond[e] = upstream.mT @ (made.to(kind) * weight).to(dy.dtype)
+            dsecond[e] = upstream.mT @ (made * weight).to(dy.dtype)
         if needs_down_bias:
             dother[e] = (upstream.to(kind) * weight).sum(0).to(dy.dtype)
         dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)

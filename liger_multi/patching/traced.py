@@ -22,6 +22,10 @@ from liger_multi.patching.recipe import Recipe
 from liger_multi.patching.steps import RECORDED
 
 
+# what others want to hold as a tensor, which these logits cannot be
+_READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
+
+
 class TracedLogits:
     """Logits of a recipe; attributes that are not here are those of the real logits."""
 
@@ -52,7 +56,7 @@ class TracedLogits:
             isinstance(x, TracedLogits) and x.cached is None for x in args[1]
         ):
             raise RuntimeError(GRADIENT_BY_LOGITS)
-        elif func in RECORDED and args and isinstance(args[0], TracedLogits):
+        elif func in RECORDED and func not in _READ and args and isinstance(args[0], TracedLogits):
             step = RECORDED[func](args[0].recipe, *args[1:], **kwargs)
             if step is not None:
                 return args[0]._derived(step)
