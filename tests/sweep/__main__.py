@@ -23,6 +23,8 @@ def main() -> int:
     parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
     parser.add_argument("--device", help="device of the models; that of the backend by default")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the Nth")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--quiet", action="store_true", help="only pairs that are not equal")
     parser.add_argument("--write", action="store_true", help="keep the results")
@@ -45,7 +47,7 @@ def main() -> int:
         device = given.device or backends()[given.backend].device_type or "cpu"
     pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
     started, found = time.monotonic(), []
-    for outcome in sweep(pairs[:: given.every], given.jobs, str(device)):
+    for outcome in sweep(pairs[given.first :: given.every], given.jobs, str(device)):
         found.append(outcome)
         if outcome.status != "equal" or not given.quiet:
             print(
@@ -56,6 +58,8 @@ def main() -> int:
     seconds = time.monotonic() - started
     counts = Counter(o.status for o in found)
     print(f"{len(found)} pairs in {seconds:.0f} s: {dict(counts)}")
+    if given.json:
+        given.json.write_text(json.dumps([vars(o) for o in found]))
     if given.write:
         made = {(o.kind, o.type, o.cls): vars(o) for o in found}
         if given.names:  # the others stay as they were
