@@ -21,7 +21,6 @@ from liger_multi.patching.protocol import GRADIENT_BY_LOGITS, warn_once
 from liger_multi.patching.recipe import Recipe
 from liger_multi.patching.steps import RECORDED
 
-
 # what others want to hold as a tensor, which these logits cannot be
 _READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
 
