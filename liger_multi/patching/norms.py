@@ -284,7 +284,7 @@ def _same_in_every_rank(
         with torch.no_grad():
             try:
                 stock = standin.forward(flat, *([] if beside is None else [beside]))
-            except Exception:
+            except Exception:  # somebody's forward, which does not take this rank
                 continue
             if not _equal(stock, _apply(standin, flat, beside, settings), False):
                 return False
