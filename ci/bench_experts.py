@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     said = whole(tensors, lambda c=call, o=options, **t: c(**t, **o), clock)
                 except RuntimeError as failure:  # a peer may not run here
                     said = f"{type(failure).__name__}: {failure!s:.120}"
-            print(f"{name:<16} {said}")
+            print(f"{name:<16} {said}", flush=True)
         print("\n".join(products(tensors, clock)))
     return 0
 

@@ -19,6 +19,9 @@ import torch
 
 import harness
 
+# PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
+torch.backends.cudnn.allow_tf32 = False
+
 
 def pytest_addoption(parser):
     parser.addoption(

@@ -50,6 +50,22 @@ def test_ranges_say_all_that_options_say():
     assert ((last <= other) | (end <= first) | (other == end)).all()  # disjoint
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (33, 64), (20, 65)])
+def test_spans_of_two_ranges_are_exact(queries, keys):
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.attention import spans
+
+    generator = torch.Generator().manual_seed(keys)
+    ranges = torch.randint(-2, keys + 3, (2, queries, 4), generator=generator, dtype=torch.int32)
+    place = torch.arange(keys)[:, None]
+    for which in (0, 1):
+        low, high = ranges[:, None, :, 2 * which : 2 * which + 2].unbind(-1)
+        seen = (place >= low) & (place < high)
+        first = torch.where(seen.any(-1), seen.int().argmax(-1), queries)
+        last = torch.where(seen.any(-1), queries - seen.flip(-1).int().argmax(-1), 0)
+        assert torch.equal(spans(ranges, keys)[:, which], torch.stack([first, last], 1))
+
+
 def test_blocks_do_not_change_the_result(monkeypatch):
     q, k, v = (x.requires_grad_() for x in heads(50))
     sinks = torch.randn(2, requires_grad=True)

@@ -2,6 +2,7 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
+import inspect
 import pickle
 import re
 import types
@@ -99,9 +100,15 @@ def test_norms_of_every_kind(name):
     assert type(module) is type(stock)
 
 
+def grouped(kind, size):
+    """Older transformers have no groups in these."""
+    options = inspect.signature(kind).parameters
+    return kind(48, **({"group_size": size} if "group_size" in options else {}))
+
+
 GATED = {
-    "mamba2": lambda m: m.MambaRMSNormGated(48, group_size=48),
-    "bamba": lambda m: m.BambaRMSNormGated(48, group_size=16),
+    "mamba2": lambda m: grouped(m.MambaRMSNormGated, 48),
+    "bamba": lambda m: grouped(m.BambaRMSNormGated, 16),
     "qwen3_next": lambda m: m.Qwen3NextRMSNormGated(48),
     "falcon_h1": lambda m: m.FalconH1RMSNormGated(48, n_groups=3, norm_before_gate=False),
 }
@@ -112,6 +119,10 @@ def test_gated_norms(name):
     module = weighted(GATED[name](modeling(name)))
     stock = copy.deepcopy(module)
     shown, skipped = patched_module(module)
+    one = torch.randn(2, 1, 48)
+    if stock(one, one).ndim == 2:  # Falcon H1 of older transformers loses an axis of one token
+        assert (shown, len(skipped)) == ([], 1)
+        return
     assert len(shown) == 1
     assert shown[0].startswith("gated_rms_norm[")
     assert not any("stand-in" in reason for reason in skipped)
@@ -119,7 +130,7 @@ def test_gated_norms(name):
 
 
 def test_a_gated_norm_without_its_gate_runs_stock():
-    module = weighted(modeling("bamba").BambaRMSNormGated(48, group_size=16))
+    module = weighted(grouped(modeling("bamba").BambaRMSNormGated, 16))
     stock = copy.deepcopy(module)
     patched_module(module)
     equal(stock, module, torch.randn(2, 5, 48))

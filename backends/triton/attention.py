@@ -91,7 +91,7 @@ def _tile(
 
 
 def forward_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
 ) -> AttentionKnobs:
     """Queries, and the blocks of keys and values in flight, fit on chip."""
     both = sum(_sizes(dim, value_dim))
@@ -103,7 +103,7 @@ def forward_knobs(
 
 
 def backward_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
 ) -> AttentionKnobs:
     """As forward, with the upstream gradient beside the queries."""
     both = sum(_sizes(dim, value_dim))
@@ -115,7 +115,7 @@ def backward_knobs(
 
 
 def backward_keys_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
 ) -> AttentionKnobs:
     """Keys and values stay; two gradients of their size are summed in registers."""
     both = sum(_sizes(dim, value_dim))
@@ -135,10 +135,14 @@ def _steps(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+def _shape(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
+) -> dict[str, int]:
+    """What launch numbers may depend on; ``extra``: 1 for a softcap or a second range."""
+    second = ranges is not None and ranges.shape[2] > 2
     return {
         "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
-        "item": q.element_size(),
+        "item": q.element_size(), "extra": int(second or softcap != 0.0),
     }  # fmt: skip
 
 
@@ -171,7 +175,9 @@ def forward(
         return y, lse.fill_(-torch.inf)
     q, k, v = _rows(q), _rows(k), _rows(v)
     ranges = None if ranges is None else ranges.contiguous()
-    numbers = knobs("attention.forward", forward_knobs, q.device, **_shape(q, k, v))
+    numbers = knobs(
+        "attention.forward", forward_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
         q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
@@ -215,7 +221,9 @@ def _backward_queries(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, inner: Tensor,
     dq: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
 ) -> None:  # fmt: skip
-    numbers = knobs("attention.backward", backward_knobs, q.device, **_shape(q, k, v))
+    numbers = knobs(
+        "attention.backward", backward_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
         q, k, v, dy, y, lse, ranges, dq, inner, *_steps(q), *_steps(k), *_steps(v), *_steps(dy),
@@ -233,7 +241,9 @@ def _backward_keys(
 ) -> None:  # fmt: skip
     if not k.numel():
         return
-    numbers = knobs("attention.backward_keys", backward_keys_knobs, q.device, **_shape(q, k, v))
+    numbers = knobs(
+        "attention.backward_keys", backward_keys_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    )
     blocks = cdiv(k.shape[2], numbers.block_n)
     args = (
         q, k, v, dy, lse, inner, ranges, None if ranges is None else spans(ranges, k.shape[2]),
@@ -246,16 +256,40 @@ def _backward_keys(
 
 
 def spans(ranges: Tensor, keys: int) -> Tensor:
-    """For every key, between which queries all stand whose first range has it: (B, 2, keys).
+    """For every key, between which queries all stand that see it: (B, ranges, 2, keys).
 
-    Of monotone ranges, as windows and documents have, exactly those.
+    Of one monotone range, as windows and documents have, exactly those; of two always.
     """
-    low, high = ranges[..., 0], ranges[..., 1]
+    low, high = ranges.unflatten(-1, (-1, 2)).movedim(1, -1).unbind(2)
+    if low.shape[1] > 1:
+        return _painted(low, high, keys)
     reach = high.cummax(-1).values.contiguous()
     start = low.flip(-1).cummin(-1).values.flip(-1).contiguous()
     place = torch.arange(keys, device=ranges.device, dtype=ranges.dtype)
-    place = place.expand(ranges.shape[0], keys).contiguous()
+    place = place.expand(*low.shape[:2], keys).contiguous()
     first, last = (
         torch.searchsorted(bound, place, right=True, out_int32=True) for bound in (reach, start)
     )
-    return torch.stack([first, last], 1).contiguous()
+    return torch.stack([first, last], 2)
+
+
+def _painted(low: Tensor, high: Tensor, keys: int) -> Tensor:
+    """Spans of any ranges: each is painted as two blocks of a power of two, which hand down."""
+    low = low.clamp_min(0)
+    queries, length = low.shape[-1], (high.clamp_max(keys) - low).clamp_min_(0)
+    low = low.clamp_max_(keys - 1)  # where there is nothing to paint
+    powers = 2 ** torch.arange(keys.bit_length(), device=low.device, dtype=low.dtype)
+    level = ((length[..., None] >= powers).sum(-1) - 1).clamp_min_(0)
+    query = torch.arange(queries, device=low.device, dtype=low.dtype)
+    value = torch.stack([queries - query, query + 1])[:, None, None] * (length > 0)
+    blocks = torch.stack([low, (low + length - powers[level]).clamp_min_(0)]) + level * keys
+    table = low.new_zeros(2, *low.shape[:2], len(powers) * keys)
+    for places in blocks.long():
+        table.scatter_reduce_(-1, places.expand(2, -1, -1, -1), value, "amax")
+    table = table.unflatten(-1, (len(powers), keys))
+    for upper in range(len(powers) - 1, 0, -1):
+        half, above, below = 1 << (upper - 1), table[..., upper, :], table[..., upper - 1, :]
+        torch.maximum(below, above, out=below)
+        torch.maximum(below[..., half:], above[..., :-half], out=below[..., half:])
+    first, last = table[..., 0, :]
+    return torch.stack([queries - first, last], 2)

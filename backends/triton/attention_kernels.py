@@ -156,6 +156,14 @@ def _attention_backward_kernel(
 
 
 @triton.jit
+def _reach(spans_ptr, place, queries, keys, BLOCK_M: tl.constexpr):
+    """From which whole block to which query any may see the keys of this tile."""
+    begin = tl.min(tl.load(spans_ptr, mask=place < keys, other=queries))
+    end = tl.max(tl.load(spans_ptr + keys, mask=place < keys, other=0))
+    return begin // BLOCK_M * BLOCK_M, end
+
+
+@triton.jit
 def _attention_backward_keys_kernel(
     q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, spans_ptr, dk_ptr, dv_ptr,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
@@ -165,7 +173,7 @@ def _attention_backward_keys_kernel(
     SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # spans_ptr: for every key the queries that may see it, (batch, range, first and last, keys)
+    # spans_ptr: which queries may see each key, (batch, ranges, first and last, keys)
     block, group, batch = _place(blocks, groups)
     shared = heads // groups
     start = (blocks - 1 - block) * BLOCK_N
@@ -174,18 +182,16 @@ def _attention_backward_keys_kernel(
     v_ptr += batch * v_batch + group * v_head
     k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK_N, DIM, SIZE)
     v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
-    begin, whole, end = 0, 0, queries
+    begin, masked, end = 0, 0, queries
     if RANGES > 0:
-        spans_ptr += ranges_batch // (queries * RANGES) * batch * 2 * keys  # or one for all
+        spans_ptr += ranges_batch // queries * batch * keys + place  # or one for all
         ranges_ptr += batch * ranges_batch
-        begin = tl.min(tl.load(spans_ptr + place, mask=place < keys, other=queries))
-        end = tl.max(tl.load(spans_ptr + keys + place, mask=place < keys, other=0))
-        begin = begin // BLOCK_M * BLOCK_M
-        whole = end
+        begin, end = _reach(spans_ptr, place, queries, keys, BLOCK_M)
+        masked = end
     elif CAUSAL:
         begin = tl.maximum(start - (keys - queries), 0) // BLOCK_M * BLOCK_M
-        whole = tl.maximum(start + BLOCK_N - 1 - (keys - queries), 0)
-        whole = tl.minimum((whole + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.maximum(end, begin))
+        masked = tl.maximum(start + BLOCK_N - 1 - (keys - queries), 0)
+        masked = tl.minimum((masked + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.maximum(end, begin))
     dk = tl.zeros([BLOCK_N, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)
     for h in range(shared):
@@ -197,27 +203,22 @@ def _attention_backward_keys_kernel(
         if CAUSAL or RANGES > 0:
             dk, dv = key_walk(
                 k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
-                dy_stride, queries, keys, begin, whole, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
-                True, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+                dy_stride, queries, keys, begin, masked, scale, softcap, RANGES,
+                CAUSAL, 0, CAPPED, True, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
             )  # fmt: skip
         if RANGES == 0:
             dk, dv = key_walk(
                 k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
-                dy_stride, queries, keys, whole, end, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
+                dy_stride, queries, keys, masked, end, scale, softcap, RANGES, CAUSAL, 0, CAPPED,
                 False, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
             )  # fmt: skip
         if RANGES == 4:
-            for at in range(0, queries, BLOCK_M):
-                low, high = load_bounds(
-                    ranges_ptr, at + tl.arange(0, BLOCK_M), queries, keys, RANGES, CAUSAL, 1
-                )
-                seen = (low < high) & (low < start + BLOCK_N) & (high > start)
-                stop = tl.where(tl.max(seen.to(tl.int32)) > 0, at + BLOCK_M, at)
-                dk, dv = key_walk(
-                    k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
-                    dy_stride, queries, keys, at, stop, scale, softcap, RANGES, CAUSAL, 1, CAPPED,
-                    True, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-                )  # fmt: skip
+            begin2, end2 = _reach(spans_ptr + 2 * keys, place, queries, keys, BLOCK_M)
+            dk, dv = key_walk(
+                k, v, dk, dv, place, q_at, dy_at, lse_at, inner_at, ranges_ptr, q_stride,
+                dy_stride, queries, keys, begin2, end2, scale, softcap, RANGES, CAUSAL, 1,
+                CAPPED, True, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+            )  # fmt: skip
     if dk_ptr is not None:
         dk_ptr += (batch * keys * groups + group) * DIM
         _store_rows(dk_ptr, dk * scale, start, groups * DIM, keys, BLOCK_N, DIM, SIZE)

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import INTERPRETED, LOG2E, round_to, tanh
 
+SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
+
 
 @triton.jit
 def product(a, b):
@@ -132,17 +134,13 @@ def query_walk(
 
 
 @triton.jit
-def key_walk(
+def _key_steps(
     k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
     queries, keys, begin, end, scale, softcap,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys.
-
-    Queries past the last have an infinite normaliser, so they give nothing with or without MASKED.
-    """
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK)
         q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK, DIM, SIZE)
@@ -160,4 +158,37 @@ def key_walk(
         if CAPPED:
             ds = ds * (1.0 - t * t)
         dk = add_product(dk, ds, q)
+    return dk, dv
+
+
+@triton.jit
+def key_walk(
+    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
+    queries, keys, begin, end, scale, softcap,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys.
+
+    Queries past the last have an infinite normaliser, so they give nothing with or without MASKED.
+    In fp32 every SEGMENT steps have sums of their own: one chain of 65 537 queries was 1.04 times
+    the tolerance away on an H200.
+    """
+    if k.dtype == tl.float32:
+        for part in range(begin, end, SEGMENT * BLOCK):
+            dk_part, dv_part = _key_steps(
+                k, v, tl.zeros_like(dk), tl.zeros_like(dv), place, q_ptr, dy_ptr, lse_ptr,
+                inner_ptr, ranges_ptr, q_stride, dy_stride, queries, keys, part,
+                tl.minimum(part + SEGMENT * BLOCK, end), scale, softcap, RANGES,
+                CAUSAL, SECOND, CAPPED, MASKED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+            )  # fmt: skip
+            dk += dk_part
+            dv += dv_part
+    else:
+        dk, dv = _key_steps(
+            k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride,
+            dy_stride, queries, keys, begin, end, scale, softcap, RANGES, CAUSAL,
+            SECOND, CAPPED, MASKED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+        )  # fmt: skip
     return dk, dv

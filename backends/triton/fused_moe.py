@@ -219,11 +219,12 @@ def backward(
         needs = (needs_x, needs_gate_up_weight, needs_down_weight, needs_routing)
         needs_biases = (needs_gate_up_bias, needs_down_bias)
         return _zeros(dy, routing, down_weight, gate_up, transposed, (*needs, *needs_biases))
-    groups, none = Groups(offsets, order, index.shape[1]), dy.new_empty(0)
+    groups = Groups(offsets, order, index.shape[1])
+    dx, dfirst, ddown, dbias, dother = (dy.new_empty(0) for _ in range(5))  # none is another
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
     upstream = Rows(_columns(dy), gather=True)
-    dgate_up, drouting, ddown = None, routing.new_empty(0), none
+    dgate_up, drouting = None, routing.new_empty(0)
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
         dproduct = product("fused_moe.dproduct", upstream, second, groups)
@@ -237,9 +238,9 @@ def backward(
         del dproduct
     if needs_routing and down_bias is not None:
         _add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
-    dother = _bias_gradient(upstream.source, groups, routing) if needs_down_bias else none
+    if needs_down_bias:
+        dother = _bias_gradient(upstream.source, groups, routing)
     del upstream
-    dx, dfirst, dbias = none, none, none
     if needs_gate_up_bias and dgate_up is not None:
         dbias = _bias_gradient(dgate_up, groups, None)
     if needs_gate_up_weight and dgate_up is not None and x is not None:

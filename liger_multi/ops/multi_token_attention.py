@@ -79,7 +79,8 @@ def multi_token_attention(
 
     Dtypes:
         In: one floating dtype. Inside: fp32 for probabilities (fp64 for fp64), rounded to the
-        dtype of scores for the convolution, which is PyTorch's. Out: that of scores.
+        dtype of scores for the convolution, which is PyTorch's: on NVIDIA it takes TF32 for fp32
+        unless ``torch.backends.cudnn.allow_tf32`` is False. Out: that of scores.
 
     Memory:
         Kept for backward: the probabilities, of the scores' size. No mask of that size, and rows
