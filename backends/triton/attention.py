@@ -42,7 +42,7 @@ TILES = {
     ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (32, 64, 1, 4)),
     ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
     ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
-    ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 2, 8)),
+    ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 1, 8)),
     ("much memory", 64): ((128, 64, 3, 8), (64, 32, 2, 4), (32, 128, 3, 8)),
     ("much memory", 128): ((128, 64, 3, 8), (128, 32, 3, 8), SMALL),
     ("much memory", 256): ((64, 32, 1, 8), (32, 32, 1, 8), (16, 32, 1, 8)),
@@ -138,11 +138,11 @@ def _steps(x: Tensor) -> tuple[int, int, int]:
 def _shape(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
 ) -> dict[str, int]:
-    """What launch numbers may depend on; ``extra``: 1 for a softcap or a second range."""
-    second = ranges is not None and ranges.shape[2] > 2
+    """What launch numbers may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
+    extra = 2 if ranges is not None and ranges.shape[2] > 2 else int(softcap != 0.0)
     return {
         "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
-        "item": q.element_size(), "extra": int(second or softcap != 0.0),
+        "item": q.element_size(), "extra": extra,
     }  # fmt: skip
 
 
