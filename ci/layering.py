@@ -29,6 +29,7 @@ LAYERS = (
     ("ops",),
     ("nn", "losses", "memory"),
     ("patching",),
+    ("compat", "integrations"),
     ("bench", "cli", "demo", "__main__", "__init__"),
 )
 # Order within the machinery; modules that are not listed may stand anywhere that makes no cycle.
@@ -44,8 +45,11 @@ LAZY = (
     "peft",
     "datasets",
     "trl",
+    "kernels",
+    "lightning",
+    "pytorch_lightning",
 )
-LAZY_EXEMPT = ("patching", "bench", "cli", "demo")
+LAZY_EXEMPT = ("patching", "integrations", "bench", "cli", "demo")
 PRINTERS = ("cli", "demo")
 VENDOR_WORDS = re.compile(
     r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",
