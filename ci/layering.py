@@ -294,9 +294,14 @@ def _docstrings(tree: ast.AST) -> set[int]:
 
 
 def vendor_words(tree: Tree) -> Iterator[Finding]:
-    """Code outside a vendor's folder names no vendor; docstrings and comments may."""
+    """Code outside a vendor's folder names no vendor; docstrings and comments may.
+
+    ``compat`` consists of others' names, which it cannot choose.
+    """
     for file in tree.files:
         if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
+            continue
+        if file.part == "compat":
             continue
         skip = _docstrings(file.tree)
         seen = set()

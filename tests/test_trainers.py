@@ -192,6 +192,6 @@ def test_accelerate_needs_no_callback(fresh_accelerator):
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            curves[-1].append(float(loss))
+            curves[-1].append(loss.item())
     np.testing.assert_allclose(curves[1], curves[0], rtol=2e-2)
     assert len(set(curves[1])) == 4
