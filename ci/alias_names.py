@@ -55,8 +55,8 @@ def attributes(tree: ast.Module, bound: dict[str, str]) -> Iterator[str]:
             first, _, rest = ast.unparse(node).partition(".")
             if first in bound and re.fullmatch(r"[\w.]+", rest):
                 yield f"{bound[first]}.{rest}"
-        elif isinstance(node, ast.Constant) and _APPLY.fullmatch(str(node.value)):
-            yield f"{NAME}.transformers.{node.value}"
+        elif isinstance(node, ast.Constant) and _APPLY.fullmatch(repr(node.value)[1:-1]):
+            yield f"{NAME}.transformers.{node.value!s}"
 
 
 def names_of(wheel: Path) -> dict[str, list[str]]:
