@@ -150,7 +150,11 @@ def test_flags_are_in_the_signature(installed):
 
 def test_every_model_type_is_known_to_transformers(installed):
     """Where a function names several, one at least."""
+    from packaging.version import parse
     from transformers import CONFIG_MAPPING
+
+    if parse(importlib.metadata.version("transformers")) < parse("5.23"):
+        pytest.skip("some types are newer than this transformers")
 
     from liger_multi.compat.liger_kernel.models import MODELS
 
