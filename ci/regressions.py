@@ -420,6 +420,41 @@ CASES = (
         ),
     ),
     Case(
+        19,
+        "a preference or policy loss drops an option, or differs from the trainer's own",
+        "LK #1082, TRL #7062",
+        (
+            Break(
+                "ratios to the policy that sampled are 1",
+                "liger_multi/losses/reinforcement.py",
+                'log_ratio = own - c.get("old", own.detach())',
+                "log_ratio = own - own.detach()",
+                ("tests/test_compat.py::test_grpo",),
+            ),
+            Break(
+                "smoothed labels are dropped",
+                "liger_multi/losses/preference.py",
+                "return logistic(o.beta * delta(p), o.label_smoothing)",
+                "return logistic(o.beta * delta(p))",
+                ("tests/test_losses_preference.py::test_smoothed_labels_and_rpo",),
+            ),
+            Break(
+                "weights of desirable and undesirable answers are dropped",
+                "liger_multi/losses/kto.py",
+                "weight = torch.where(good, o.desirable_weight, o.undesirable_weight)",
+                "weight = torch.where(good, 1.0, 1.0)",
+                ("tests/test_losses_preference.py::test_kto_is_trl",),
+            ),
+            Break(
+                "the switch of a trainer takes options that do not exist",
+                "liger_multi/compat/liger_kernel/models.py",
+                "        if name not in known:\n",
+                "        if False:\n",
+                ("tests/test_compat.py", "-k", "option_in_the_arguments"),
+            ),
+        ),
+    ),
+    Case(
         20,
         "the library wants a network, or to write at home",
         "HK #172, HK #553",
@@ -450,7 +485,7 @@ one, and every test was seen to fail: `python -m ci.regressions` takes the fix o
 sources and runs its tests there, and so does `make test-full`.
 
 14 is held with a stand-in for the device's module; no run on two devices of one machine yet. 18 (a
-vocabulary-parallel loss) and 19 (preference losses) come with the operators that they speak of.
+vocabulary-parallel loss) has tests and no entry here yet.
 
 | | Reported | Threads | Tests | Fails when |
 | --- | --- | --- | --- | --- |

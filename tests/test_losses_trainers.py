@@ -3,44 +3,13 @@
 import pytest
 import torch
 from models import build
+from trainers import arguments, rows, tokenizer
 
 import liger_multi
 from liger_multi import losses
 
 pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-WORDS = [f"w{i}" for i in range(40)]
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def text(generator, low, high):
-    count = int(torch.randint(low, high, (1,), generator=generator))
-    picked = torch.randint(len(WORDS), (count,), generator=generator)
-    return "".join(f" {WORDS[i]}" for i in picked)
-
-
-def rows(kind, count=8):
-    g = torch.Generator().manual_seed(0)
-    found = []
-    for i in range(count):
-        row = {"prompt": text(g, 2, 5)}
-        if kind == "pair":
-            row |= {"chosen": text(g, 2, 7), "rejected": text(g, 2, 7)}
-        elif kind in ("completion", "label"):
-            row |= {"completion": text(g, 2, 7)}
-        found.append(row | ({"label": i % 3 == 0} if kind == "label" else {}))
-    return datasets.Dataset.from_list(found)
+pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +26,6 @@ def model(saved):
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-
-
-def arguments(tmp_path, **more):
-    return {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 2, "max_steps": 4,
-        "learning_rate": 0.1, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 3, "optim": "sgd",
-        "lr_scheduler_type": "constant", **more,
-    }  # fmt: skip
 
 
 def curve(trainer):

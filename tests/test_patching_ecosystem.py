@@ -23,6 +23,7 @@ from models import (
     graph_batch,
     pair,
 )
+from trainers import trainer
 
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.lazy import LazyLogits
@@ -223,51 +224,6 @@ def test_the_head_among_modules_to_save(patch_first, fused):
     saved = [p for n, p in ours.named_parameters() if "modules_to_save" in n]
     assert saved
     assert all(p.grad is not None for p in saved)
-
-
-class Texts(torch.utils.data.Dataset):
-    """Rows of uneven length."""
-
-    def __init__(self, count=8):
-        self.rows = []
-        for i in range(count):
-            row = batch(rows=1, length=14, seed=i)
-            row["labels"][0, : 2 + i] = -100
-            self.rows.append({k: v[0] for k, v in row.items()})
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-def trainer(model, directory, **arguments):
-    pytest.importorskip("accelerate")
-    callbacks = arguments.pop("callbacks", None)
-    metrics = arguments.pop("compute_metrics", None)
-    defaults = {
-        "output_dir": str(directory),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 4,
-        "lr_scheduler_type": "constant",
-    }
-    return transformers.Trainer(
-        model=model,
-        args=transformers.TrainingArguments(**{**defaults, **arguments}),
-        train_dataset=Texts(),
-        eval_dataset=Texts(4),
-        callbacks=callbacks,
-        compute_metrics=metrics,
-    )
 
 
 def losses(made):

@@ -46,6 +46,11 @@ def unregister(model_type: str) -> None:
         _remove()
 
 
+def registered(model_type: str) -> bool:
+    """Whether models of the type are being patched."""
+    return model_type in _wanted
+
+
 def snapshot() -> Callable[[], None]:
     """Remember the registered types; the returned function brings them back."""
     before = dict(_wanted)

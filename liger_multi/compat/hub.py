@@ -1,0 +1,274 @@
+"""The mapping of the ``kernels`` library: layers that transformers marks, served from here.
+
+    model.set_use_kernels(True, hub.kernel_config())  # or of from_pretrained
+
+Nothing is downloaded: a layer of the mapping is a class of this module. What a module computes is
+found by the probes of :mod:`liger_multi.patching`, once for an instance; where it is none of the
+kinds that the operator knows, its own forward runs. Losses and most MLPs have no mark in
+transformers: :func:`liger_multi.patch` reaches them, and these layers too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_multi.patching import experts, mlp, norms, rotary, swap
+from liger_multi.patching.options import Options
+
+DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
+_KEY = "_liger_multi_hub"
+_ABSENT = object()
+_DEFAULT = Options()
+
+
+def _norm(module: nn.Module) -> norms.NormSettings | None:
+    likely = norms.looks_like_norm(module)
+    found = norms.norm_settings(module, likely) if likely else None
+    return found if isinstance(found, norms.NormSettings) else None
+
+
+def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
+    candidates, _ = mlp.mlp_names(module)
+    found = mlp.mlp_kind(module, candidates) if candidates else None
+    return found if isinstance(found, mlp.MlpSettings) else None
+
+
+def _rotary(module: nn.Module) -> Any:
+    stock = functools.partial(type(module).forward, module)
+    known = isinstance(rotary.recognised(stock), rotary.Rotary)
+    return rotary._served("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
+
+
+def _experts(module: Any) -> bool:
+    inner = getattr(module, "experts", None)
+    found = experts.experts_kind(inner) if isinstance(inner, nn.Module) else None
+    if not isinstance(found, experts.ExpertsKind) or inner is None:
+        return False
+    settings = experts.ExpertsSettings(found, _DEFAULT)
+    swap.apply(
+        inner, swap.Swap("fused_moe", swap.stock_class(inner), experts.FusedExperts, settings)
+    )
+    return True
+
+
+def _settled(module: nn.Module, probe: Any) -> Any:
+    """What a probe says of an instance; a compiler that comes first sees the stock forward."""
+    found = getattr(module, _KEY, _ABSENT)
+    if found is _ABSENT:
+        if torch.compiler.is_compiling():
+            return None
+        ours = vars(module).pop("forward", None)  # a probe asks the forward of the class
+        try:
+            found = probe(module)
+        finally:
+            if ours is not None:
+                vars(module)["forward"] = ours
+        setattr(module, _KEY, found)
+    return found
+
+
+# Layers as the kernels library wants them: no constructor, no members, and a forward that becomes
+# the one of the module that it stands for.
+
+
+class _Layer(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+
+class RMSNorm(_Layer):
+    """Every norm that is marked by this name, each with its own places of rounding."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The operator, or what the module does by itself."""
+        settings = _settled(self, _norm)
+        if settings is None or not norms._served(self, hidden_states, None, settings):
+            return type(self).forward(self, hidden_states)
+        return norms._apply(self, hidden_states, None, settings)
+
+
+class RMSNormGated(_Layer):
+    """Norms of linear attention and state space layers, with the gate behind or before them."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """The operator, or what the module does by itself."""
+        settings = _settled(self, _norm)
+        if settings is None or not norms._served(self, hidden_states, gate, settings):
+            return type(self).forward(self, hidden_states, gate)
+        return norms._apply(self, hidden_states, gate, settings)
+
+
+class GatedMLP(_Layer):
+    """Gated MLPs; transformers marks none, ``kernels.replace_kernel_forward_from_hub`` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The operator, or what the module does by itself."""
+        settings = _settled(self, _mlp)
+        if settings is None:
+            return type(self).forward(self, x)
+        return mlp._apply(self, x, settings)
+
+
+class RotaryPosEmb(_Layer):
+    """Rotary functions; the marked form of one is a module that all models of a file share."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """The operator, or what the function does by itself."""
+        found = _settled(self, _rotary)
+        if found is None:
+            made: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+        else:
+            made = found(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return made[0], made[1]
+
+
+class MoeMLP(_Layer):
+    """Router and experts: the experts are those of the operator from the first call on."""
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """The module's own forward around our experts."""
+        _settled(self, _experts)
+        return type(self).forward(self, hidden_states)
+
+
+class GeluTanh(_Layer):
+    """The tanh form of GELU in one pass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Activate."""
+        return F.gelu(input, approximate="tanh")
+
+
+class QuickGELU(_Layer):
+    """``x sigmoid(1.702 x)`` in one pass and a product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Activate."""
+        return F.silu(1.702 * input) / 1.702
+
+
+LAYERS: dict[str, type[nn.Module]] = {
+    "RMSNorm": RMSNorm,
+    "RMSNormZeroCentered": RMSNorm,
+    "RMSNormGated": RMSNormGated,
+    "rotary_pos_emb": RotaryPosEmb,
+    "SwiGLUMLP": GatedMLP,
+    "GeGLUMLP": GatedMLP,
+    "MegaBlocksMoeMLP": MoeMLP,
+    "NewGELU": GeluTanh,
+    "FastGELU": GeluTanh,
+    "GeluTanh": GeluTanh,
+    "QuickGELU": QuickGELU,
+}
+"""Names under which transformers marks layers, and what serves them."""
+
+
+class Layer:
+    """What the kernels library takes for a repository: it loads a class, from here.
+
+    Args:
+        layer_name: A name of :data:`LAYERS`.
+    """
+
+    def __init__(self, layer_name: str) -> None:
+        self.layer_name = layer_name
+
+    def load(self) -> type[nn.Module]:
+        """The class."""
+        return LAYERS[self.layer_name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layer) and self.layer_name == other.layer_name
+
+    def __hash__(self) -> int:
+        return hash((Layer, self.layer_name))
+
+    def __repr__(self) -> str:
+        return f"liger_multi {self.layer_name}"
+
+
+def mapping(
+    devices: Iterable[str] = DEVICES, layers: Iterable[str] = tuple(LAYERS)
+) -> dict[str, dict[str, dict[Any, Any]]]:
+    """A mapping for ``kernels.register_kernel_mapping`` and ``kernels.use_kernel_mapping``.
+
+    It serves training and inference, compiled or not. ``use_kernels=True`` without a configuration
+    registers transformers' own mapping over it: use :func:`kernel_config` there.
+
+    Args:
+        devices: Types of devices, as the kernels library calls them.
+        layers: Names of :data:`LAYERS`.
+
+    Raises:
+        ImportError: The kernels library is not installed.
+        ValueError: A layer that is not served.
+    """
+    from kernels import Mode
+
+    wanted = tuple(layers)
+    lost = [name for name in wanted if name not in LAYERS]
+    if lost:
+        raise ValueError(f"no layer {', '.join(lost)}; there are {', '.join(LAYERS)}")
+    modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
+    places = tuple(devices)
+    return {
+        name: {device: {mode: Layer(name) for mode in modes} for device in places}
+        for name in wanted
+    }
+
+
+def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
+    """A ``KernelConfig`` of transformers for ``set_use_kernels`` and ``from_pretrained``.
+
+    Experts of the model run as one operator too, through ``experts_implementation``.
+
+    Args:
+        inherit_mapping: Whether layers that are not served here may come from the hub.
+        options: As for :func:`mapping`.
+
+    Raises:
+        ImportError: The kernels library, or a transformers with ``KernelConfig``, is missing.
+    """
+    from transformers import KernelConfig
+
+    made = mapping(**options)
+
+    class Config(KernelConfig):  # type: ignore[misc]
+        def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
+            # ours is what strings would become; set this late, since loading expects strings
+            self.kernel_mapping = made
+            experts.register_experts()
+            if hasattr(model, "set_experts_implementation") and _has_experts(model):
+                model.set_experts_implementation(experts.NAME)
+            settle(model)
+
+    found = Config({})
+    found.inherit_mapping = inherit_mapping
+    return found
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(experts.looks_like_experts(m) for m in model.modules())
+
+
+def settle(model: nn.Module) -> None:
+    """Ask the probes of all marked modules now, for a model that is compiled before its first call.
+
+    :func:`kernel_config` does this by itself.
+    """
+    probes = {RMSNorm: _norm, RMSNormGated: _norm, GatedMLP: _mlp}
+    for module in model.modules():
+        layer = LAYERS.get(getattr(module, "kernel_layer_name", ""))
+        if layer in probes:
+            _settled(module, probes[layer])
+        for function in vars(module).get("_kernel_funcs", {}).values():
+            if LAYERS.get(getattr(function, "kernel_layer_name", "")) is RotaryPosEmb:
+                _settled(function, _rotary)

@@ -1,0 +1,303 @@
+"""The functions of ``liger_kernel.transformers.functional``, with Liger's argument order.
+
+``in_place`` and ``row_mode`` change nothing here: gradients are never written over a caller's
+tensors, and kernels choose their own rows. ``accum_dtype=None`` is fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi import checks, losses, ops
+from liger_multi.ops import CrossEntropyOutput
+
+__all__ = ["CrossEntropyOutput"]
+
+_CASTINGS = {"llama": "llama", 0: "llama", "gemma": "gemma", 1: "gemma"}
+_BESIDE = {
+    "return_z_loss": "z_loss",
+    "return_token_accuracy": "token_accuracy",
+    "return_predicted_tokens": "predicted_tokens",
+}
+
+
+def casting_of(name: str, mode: str | int) -> str:
+    """Our name of a casting mode; without any rounding to fp32 there is none here."""
+    if mode not in _CASTINGS:
+        raise ValueError(
+            f"{name}: casting_mode must be 'llama' or 'gemma', got {mode!r}; statistics are "
+            "always at least fp32 here, so that there is no 'none'"
+        )
+    return _CASTINGS[mode]
+
+
+def beside(flags: dict[str, bool]) -> tuple[str, ...]:
+    """Names of the outputs that Liger's flags ask for."""
+    return tuple(_BESIDE[flag] for flag, on in flags.items() if on)
+
+
+def legacy(
+    name: str, size_average: Any, reduce: Any, usual: tuple[Any, ...] = (None, True)
+) -> None:
+    """Refuse the arguments that PyTorch has retired, unless they say nothing."""
+    if size_average not in usual or reduce not in usual:
+        raise ValueError(
+            f"{name}: size_average and reduce are retired, got {size_average!r} and {reduce!r}; "
+            "use reduction"
+        )
+
+
+# --- losses ---
+
+
+def liger_cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+    label_smoothing: float = 0.0, lse_square_scale: float = 0.0, softcap: float | None = None,
+    return_z_loss: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """:func:`liger_multi.ops.cross_entropy`."""
+    legacy("liger_cross_entropy", size_average, reduce)
+    return ops.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss=lse_square_scale, softcap=softcap, reduction=reduction,
+        outputs=beside({
+            "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
+            "return_predicted_tokens": return_predicted_tokens,
+        }),
+    )  # fmt: skip
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+    return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """:func:`liger_multi.ops.fused_linear_cross_entropy`; with token scaling the DFT loss."""
+    accumulate = torch.float32 if accum_dtype is None else accum_dtype
+    outputs = beside({
+        "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
+        "return_predicted_tokens": return_predicted_tokens,
+    })  # fmt: skip
+    if use_token_scaling:
+        given = {
+            "ce_weight": ce_weight is not None, "label_smoothing": label_smoothing != 0,
+            "reduction='none'": reduction == "none", "outputs": bool(outputs),
+        }  # fmt: skip
+        wrong = [name for name, there in given.items() if there]
+        if wrong:
+            raise NotImplementedError(
+                f"liger_fused_linear_cross_entropy: use_token_scaling with {', '.join(wrong)}"
+            )
+        head = losses.Head(input, weight, bias, softcap=softcap, accumulate=accumulate)
+        found, _ = losses.sequence_loss(
+            head, target, loss_type="dft", z_loss=lse_square_scale, ignore_index=ignore_index,
+            reduction={"mean": "token"}.get(reduction, reduction),
+        )  # fmt: skip
+        return found
+    return ops.fused_linear_cross_entropy(
+        input, weight, target, bias, class_weight=ce_weight, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap,
+        reduction=reduction, accumulate=accumulate, outputs=outputs,
+    )  # fmt: skip
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100,
+    temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.fused_linear_jsd`."""
+    return ops.fused_linear_jsd(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+        temperature=temperature, ignore_index=ignore_index,
+        accumulate=torch.float32 if accum_dtype is None else accum_dtype,
+    )  # fmt: skip
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.jsd` of log-probabilities."""
+    return ops.jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
+
+
+def liger_kl_div(
+    input: Tensor, target: Tensor, size_average: Any = True, reduce: Any = True,
+    reduction: str = "mean", log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.kl_div`; ``mean`` divides by all elements, as in PyTorch.
+
+    Probabilities of 0 cost 0 exactly, so that ``eps`` has nothing to clamp. ``none``, a number an
+    element, is PyTorch's.
+    """
+    legacy("liger_kl_div", size_average, reduce)
+    if reduction == "none":
+        return F.kl_div(input, target, reduction="none", log_target=log_target)
+    checks.one_of("liger_kl_div", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
+    found = ops.kl_div(
+        input, target, teacher_form="log_prob" if log_target else "prob",
+        reduction="sum" if reduction == "sum" else "mean",
+    )  # fmt: skip
+    return found / input.shape[-1] if reduction == "mean" else found
+
+
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number an element."""
+    checks.one_of("liger_tvd", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
+    if reduction == "none":
+        each = 0.5 * (input - target).abs()
+        if shift_labels is None:
+            return each
+        return torch.where((shift_labels != ignore_index).unsqueeze(-1), each, 0)
+    kind = "sum" if reduction == "sum" else "mean"
+    found = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=kind)
+    return found / input.shape[-1] if reduction == "mean" else found
+
+
+def fused_selective_log_softmax(
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+) -> Tensor:
+    """Log-probabilities ``(B, L)`` of tokens, without gradients; the last logit is not read."""
+    if logits.shape[1] == input_ids.shape[1] + 1:
+        logits = logits[:, :-1]
+    ids = input_ids if mask is None else input_ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        found = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
+    assert found.log_prob is not None
+    return found.log_prob
+
+
+# --- norms and activations ---
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
+    in_place: bool = True, row_mode: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.rms_norm`."""
+    return ops.rms_norm(X, W, eps, offset=offset, casting=casting_of("rms_norm", casting_mode))
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0,
+    casting_mode: str | int = "llama", in_place: bool = True,
+) -> ops.FusedAddRMSNormOutput:  # fmt: skip
+    """:func:`liger_multi.ops.fused_add_rms_norm`."""
+    casting = casting_of("fused_add_rms_norm", casting_mode)
+    return ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+
+
+def liger_modulated_rms_norm(
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6,
+    offset: float = 0.0, casting_mode: str | int = "llama", in_place: bool = True,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.modulated_rms_norm`."""
+    casting = casting_of("modulated_rms_norm", casting_mode)
+    return ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
+    """:func:`liger_multi.ops.layer_norm`."""
+    return ops.layer_norm(X, W, B, eps)
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor, affine_shifting_bias: Tensor, num_channels: int,
+    num_groups: int, eps: float,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.group_norm`."""
+    return ops.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+
+
+def liger_poly_norm(
+    X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True
+) -> Tensor:
+    """:func:`liger_multi.ops.poly_norm`."""
+    return ops.poly_norm(X, W, B, eps)
+
+
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
+    """:func:`liger_multi.ops.dyt`."""
+    return ops.dyt(x, alpha, gamma, beta)
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    """:func:`liger_multi.ops.softmax`."""
+    return ops.softmax(x)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """:func:`liger_multi.ops.sparsemax`."""
+    return ops.sparsemax(input, dim)
+
+
+def liger_relu_squared(X: Tensor) -> Tensor:
+    """:func:`liger_multi.ops.relu_squared`."""
+    return ops.relu_squared(X)
+
+
+def liger_swiglu(
+    a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    """:func:`liger_multi.ops.swiglu`."""
+    return ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`liger_multi.ops.geglu`, the tanh form."""
+    return ops.geglu(a, b, approximate="tanh")
+
+
+# --- rotary embeddings: new tensors come back, and q and k stay what they are ---
+
+
+def liger_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope`."""
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope`."""
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def liger_rotary_pos_emb_vision(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope` of ``(S, H, D)`` in fp32, rounded at the end."""
+    wide = ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2)
+    return wide[0].to(q.dtype), wide[1].to(k.dtype)
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope_multimodal`, sections one after another."""
+    return ops.rope_multimodal(q, k, cos, sin, list(mrope_section), unsqueeze_dim=unsqueeze_dim)
+
+
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+
+
+def liger_llama4_text_rotary_pos_emb(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope_complex`."""
+    return ops.rope_complex(xq, xk, freqs_cis)

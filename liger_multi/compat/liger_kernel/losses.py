@@ -1,0 +1,162 @@
+"""The losses of ``liger_kernel.transformers``, with Liger's constructors and argument order."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_multi.compat.liger_kernel import functional
+from liger_multi.ops import CrossEntropyOutput
+
+
+class _Options(nn.Module):
+    """Keeps the options of a function."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        options = {k: v for k, v in options.items() if k not in ("self", "__class__")}
+        self._names = tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Options are no parameters."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as they are now."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def extra_repr(self) -> str:
+        """What was chosen."""
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
+
+
+class LigerCrossEntropyLoss(_Options):
+    """:func:`liger_multi.ops.cross_entropy`."""
+
+    def __init__(
+        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """The loss of logits."""
+        return functional.liger_cross_entropy(_input, target, **self.options)
+
+
+class LigerFusedLinearCrossEntropyLoss(_Options):
+    """:func:`liger_multi.ops.fused_linear_cross_entropy`; the weight comes first."""
+
+    def __init__(
+        self, ce_weight: Tensor | None = None, ignore_index: int = -100,
+        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+        softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss of ``_input @ lin_weight.T + bias``."""
+        return functional.liger_fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, **self.options
+        )
+
+
+class LigerFusedLinearJSD(_Options):
+    """:func:`liger_multi.ops.fused_linear_jsd`."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
+        teacher_weight: Tensor, shift_labels: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The divergence of two heads."""
+        return functional.liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+            **self.options,
+        )  # fmt: skip
+
+
+class LigerJSD(_Options):
+    """:func:`liger_multi.ops.jsd`."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__(locals())
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """The divergence of log-probabilities, the student's first."""
+        return functional.liger_jsd(log_q, log_p, shift_labels, **self.options)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """:func:`liger_multi.ops.kl_div`."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        """The divergence of log-probabilities from a distribution."""
+        return functional.liger_kl_div(
+            y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
+        )
+
+
+class LigerTVDLoss(_Options):
+    """:func:`liger_multi.ops.tvd`."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__(locals())
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """The distance of two distributions."""
+        return functional.liger_tvd(p, q, shift_labels, **self.options)
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor | None, hidden_size: int,
+    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
+    shift_labels: Tensor | None = None, final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """The loss of a causal model by its last hidden states; labels are shifted here.
+
+    Keywords that the fused loss does not have, such as a model passes on, are left out.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    names = LigerFusedLinearCrossEntropyLoss().options
+    more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
+    public = sys.modules.get("liger_kernel.transformers.functional", functional)
+    found: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
+        hidden_states.reshape(-1, hidden_size), lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        reduction="mean" if num_items_in_batch is None else "sum", ignore_index=ignore_index,
+        softcap=final_logit_softcapping, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, **more,
+    )  # fmt: skip
+    if num_items_in_batch is None:
+        return found  # type: ignore[no-any-return]
+    if isinstance(found, CrossEntropyOutput):
+        return found._replace(loss=found.loss / num_items_in_batch)
+    return found / num_items_in_batch  # type: ignore[no-any-return]

@@ -1,0 +1,292 @@
+"""The modules of ``liger_kernel.transformers``, with Liger's constructors and parameter names.
+
+``in_place`` and ``row_mode`` are taken and change nothing, as in :mod:`functional`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import nn as ours
+from liger_multi import ops
+from liger_multi.compat.liger_kernel.functional import casting_of
+
+_INITS = {"ones": torch.ones, "zeros": torch.zeros}
+
+
+def _filled(name: str, init_fn: str, size: int) -> Tensor:
+    if init_fn not in _INITS:
+        raise ValueError(f"{name}: init_fn must be 'ones' or 'zeros', got {init_fn!r}")
+    return _INITS[init_fn](size)
+
+
+class LigerRMSNorm(ours.RMSNorm):
+    """:class:`liger_multi.nn.RMSNorm`."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = True,
+        row_mode: bool | None = None, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        name = type(self).__name__
+        casting = casting_of(name, casting_mode)
+        super().__init__(
+            hidden_size, eps, offset=offset, casting=casting, elementwise_affine=elementwise_affine
+        )
+        if self.weight is not None:
+            self.weight.data.copy_(_filled(name, init_fn, hidden_size))
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """The norm of Gemma: in fp32, its weight is what is added to one."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0,
+        casting_mode: str | int = "gemma", init_fn: str = "zeros", in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma2(LigerRMSNormForGemma):
+    """As that of Gemma."""
+
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
+    """As that of Gemma."""
+
+
+class LigerRMSNormForGemma3(LigerRMSNormForGemma):
+    """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dim, eps, *args, **kwargs)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """The norm of Gemma 4: in fp32, perhaps without a weight."""
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "gemma",
+        init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
+        with_scale: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, row_mode, with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """As that of Llama."""
+
+
+class LigerRMSNormForGlm4(LigerRMSNorm):
+    """As that of Llama."""
+
+
+class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
+    """:class:`liger_multi.nn.FusedAddRMSNorm`."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = False,
+    ) -> None:  # fmt: skip
+        name = type(self).__name__
+        super().__init__(hidden_size, eps, offset=offset, casting=casting_of(name, casting_mode))
+        assert self.weight is not None
+        self.weight.data.copy_(_filled(name, init_fn, hidden_size))
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """:func:`liger_multi.ops.modulated_rms_norm`."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = True,
+        elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place,
+                         elementwise_affine=elementwise_affine)  # fmt: skip
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
+    ) -> Tensor:
+        """Normalise and modulate."""
+        return ops.modulated_rms_norm(
+            hidden_states, scale, shift, self.weight, self.variance_epsilon, offset=self.offset,
+            casting=self.casting,
+        )  # fmt: skip
+
+
+class LigerLayerNorm(ours.LayerNorm):
+    """:class:`liger_multi.nn.LayerNorm`; the bias is there in any case and starts at zero."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, **kwargs)
+        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        if self.weight is not None:
+            self.weight.data.copy_(_filled("LigerLayerNorm", init_fn, hidden_size))
+
+
+class LigerGroupNorm(nn.Module):
+    """:func:`liger_multi.ops.group_norm`; channels before groups, and a bias in any case."""
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False,
+        init_fn: str = "ones",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.weight = nn.Parameter(_filled("LigerGroupNorm", init_fn, num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise groups of channels."""
+        groups, eps = self.num_groups, self.variance_epsilon
+        return ops.group_norm(hidden_states, groups, self.weight, self.bias, eps)
+
+
+class LigerPolyNorm(ours.PolyNorm):
+    """:class:`liger_multi.nn.PolyNorm`, whose bias starts at one."""
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
+        super().__init__(eps)
+        nn.init.ones_(self.bias)
+
+
+class LigerDyT(nn.Module):
+    """:func:`liger_multi.ops.dyt`."""
+
+    beta: Tensor | None
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.full((1,), init_alpha))
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Squash."""
+        return ops.dyt(x, self.alpha, self.gamma, self.beta)
+
+
+class LigerSoftmax(nn.Module):
+    """:func:`liger_multi.ops.softmax` of the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities."""
+        return ops.softmax(x)
+
+
+class LigerSparsemax(nn.Module):
+    """:func:`liger_multi.ops.sparsemax`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities with exact zeros."""
+        return ops.sparsemax(x, self.dim)
+
+
+class LigerReLUSquared(ours.ReLUSquared):
+    """:class:`liger_multi.nn.ReLUSquared`."""
+
+
+# --- MLPs ---
+
+
+class LigerSwiGLUMLP(ours.SwiGLUMLP):
+    """:class:`liger_multi.nn.SwiGLUMLP`."""
+
+
+class LigerFalconH1SwiGLUMLP(ours.SwiGLUMLP):
+    """:class:`liger_multi.nn.SwiGLUMLP`, whose multipliers stand in the configuration."""
+
+
+class LigerQwen3MoeSwiGLUMLP(ours.SwiGLUMLP):
+    """:class:`liger_multi.nn.SwiGLUMLP`."""
+
+
+class LigerHunyuanV1SwiGLUMLP(ours.SwiGLUMLP):
+    """:class:`liger_multi.nn.SwiGLUMLP`."""
+
+    def __init__(
+        self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False
+    ) -> None:
+        wide = config.intermediate_size
+        if is_shared_mlp:
+            shared = config.num_shared_expert
+            wide *= shared if isinstance(shared, int) else shared[layer_idx or 0]
+        super().__init__(config, wide)
+        self.layer_idx = layer_idx
+
+
+class LigerPhi3SwiGLUMLP(ours.PackedSwiGLUMLP):
+    """:class:`liger_multi.nn.PackedSwiGLUMLP`."""
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """A SwiGLU expert whose layers are w1 (gate), w3 (up) and w2 (down)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if config.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act must be silu or swish, got {config.hidden_act!r}")
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.ffn_dim, self.hidden_dim = wide, hidden
+        self.w1, self.w3 = (nn.Linear(hidden, wide, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP."""
+        result: Tensor = self.w2(ops.swiglu(self.w1(x), self.w3(x)))
+        return result
+
+
+class LigerGEGLUMLP(ours.GEGLUMLP):
+    """:class:`liger_multi.nn.GEGLUMLP`; the form of gelu is what the configuration says."""
+
+
+class LigerGEGLUMLPForGemma4(ours.GEGLUMLP):
+    """:class:`liger_multi.nn.GEGLUMLP`, twice as wide in layers that share keys and values."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        double = getattr(config, "use_double_wide_mlp", False) and layer_idx is not None
+        twice = double and shared and layer_idx >= config.num_hidden_layers - shared
+        super().__init__(config, config.intermediate_size * (2 if twice else 1))
+
+
+class LigerExperts(ours.Experts):
+    """:class:`liger_multi.nn.Experts`."""
+
+
+class _Tiled(ours.TiledMLP):
+    def __init__(self, mlp: nn.Module, num_shards: int | None) -> None:
+        super().__init__(mlp, num_shards)
+        for name, layer in mlp.named_children():  # parameters as Liger's tiled MLPs name them
+            setattr(self, name, layer)
+        del self._modules["mlp"]
+        object.__setattr__(self, "mlp", mlp)
+
+
+class LigerTiledSwiGLUMLP(_Tiled):
+    """:class:`liger_multi.nn.TiledMLP` of a SwiGLU MLP."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(ours.SwiGLUMLP(config), num_shards)
+
+
+class LigerTiledGEGLUMLP(_Tiled):
+    """:class:`liger_multi.nn.TiledMLP` of a GEGLU MLP."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(ours.GEGLUMLP(config), num_shards)

@@ -1,0 +1,161 @@
+"""The mapping for the kernels library, with the library itself where it is installed."""
+
+import copy
+
+import pytest
+import torch
+from models import Calls, Graphs, assert_same_training, batch, build
+
+transformers = pytest.importorskip("transformers")
+kernels = pytest.importorskip("kernels")
+
+from transformers.integrations import hub_kernels  # noqa: E402
+
+from liger_multi.compat import hub  # noqa: E402
+
+AVAILABLE = hub_kernels.is_kernels_available()
+"""Whether transformers accepts this version of the library, and so has marked its layers."""
+
+
+def test_layers_are_what_the_library_accepts():
+    """No constructor, no members, as it checks when it loads one."""
+    plain = set(dir(torch.nn.Module)) | {"can_torch_compile", "has_backward"}
+    for layer in hub.LAYERS.values():
+        assert layer.__init__ is torch.nn.Module.__init__
+        assert not {n for n in dir(layer) if not n.startswith("__")} - plain
+    assert hub.Layer("RMSNorm") == copy.deepcopy(hub.Layer("RMSNorm"))
+    assert len({hub.Layer("RMSNorm"), hub.Layer("RMSNorm"), hub.Layer("QuickGELU")}) == 2
+
+
+def test_an_unknown_layer_is_refused():
+    with pytest.raises(ValueError, match=r"no layer Rmsnorm; there are RMSNorm"):
+        hub.mapping(layers=("Rmsnorm",))
+
+
+def marked(monkeypatch, kind, name):
+    """The mark that transformers gives, where it does not take this version of the library."""
+    monkeypatch.setattr(kind, "kernel_layer_name", name, raising=False)
+    monkeypatch.setattr(kind, "kernel_condition", None, raising=False)
+
+
+def kernelized(model, **options):
+    with kernels.use_kernel_mapping(hub.mapping(**options)):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    hub.settle(model)
+    return model
+
+
+def every(model, suffix):
+    return {type(m) for m in model.modules() if type(m).__name__.endswith(suffix)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
+def test_norms_and_mlps_train_as_before(monkeypatch, kind):
+    """Each norm rounds where its class does; an MLP that somebody marked is one operator."""
+    stock = build(kind)
+    for suffix, name in (("RMSNorm", "RMSNorm"), ("MLP", "SwiGLUMLP")):
+        for found in every(stock, suffix):
+            marked(monkeypatch, found, name)
+    ours = kernelized(copy.deepcopy(stock))
+    calls = Calls(monkeypatch)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert calls["rms_norm"] == {"llama": 5, "olmo2": 9, "gemma": 5}[kind]
+    assert calls["gated_mlp"] == 2
+    x = torch.randn(3, 32).bfloat16()
+    for a, b in zip(stock.modules(), ours.modules(), strict=True):
+        if type(a).__name__.endswith("RMSNorm") and a.weight.shape == (32,):
+            assert torch.equal(copy.deepcopy(a).bfloat16()(x), copy.deepcopy(b).bfloat16()(x))
+
+
+def test_a_module_of_no_known_kind_keeps_its_forward(monkeypatch):
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, hidden_states):
+            return hidden_states * self.weight + 3
+
+    marked(monkeypatch, Odd, "RMSNorm")
+    stock = Odd()
+    ours = kernelized(copy.deepcopy(stock))
+    assert ours.forward.__func__ is hub.RMSNorm.forward
+    x = torch.randn(2, 8)
+    assert torch.equal(ours(x), stock(x))
+
+
+@pytest.mark.parametrize("name", ["NewGELU", "FastGELU", "QuickGELU"])
+def test_activations(monkeypatch, name):
+    from transformers import activations
+
+    kind = getattr(activations, f"{name}Activation")
+    marked(monkeypatch, kind, name)
+    stock, x = kind(), torch.linspace(-6, 6, 101).requires_grad_()
+    ours = kernelized(kind())
+    assert ours.forward.__func__ is hub.LAYERS[name].forward
+    wanted, got = stock(x), ours(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(wanted.sum(), x)[0],
+        rtol=1e-4, atol=1e-5,
+    )  # fmt: skip
+
+
+def test_compiled_layers_of_a_settled_model(monkeypatch):
+    stock = build(num_hidden_layers=1)
+    for found in every(stock, "RMSNorm"):
+        marked(monkeypatch, found, "RMSNorm")
+    ours = kernelized(copy.deepcopy(stock))
+    graphs = Graphs()
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
+    got, wanted = compiled(**batch()).loss, stock(**batch()).loss
+    torch.testing.assert_close(got, wanted)
+    assert graphs.count == 1
+    assert any("rms_norm" in name for name in graphs.targets)
+    torch._dynamo.reset()
+
+
+# --- with transformers' own marks ---
+
+own_marks = pytest.mark.skipif(
+    not AVAILABLE, reason="this transformers takes another version of the kernels library"
+)
+
+
+@own_marks
+def test_set_use_kernels(monkeypatch):
+    """Norms and the rotary function of llama, through transformers' own switch, in both modes."""
+    stock = build()
+    ours = build().train()
+    ours.load_state_dict(stock.state_dict())
+    ours.set_use_kernels(True, hub.kernel_config())
+    calls = Calls(monkeypatch)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert calls["rms_norm"] == 5
+    assert calls["rope"] == 4, "the function is one object, so the other model has it too"
+    ours.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**batch()).logits, stock(**batch()).logits)
+    assert calls["rms_norm"] == 10
+
+
+@own_marks
+def test_from_pretrained(monkeypatch, tmp_path):
+    stock = build("mixtral")
+    stock.save_pretrained(tmp_path)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, use_kernels=True, kernel_config=hub.kernel_config()
+    )
+    calls = Calls(monkeypatch)
+    assert_same_training(stock, ours.train(), lambda m: m(**batch()).loss)
+    assert calls["rms_norm"] == 5
+    assert calls["fused_moe"] == 2
+
+
+@own_marks
+def test_router_and_experts(monkeypatch):
+    stock = build("gpt_oss")
+    ours = kernelized(copy.deepcopy(stock), layers=("MegaBlocksMoeMLP",))
+    calls = Calls(monkeypatch)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert calls["fused_moe"] == 2
