@@ -46,8 +46,8 @@ class Policy:
     Attributes:
         name: As in :data:`POLICIES`.
         description: In one line.
-        keeps: Patterns of names of operators (``namespace::name``) whose results are kept; everything
-            else is computed again. None: nothing is recomputed.
+        keeps: Patterns of names of operators (``namespace::name``) whose results are kept; all
+            others are computed again. None: nothing is.
         widening: Whether products that make a row longer are kept too.
     """
 
@@ -128,7 +128,10 @@ def _is_product(func: Any) -> bool:
 
 @functools.cache
 def _randomness(func: Any) -> int | None:
-    """Where the chance of dropout stands in an operator that may draw numbers; -1: it always does."""
+    """Where the chance of dropout stands in an operator that may draw numbers; -1: it always does.
+
+    None: it never does.
+    """
     tags = getattr(func, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return None
@@ -148,7 +151,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _width(args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Columns of the input and of the result of a product, whose last two tensors are its factors."""
+    """Columns of the input and of the result of a product; its last two matrices are factors."""
     factors = [a for a in args[:3] if isinstance(a, torch.Tensor) and a.ndim > 1]
     return (factors[-2].shape[-1], factors[-1].shape[-1]) if len(factors) > 1 else None
 

@@ -147,6 +147,12 @@ class Recompute:
         return ", ".join(f"{name}: {n} layers" for name, n in counts.items())
 
 
+def undo_all(model: nn.Module) -> None:
+    """Take back what any handle did to the layers of a model."""
+    wrapped = [m.__dict__.get("forward") for m in model.modules()]
+    Recompute({}, [one for one in wrapped if isinstance(one, _Recomputed)]).remove()
+
+
 def apply_recompute(
     model: nn.Module,
     policy: Policies = "norms_and_mlp",
