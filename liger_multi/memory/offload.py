@@ -8,6 +8,7 @@ saved are the inputs of layers, and these go.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from typing import Any
@@ -23,11 +24,16 @@ class _Parked:
     """One stretch of memory that went to the host; all tensors of it share it."""
 
     def __init__(self, number: int, source: Tensor) -> None:
-        self.number, self.device, self.nbytes = number, source.device, source.nbytes
+        self.number, self.nbytes = number, source.nbytes
         self.source: Tensor | None = source  # until it has been copied
         self.fetched: Tensor | None = None
-        self.host: Tensor | None = None
+        self.host: Any = None
         self.ready: Any = None
+
+    def __del__(self) -> None:
+        # nobody asked for what is on its way: its memory must not be used before it came
+        if self.fetched is not None and self.ready is not None:
+            torch.accelerator.current_stream(self.fetched.device).wait_event(self.ready)
 
 
 class _View:
@@ -37,25 +43,90 @@ class _View:
         self.parked, self.size, self.stride = parked, tensor.size(), tensor.stride()
 
 
+class _Plain:
+    """Copies that are done when they return (a CPU)."""
+
+    beside = False
+
+    def out(self, parked: _Parked, source: Tensor) -> None:
+        """To the host."""
+        parked.host, parked.source = source.to("cpu", copy=True), None
+
+    def back(self, parked: _Parked) -> Tensor:
+        """To the device."""
+        made: Tensor = parked.host.clone()
+        return made
+
+    def wait(self, parked: _Parked) -> None:
+        """Until the last copy of this stretch is done."""
+
+
+class _Shapes(_Plain):
+    """The meta device: sizes only, as if copied beside the computation."""
+
+    beside = True
+
+    def out(self, parked: _Parked, source: Tensor) -> None:
+        """Nothing to copy."""
+        parked.host = source.shape, source.dtype
+
+    def back(self, parked: _Parked) -> Tensor:
+        """What it takes."""
+        shape, dtype = parked.host
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class _Streams(_Plain):
+    """An accelerator: pinned memory and two streams, beside the one that computes."""
+
+    beside = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
+
+    def out(self, parked: _Parked, source: Tensor) -> None:
+        """Begin to copy what the stream that computes has made."""
+        self._out.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._out:
+            parked.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            parked.host.copy_(source, non_blocking=True)
+            parked.ready = self._out.record_event()
+
+    def back(self, parked: _Parked) -> Tensor:
+        """Begin to copy into memory that the stream that computes had before."""
+        made = torch.empty(parked.host.shape, dtype=parked.host.dtype, device=self.device)
+        self._back.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._back:
+            self._back.wait_event(parked.ready)
+            made.copy_(parked.host, non_blocking=True)
+            parked.ready = self._back.record_event()
+        return made
+
+    def wait(self, parked: _Parked) -> None:
+        """The stream that computes goes on after the copy."""
+        torch.accelerator.current_stream(self.device).wait_event(parked.ready)
+
+
 class _Step:
     """What one forward parked, in order; the tensors that backward holds keep it alive.
 
     Args:
-        streams: Of copies to the host and back; empty where copies are plain.
+        copies: How to the host and back.
         min_bytes: Smaller tensors stay.
         in_flight_bytes: Of the device for tensors that are leaving, and for those that come back.
         parameters: Storages that stay.
     """
 
     def __init__(
-        self, streams: list[Any], min_bytes: int, in_flight_bytes: int, parameters: set[int]
+        self, copies: _Plain, min_bytes: int, in_flight_bytes: int, parameters: set[int]
     ) -> None:
-        self.streams, self.min_bytes, self.room = streams, min_bytes, in_flight_bytes
+        self.copies, self.min_bytes, self.room = copies, min_bytes, in_flight_bytes
         self.parameters = parameters
         self.parked: list[weakref.ref[_Parked]] = []
         self.known: dict[Any, weakref.ref[_Parked]] = {}
         self.watched: dict[int, Any] = {}
-        self.leaving: deque[_Parked] = deque()
+        self.leaving: deque[tuple[int, weakref.ref[_Parked]]] = deque()
         self.leaving_bytes = self.offloaded = self.kept = 0
 
     def pack(self, tensor: Tensor) -> Any:
@@ -77,9 +148,10 @@ class _Step:
 
     def _goes(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if not plain or isinstance(tensor, nn.Parameter) or tensor.nbytes < self.min_bytes:
+        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if not plain or weight or tensor.nbytes < self.min_bytes:
             return False
-        if tensor.untyped_storage()._cdata in self.parameters or tensor.is_meta:
+        if tensor.untyped_storage()._cdata in self.parameters:
             return False
         return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
@@ -92,54 +164,37 @@ class _Step:
         parked = _Parked(len(self.parked), source)
         self.parked.append(weakref.ref(parked))
         self.offloaded += source.nbytes
-        if not self.streams:
-            parked.host, parked.source = source.to("cpu", copy=True), None
-            return parked
-        out = self.streams[0]
-        current = torch.accelerator.current_stream(source.device)
-        out.wait_stream(current)
-        with out:
-            parked.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            parked.host.copy_(source, non_blocking=True)
-            parked.ready = out.record_event()
-        self.leaving.append(parked)
-        self.leaving_bytes += parked.nbytes
+        self.copies.out(parked, source)
+        if self.copies.beside:
+            self.leaving.append((source.nbytes, weakref.ref(parked)))
+            self.leaving_bytes += source.nbytes
         while self.leaving_bytes > self.room:
-            oldest = self.leaving.popleft()
-            self.leaving_bytes -= oldest.nbytes
-            current.wait_event(oldest.ready)  # its memory is used again by this stream only
-            oldest.source = None
+            size, found = self.leaving.popleft()
+            self.leaving_bytes -= size
+            oldest = found()
+            if oldest is not None and oldest.source is not None:
+                self.copies.wait(oldest)  # before its memory is used again
+                oldest.source = None
         return parked
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again, and those of the layers before it on their way."""
+        """The tensor again, with those of the layers before it on their way."""
         if isinstance(packed, Tensor):
             return packed
         parked = packed.parked
         self._fetch(parked)
-        if self.streams:
+        if self.copies.beside:
             self._ahead(parked.number)
-        flat = parked.source if parked.source is not None else parked.fetched
-        if self.streams and parked.source is None:
-            torch.accelerator.current_stream(parked.device).wait_event(parked.ready)
-        assert flat is not None
-        return flat.as_strided(packed.size, packed.stride)
+        flat = parked.source
+        if flat is None:
+            self.copies.wait(parked)
+            flat = parked.fetched
+        made: Tensor = flat.as_strided(packed.size, packed.stride)
+        return made
 
     def _fetch(self, parked: _Parked) -> None:
-        if parked.source is not None or parked.fetched is not None:
-            return
-        assert parked.host is not None
-        if not self.streams:
-            parked.fetched = parked.host.to(parked.device)
-            return
-        back = self.streams[1]
-        made = torch.empty(parked.host.shape, dtype=parked.host.dtype, device=parked.device)
-        back.wait_stream(torch.accelerator.current_stream(parked.device))  # who had this memory
-        with back:
-            back.wait_event(parked.ready)
-            made.copy_(parked.host, non_blocking=True)
-            parked.ready = back.record_event()
-        parked.fetched = made
+        if parked.source is None and parked.fetched is None:
+            parked.fetched = self.copies.back(parked)
 
     def _ahead(self, number: int) -> None:
         """Fetch the ones before, as many as may be in flight."""
@@ -172,8 +227,8 @@ class Offload:
 
     def __init__(self, stack: nn.Module, min_bytes: int, in_flight_bytes: int) -> None:
         self._stack, self._options = stack, (min_bytes, in_flight_bytes)
-        self._open: list[tuple[_Step, Any]] = []
-        self._streams: dict[Any, list[Any]] = {}
+        self._open: list[tuple[_Step, Any] | None] = []
+        self._streams: _Streams | None = None
         self._handles = [
             stack.register_forward_pre_hook(self._enter, prepend=True),
             stack.register_forward_hook(self._leave, always_call=True),
@@ -197,30 +252,42 @@ class Offload:
                 "offload_activations works on eager models: a compiler decides itself what it "
                 "keeps; remove() it, or compile the layers (model.layers[i].compile())"
             )
+        if not torch.is_grad_enabled():
+            self._open.append(None)
+            return
         parameters = {
             t.untyped_storage()._cdata
             for tensors in (module.parameters(), module.buffers())
             for t in tensors
             if type(t) in (Tensor, nn.Parameter)
         }
-        step = _Step(self._copies(module), *self._options, parameters)
+        step = _Step(self._how(module), *self._options, parameters)
         hooks = saved_tensors_hooks(step.pack, step.unpack)
         self._open.append((step, hooks))
         hooks.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        step, hooks = self._open.pop()
-        hooks.__exit__()
-        if torch.is_grad_enabled():
+        opened = self._open.pop()
+        if opened is not None:
+            step, hooks = opened
+            hooks.__exit__()
             self.offloaded_bytes, self.kept_bytes = step.offloaded, step.kept
 
-    def _copies(self, module: nn.Module) -> list[Any]:
+    def _how(self, module: nn.Module) -> _Plain:
         device = next(module.parameters()).device
         if device.type in ("cpu", "meta"):
-            return []
-        if device not in self._streams:
-            self._streams[device] = [torch.Stream(device), torch.Stream(device)]
-        return self._streams[device]
+            return _Plain() if device.type == "cpu" else _Shapes()
+        if self._streams is None or self._streams.device != device:
+            self._streams = _Streams(device)
+        return self._streams
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        """The same for a copy of the model, without what runs."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made._options, made._open, made._streams = self._options, [], None
+        made._stack, made._handles = copy.deepcopy(self._stack, memo), []
+        return made
 
 
 def offload_activations(
