@@ -8,7 +8,7 @@ kept result is looked up and everything else is computed, up to the last tensor 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -208,13 +208,10 @@ class Counted:
         return CheckpointPolicy.MUST_SAVE
 
 
-def stateless(policy: Policy) -> Callable[..., Any]:
+def answer(policy: Policy, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A policy for a compiler, which asks while it traces and drops what nobody reads by itself."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if keeps(policy, func, args, kwargs):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return answer
+    if keeps(policy, func, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
