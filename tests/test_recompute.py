@@ -38,6 +38,15 @@ def case(kind="dense", patched=False, batch=2, sequence=32):
     return Case(kind, batch, sequence, "float32", patched)
 
 
+class Short(Case):
+    """Of two layers, where each step is looked at closely."""
+
+    def config(self):
+        made = super().config()
+        made.num_hidden_layers = 2
+        return made
+
+
 def ids_of(model, batch=2, sequence=32, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size, (batch, sequence), generator=generator)
@@ -198,7 +207,7 @@ def test_what_is_computed_again():
 def test_each_policy_keeps_less_and_is_foretold(patched):
     kept = {}
     for policy in ("none", "norms", "norms_and_mlp", "full") if patched else POLICIES:
-        one = case("gqa", patched, 4, 64)
+        one = Short("gqa", 4, 64, "float32", patched)
         model = one.build("cpu")
         apply_recompute(model, policy)
         optimizer, step = one.step(model)
@@ -464,7 +473,7 @@ def test_offloading_is_foretold():
     """On an accelerator what is in flight stays; all else leaves."""
     peaks = {}
     for room in (None, 10**9, 0):
-        model = case("gqa", sequence=64).build("meta")
+        model = Short("gqa", 4, 64, "float32").build("meta")
         handle = None if room is None else offload_activations(
             model, min_bytes=1024, in_flight_bytes=room
         )  # fmt: skip
