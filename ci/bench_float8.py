@@ -1,7 +1,7 @@
 """What a head in 8 bits gains and costs: ``python -m ci.bench_float8 --out F``.
 
-Forward and backward of ``fused_linear_cross_entropy`` with exact products and in 8 bits, side by side:
-median time, peak memory, and how far loss and gradients are from those of fp32.
+Forward and backward of ``fused_linear_cross_entropy`` with exact products and in 8 bits, side by
+side: median time, peak memory, and how far loss and gradients are from those of fp32.
 """
 
 from __future__ import annotations

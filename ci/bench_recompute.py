@@ -113,7 +113,7 @@ def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[di
         if patched:
             liger_multi.patch(model)
         for name in variants:
-            row = {"run": str(run), "patched": patched, "variant": name}
+            row: dict[str, Any] = {"run": str(run), "patched": patched, "variant": name}
             handles: list[Any] = []
             try:
                 handles = VARIANTS[name](model, run)

@@ -21,13 +21,6 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logits_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits; what is multiplied in 8 bits is written in 16."""
-    if compute_dtype is not None and compute_dtype.itemsize == 1:
-        return dtype if dtype.itemsize == 2 else torch.bfloat16
-    return compute_dtype or dtype
-
-
 def row_blocks(rows: int, row_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[slice]:
     """Slices over ``rows`` whose blocks stay below ``limit`` bytes (one row at least)."""
     step = max(1, limit // max(1, row_bytes))

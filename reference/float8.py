@@ -2,8 +2,8 @@
 
 ``logits = h @ w.T`` and ``dh = dlogits @ w`` are products of rounded factors, accumulated in fp32
 and rounded to the dtype of logits. Scales are powers of two, so that they move no rounding and
-chunks agree. The gradient of the weight is left in 16 bits: its sum runs over rows, whose number decides
-how much of an error remains. A CPU has no such product and multiplies the rounded factors.
+chunks agree. The gradient of the weight is left in 16 bits. A CPU has no such product and
+multiplies the rounded factors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from liger_multi.reference.chunking import row_blocks
 
 FACTOR, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNED = 16  # columns that the matrix library asks for
+
+
+def logits_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits; what is multiplied in 8 bits is written in 16."""
+    if compute_dtype is not None and compute_dtype.itemsize == 1:
+        return dtype if dtype.itemsize == 2 else torch.bfloat16
+    return compute_dtype or dtype
 
 
 class Rounded(NamedTuple):
@@ -54,8 +61,8 @@ def unsupported(device: torch.device, weight: Tensor) -> str | None:
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor) -> None:
     """``out = a @ b.T``, both factors with contiguous rows."""
-    scales = {"scale_a": a_scale, "scale_b": b_scale}
-    torch._scaled_mm(a, b.t(), **scales, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+    product = torch._scaled_mm
+    product(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out.dtype, out=out)
 
 
 def multiply(a: Rounded, b: Rounded, out: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ from liger_multi.reference.chunking import (
     capturing,
     chunk_rows,
     is_whole,
-    logits_dtype,
     row_blocks,
 )
-from liger_multi.reference.float8 import Head
+from liger_multi.reference.float8 import Head, logits_dtype
 from liger_multi.reference.retry import divided
 from liger_multi.reference.rows import Objective
 

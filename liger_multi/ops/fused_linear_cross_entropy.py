@@ -53,7 +53,8 @@ def forward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
-    from liger_multi.reference.chunking import is_whole, logits_dtype, weight_gradient_dtype
+    from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
+    from liger_multi.reference.float8 import logits_dtype
 
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
