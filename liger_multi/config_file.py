@@ -104,8 +104,10 @@ def parse(content: Any, source: str) -> Layer:
     budget = content.get("chunk_bytes")
     size = None if budget is None else parse_bytes(budget, source)
     products = content.get("head_products")
-    if products is not None:
-        _known((products,), HEAD_PRODUCTS, f"value of head_products in {source}")
+    if products is not None and products not in HEAD_PRODUCTS:
+        raise ConfigurationError(
+            unknown(f"value of head_products in {source}", products, HEAD_PRODUCTS)
+        )
     return Layer(source, ops, default, size, products)
 
 

@@ -8,6 +8,7 @@ multiplies the rounded factors.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ def unsupported(device: torch.device, weight: Tensor) -> str | None:
         return None
     if weight.shape[0] % ALIGNED or weight.shape[1] % ALIGNED:
         return f"both axes of weight must be multiples of {ALIGNED}, got {tuple(weight.shape)}"
+    return _refusal(device)
+
+
+@functools.cache
+def _refusal(device: torch.device) -> str | None:
     try:
         one = torch.ones((), device=device)
         a = torch.zeros(ALIGNED, ALIGNED, device=device)
