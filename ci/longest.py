@@ -94,12 +94,12 @@ def search(
         if high and high - low <= max(STEP, resolution * high):
             return
         if not high:
-            tokens, factor = int(tokens * factor), factor * 1.2
+            tokens, factor = max(low + STEP, int(low * factor)), factor * 1.2
         elif not low:
-            tokens, factor = int(tokens / factor), factor * 1.2
+            tokens, factor = max(STEP, min(high - STEP, int(high / factor))), factor * 1.2
         else:
             tokens = (low + high) // 2
-        tokens = max(STEP, tokens // STEP * STEP)
+        tokens = tokens // STEP * STEP
         if tokens in (low, high):
             return
 
@@ -146,7 +146,8 @@ def measure(model_name: str, provider: str, given: argparse.Namespace) -> dict[s
 
     step(STEP)  # optimizer states are there, libraries have their handles
     optimizer.zero_grad(set_to_none=True)
-    left = lambda: given.seconds - (time.monotonic() - began)  # noqa: E731
+    ready = time.monotonic()
+    left = lambda: given.seconds - (time.monotonic() - ready)  # noqa: E731
     found = list(search(fits, guess, given.resolution, left))
     return {
         "predicted": guess,
@@ -213,7 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="llama-3-8b", choices=sorted(MODELS))
     parser.add_argument("--provider", default="stock,liger,ours", help="some of them, with commas")
     parser.add_argument("--limit-gb", type=float, help="memory of the card, in 1e9 bytes")
-    parser.add_argument("--seconds", type=float, default=95.0, help="for one provider")
+    parser.add_argument(
+        "--seconds", type=float, default=75.0, help="to begin tries of one provider in"
+    )
     parser.add_argument("--resolution", type=float, default=0.02)
     parser.add_argument("--start", type=int, help="first length, instead of the estimate's")
     parser.add_argument("--most", type=int, default=2**20, help="positions of the model")
