@@ -46,6 +46,11 @@ class Configuration:
         """Byte budget of a logits chunk; 0 stands for a share of the free memory."""
         return next((x.chunk_bytes for x in self.layers if x.chunk_bytes is not None), 0)
 
+    @property
+    def head_products(self) -> str:
+        """How heads with a loss multiply: ``exact`` or ``float8``."""
+        return next((x.head_products for x in self.layers if x.head_products), "exact")
+
     def scoped(self, choices: Mapping[str, str | list[str]]) -> Configuration:
         """This configuration under one more layer; equal scopes share their plans."""
         key = tuple(sorted((op, str(order)) for op, order in choices.items()))

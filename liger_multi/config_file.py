@@ -4,6 +4,7 @@
 
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
+    head_products: float8               # of heads with a loss, in 8 bits; "exact" by default
     ops:
       rms_norm: reference               # a name binds: it runs or the call fails with the reason
       cross_entropy: [npu, reference]   # a list is exactly that order
@@ -28,6 +29,8 @@ import torch
 from liger_multi.errors import ConfigurationError, unknown
 
 AUTO = ("auto",)
+KEYS = ("default", "ops", "devices", "chunk_bytes", "head_products")
+HEAD_PRODUCTS = ("exact", "float8")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -48,6 +51,7 @@ class Layer:
     ops: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     default: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chunk_bytes: int | None = None
+    head_products: str | None = None
 
     def choice(self, op: str, device: str) -> Choice | None:
         """What this layer says of ``op`` on ``device``; the device's section goes first."""
@@ -79,8 +83,8 @@ def load(path: str | os.PathLike[str]) -> Layer:
 
 def parse(content: Any, source: str) -> Layer:
     """Check a mapping and turn it into a layer."""
-    _expect(content, Mapping, source, "a mapping with the keys default, ops, devices, chunk_bytes")
-    _known(content, ("default", "ops", "devices", "chunk_bytes"), f"key in {source}")
+    _expect(content, Mapping, source, f"a mapping with the keys {', '.join(KEYS)}")
+    _known(content, KEYS, f"key in {source}")
     devices = content.get("devices") or {}
     _expect(devices, Mapping, f"devices in {source}", "a mapping of device types")
     sections: dict[str, Any] = {"": {k: content[k] for k in ("default", "ops") if k in content}}
@@ -98,7 +102,13 @@ def parse(content: Any, source: str) -> Layer:
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
     budget = content.get("chunk_bytes")
-    return Layer(source, ops, default, None if budget is None else parse_bytes(budget, source))
+    size = None if budget is None else parse_bytes(budget, source)
+    products = content.get("head_products")
+    if products is not None and products not in HEAD_PRODUCTS:
+        raise ConfigurationError(
+            unknown(f"value of head_products in {source}", products, HEAD_PRODUCTS)
+        )
+    return Layer(source, ops, default, size, products)
 
 
 def parse_bytes(value: Any, source: str) -> int:

@@ -18,6 +18,7 @@ from liger_multi.reference.chunking import (
     is_whole,
     row_blocks,
 )
+from liger_multi.reference.float8 import Head, logits_dtype
 from liger_multi.reference.retry import divided
 from liger_multi.reference.rows import Objective
 
@@ -39,10 +40,12 @@ class Chunks:
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         objective: Objective, plan: Plan,
     ) -> None:  # fmt: skip
-        kind = plan.compute_dtype or hidden.dtype
+        kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
         self.kind, self.index = kind, None
+        in_8_bits = plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1
+        self.float8 = Head(self.weight) if in_8_bits else None
         if plan.compact and not capturing(hidden.device):
             # the one read-back: how many rows are valid
             index = (target != objective.ignore_index).nonzero().squeeze(1)
@@ -70,6 +73,8 @@ class Chunks:
         h = self.hidden[where].to(self.kind)
         if ready:
             pass
+        elif self.float8 is not None:
+            self.float8.logits(h, self.bias, raw)
         elif self.bias is None:
             torch.mm(h, self.weight.t(), out=raw)
         else:

@@ -44,13 +44,18 @@ class Accumulator:
     def add(self, place: slice, where: Tensor | slice, h: Tensor, graw: Tensor) -> None:
         """Add one chunk, whose logits were overwritten by their gradient."""
         if self.needs[0] and isinstance(where, slice):
-            torch.mm(graw, self.chunks.weight, out=self.gradients.hidden[where])
+            self._hidden(graw, self.gradients.hidden[where])
         elif self.needs[0] and isinstance(where, Tensor):
-            self.gradients.hidden.index_copy_(0, where, torch.mm(graw, self.chunks.weight))
+            self.gradients.hidden.index_copy_(0, where, self._hidden(graw, torch.empty_like(h)))
         if self.needs[1]:
             add_product_(self.gradients.weight, graw.t(), h, first=place.start == 0)
         if self.needs[2]:
             self.gradients.bias.add_(graw.sum(0, dtype=self.gradients.bias.dtype))
+
+    def _hidden(self, graw: Tensor, out: Tensor) -> Tensor:
+        if self.chunks.float8 is not None:
+            return self.chunks.float8.hidden_gradient(graw, out)
+        return torch.mm(graw, self.chunks.weight, out=out)
 
 
 def scale_to(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -180,6 +180,8 @@ def configuration() -> list[dict[str, Any]]:
                 entry[f"{op}{f' on {device}' if device else ''}"] = ", ".join(order)
         if layer.chunk_bytes is not None:
             entry["chunk_bytes"] = format_bytes(layer.chunk_bytes)
+        if layer.head_products is not None:
+            entry["head_products"] = layer.head_products
         found.append(entry)
     origin = (
         "everything else" if found else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"

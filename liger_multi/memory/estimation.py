@@ -187,10 +187,10 @@ def estimate(
         ValueError: An option that is unknown, or two that do not fit.
         TypeError: ``config_or_model`` is neither.
     """
-    kind, autocast, copies = DTYPES[_known("dtype", dtype, DTYPES)]
-    spec = OPTIMIZERS[_known("optimizer", optimizer, OPTIMIZERS)]
+    kind, autocast, copies = DTYPES[known("dtype", dtype, DTYPES)]
+    spec = OPTIMIZERS[known("optimizer", optimizer, OPTIMIZERS)]
     _check(batch, sequence, zero_stage, fsdp, world, offload, offload_parameters)
-    model = _model(config_or_model, kind, attention, sequence)
+    model = meta_model(config_or_model, kind, attention, sequence)
     if patched:
         from liger_multi.patching import patch
 
@@ -238,9 +238,10 @@ def estimate(
     )
 
 
-def _known(what: str, name: str, known: Mapping[str, Any]) -> str:
-    if name not in known:
-        raise ValueError(unknown(what, name, known))
+def known(what: str, name: str, table: Mapping[str, Any]) -> str:
+    """A name that stands in a table."""
+    if name not in table:
+        raise ValueError(unknown(what, name, table))
     return name
 
 
@@ -266,7 +267,7 @@ def _check(
         raise ValueError("offload_parameters needs parameters in shards: zero_stage=3 or fsdp=True")
 
 
-def _model(given: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any:
+def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any:
     """A meta copy of a model, or a model of a configuration."""
     if attention not in ("sdpa", "flash_attention_2", "eager"):
         raise ValueError(

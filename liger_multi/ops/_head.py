@@ -9,6 +9,8 @@ from liger_multi.config_file import parse_bytes
 from liger_multi.primitive import constant_in_graphs
 from liger_multi.samples import Tensor as T
 
+IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
+
 
 def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtype) -> None:
     """Hidden states and weight can be multiplied; the accumulator has a floating dtype."""
@@ -30,11 +32,21 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtyp
         )
 
 
+@constant_in_graphs
+def _in_8_bits() -> bool:
+    return current().head_products == "float8"
+
+
 def compute_dtype(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> torch.dtype | None:
-    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree."""
+    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree.
+
+    The 8 bits that a configuration asks for take the place of both.
+    """
     kind = hidden.device.type
+    if name in IN_8_BITS and hidden.dtype != torch.float64 and _in_8_bits():
+        return torch.float8_e4m3fn
     asked = checks.autocast_dtype(kind)
     if asked is not None and hidden.dtype != torch.float64:
         return asked

@@ -54,10 +54,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
     from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
+    from liger_multi.reference.float8 import logits_dtype
 
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
-    kind = compute_dtype or hidden.dtype
+    kind = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
     whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, budget)
     total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
@@ -152,9 +153,10 @@ def fused_linear_cross_entropy(
 
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
-        the dtype of the products. Inside: products in that dtype, statistics and loss fp32 (fp64
-        for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded once to the
-        dtype of weight.
+        the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
+        8 bits where ``head_products`` of the configuration says ``float8``), statistics and loss
+        fp32 (fp64 for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded
+        once to the dtype of weight.
 
     Memory:
         A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all

@@ -43,7 +43,9 @@ def forward(
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
-    kind = compute_dtype or hidden.dtype
+    from liger_multi.reference.float8 import logits_dtype
+
+    kind = logits_dtype(compute_dtype, hidden.dtype)
     wide = torch.float64 if kind == torch.float64 else torch.float32
     rows, wanted = target.numel(), outputs.split(",")
     return (
@@ -120,9 +122,11 @@ def fused_linear_log_prob(
 
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
-        the dtype of the products. Inside: products in that dtype, statistics fp32 (fp64 for fp64).
-        Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled into its
-        range first. The gradient of weight accumulates in ``accumulate`` and is rounded once.
+        the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
+        8 bits where ``head_products`` of the configuration says ``float8``), statistics fp32 (fp64
+        for fp64). Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled
+        into its range first. The gradient of weight accumulates in ``accumulate`` and is rounded
+        once.
 
     Memory:
         A chunk of logits, as in :func:`fused_linear_cross_entropy`, forward and again in backward,

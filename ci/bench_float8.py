@@ -1,0 +1,115 @@
+"""What a head in 8 bits gains and costs: ``python -m ci.bench_float8 --out F``.
+
+Forward and backward of ``fused_linear_cross_entropy`` with exact products and in 8 bits, side by
+side: median time, peak memory, and how far loss and gradients are from those of fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import liger_multi
+from liger_multi.bench import report
+from liger_multi.memory import measure
+from liger_multi.ops import fused_linear_cross_entropy
+
+SHAPES = ((8192, 4096, 128256), (16384, 2048, 151936), (32768, 4096, 32000), (8192, 896, 151936))
+
+
+def _step(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    hidden.grad = weight.grad = None
+    loss: Any = fused_linear_cross_entropy(hidden, weight, target)
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+def _timed(run: Any, steps: int, device: torch.device) -> float:
+    times = []
+    for _ in range(steps):
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Relative distance of the loss, and of each gradient by its norm."""
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
+    """One shape: exact and in 8 bits."""
+    rows, width, classes = shape
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": device}
+    hidden = torch.randn(rows, width, **options).bfloat16().requires_grad_()
+    weight = (torch.randn(classes, width, **options) / width**0.5).bfloat16().requires_grad_()
+    target = torch.randint(classes, (rows,), **options)
+    few = min(rows, 1024)  # of which fp32 has the answer
+    part = hidden[:few].detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    exact = _step(*part, target[:few])
+    made: dict[str, Any] = {"shape": list(shape)}
+    for products in ("exact", "float8"):
+        liger_multi.configure({"head_products": products})
+        small = hidden[:few].detach().requires_grad_()
+        errors = _off(_step(small, weight, target[:few]), exact)
+        for _ in range(2):
+            _step(hidden, weight, target)
+        seconds = _timed(lambda: _step(hidden, weight, target), steps, device)
+        with measure(device) as peak:
+            _step(hidden, weight, target)
+        names = ("loss", "hidden_gradient", "weight_gradient")
+        made[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
+        made[products]["error"] = dict(zip(names, errors, strict=True))
+    liger_multi.configure(None)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m ci.bench_float8", description=__doc__)
+    parser.add_argument("--shapes", help="ROWSxWIDTHxCLASSES, with commas")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown")
+    given = parser.parse_args(arguments)
+    shapes = list(SHAPES)
+    if given.shapes:
+        shapes = [tuple(map(int, text.split("x"))) for text in given.shapes.split(",")]  # type: ignore[misc]
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    data: dict[str, Any] = {"device": report.device_facts(device), "versions": report.versions()}
+    data |= {"commit": given.commit, "date": datetime.date.today().isoformat(), "rows": []}
+    for shape in shapes:
+        found = row(shape, given.steps)
+        data["rows"].append(found)
+        exact, low = found["exact"], found["float8"]
+        errors = ", ".join(f"{n} {e:.4f}" for n, e in low["error"].items())
+        print(
+            f"{shape}: {1e3 * exact['seconds']:.2f} ms exact, {1e3 * low['seconds']:.2f} ms in 8 "
+            f"bits ({low['seconds'] / exact['seconds']:.3f}); off by {errors}",
+            flush=True,
+        )
+        given.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Heads whose products run in 8 bits: the maths that a CPU emulates, and where it is asked for."""
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi.errors import ConfigurationError
+from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
+from liger_multi.reference import float8
+
+
+@pytest.fixture
+def in_8_bits():
+    liger_multi.configure({"head_products": "float8"})
+    yield
+    liger_multi.configure(None)
+
+
+def head(rows=48, width=64, classes=400, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(classes, width, generator=generator) / width**0.5
+    target = torch.randint(classes, (rows,), generator=generator)
+    return hidden, weight.to(dtype).requires_grad_(), target
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4])
+def test_rounded_to_the_nearest_value(dtype, size):
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
+    made = float8.rounded(x, dtype)
+    value = made.data.float() * made.scale
+    info = torch.finfo(dtype)
+    assert made.scale.log2() == made.scale.log2().round()
+    assert x.abs().max() / made.scale <= info.max < 2 * x.abs().max() / made.scale
+    room = (x.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2 * made.scale)
+    assert ((value - x).abs() <= room * 1.0001).all()
+    assert not float8.rounded(torch.zeros(2, 3)).data.float().any()
+
+
+def test_the_maths_of_the_emulation(in_8_bits):
+    hidden, weight, target = head()
+    loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
+    loss.backward()
+
+    h, w = (float8.rounded(t.detach()) for t in (hidden, weight))
+    w = (w.data.float() * w.scale).requires_grad_()
+    total, dhidden, dweight = 0.0, [], 0.0
+    for part in range(0, 48, 16):
+        rows = hidden.detach()[part : part + 16]
+        h = float8.rounded(rows)
+        logits = ((h.data.float() * h.scale) @ w.detach().t()).bfloat16().float().requires_grad_()
+        one = torch.nn.functional.cross_entropy(logits, target[part : part + 16], reduction="sum")
+        (graw,) = torch.autograd.grad(one, logits)
+        graw = graw.bfloat16()
+        g = float8.rounded(graw, torch.float8_e5m2)
+        dhidden.append((g.data.float() * g.scale) @ w.detach())
+        dweight = dweight + graw.float().t() @ rows.float()
+        total += one.item()
+    assert loss.item() == pytest.approx(total / 48, rel=1e-5)
+    expected = torch.cat(dhidden) / 48
+    torch.testing.assert_close(hidden.grad.float(), expected, rtol=2**-7, atol=1e-5)
+    torch.testing.assert_close(weight.grad.float(), dweight / 48, rtol=2**-7, atol=1e-5)
+
+
+def test_the_error_and_that_chunks_do_not_change_it(in_8_bits):
+    found = []
+    for chunk in (48, 16, 7):
+        hidden, weight, target = head()
+        fused_linear_cross_entropy(hidden, weight, target, chunk=chunk).backward()
+        found.append((hidden.grad.float(), weight.grad.float()))
+    liger_multi.configure(None)
+    hidden, weight, target = head()
+    fused_linear_cross_entropy(hidden, weight, target).backward()
+    for mine, exact in zip(found[0], (hidden.grad.float(), weight.grad.float()), strict=True):
+        off = (mine - exact).norm() / exact.norm()
+        assert 0.001 < off < 0.06, "rounded, and not by more than three bits of mantissa allow"
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            assert (a - b).norm() <= 0.005 * b.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_kind_of_head(in_8_bits, reduction):
+    hidden, weight, target = head(dtype=torch.float32)
+    bias = torch.randn(400, requires_grad=True)
+    target[::3] = -100
+    loss = fused_linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, chunk=20)
+    loss.sum().backward()
+    exact = torch.nn.functional.cross_entropy(hidden @ weight.t() + bias, target, reduction="none")
+    exact = exact.sum() / (target >= 0).sum() if reduction == "mean" else exact
+    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0.2)
+    assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in (hidden, weight))
+    assert not hidden.grad[::3].any()
+    made = fused_linear_log_prob(hidden, weight, target, outputs=("log_prob",)).log_prob
+    made.sum().backward()
+    rows = torch.log_softmax((hidden @ weight.t()).detach(), -1)
+    taken = rows.gather(1, target.clamp_min(0)[:, None])[:, 0]
+    torch.testing.assert_close(made[target >= 0], taken[target >= 0], rtol=0.05, atol=0.2)
+
+
+def test_what_does_not_offer_it_is_exact(in_8_bits):
+    hidden, weight, _ = head(8, 16, 40, torch.float32)
+    args = (hidden, weight, hidden.detach() * 0.9, weight.detach())
+    inside = fused_linear_jsd(*args)
+    liger_multi.configure(None)
+    assert torch.equal(inside, fused_linear_jsd(*args))
+
+
+def test_a_device_that_cannot_says_why(monkeypatch):
+    weight = torch.zeros(401, 64, device="meta")
+    assert float8.unsupported(weight.device, weight) is None
+    cuda = torch.device("cuda")
+    assert "multiples of 16, got (401, 64)" in float8.unsupported(cuda, weight)
+    monkeypatch.setattr(float8, "unsupported", lambda *_: "no such product")
+    with pytest.raises(RuntimeError, match="head_products: float8: no such product"):
+        float8.Head(torch.zeros(16, 16))
+
+
+def test_asked_for_by_a_wrong_word():
+    with pytest.raises(ConfigurationError, match="float8"):
+        liger_multi.configure({"head_products": "fp8"})
