@@ -70,7 +70,7 @@ def refusal(head: Any) -> str | None:
     if buried(head):
         return f"{start}, and its class is now {type(head).__name__}, on top of the patch"
     for tensor in [weight] if bias is None else [weight, bias]:
-        placements = getattr(tensor, "placements", ())
+        placements: Any = getattr(tensor, "placements", ())
         if len(placements) != 1 or not placements[0].is_shard(0):
             return f"{start} with placements {placements}, which do not split the vocabulary alone"
     found = _layouts(head)
