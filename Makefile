@@ -111,11 +111,19 @@ fi;
 endef
 comma := ,
 
+define SLOW_TRITON
+if $(RUN) -c 'import triton' 2>/dev/null; then \
+  echo "== slow$(comma) interpreted"; \
+  TRITON_INTERPRET=1 $(PYTEST) -m slow $(PROCESSES) --backend triton $(INTERPRETED) $(call keep,interpreted-slow) $(ARGS) || failed=1; \
+fi;
+endef
+
 test-full: $(ENV)  ## the suite with the slow tests
 	@failed=0; \
 	$(MAKE) --no-print-directory test || failed=1; \
 	echo "== slow"; \
 	$(PYTEST) -m slow $(if $(DEVICE),--backend $(DEVICE)) $(call keep,$(addsuffix -,$(DEVICE))slow) $(ARGS) || failed=1; \
+	$(if $(DEVICE),,$(SLOW_TRITON)) \
 	exit $$failed
 
 doctor: $(ENV)  ## what this machine can use, and why not the rest

@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "tests" / "sweep" / "results.json"
+GENERATIONS = RESULTS.with_name("generations.json")
 NORMS = ("rms_norm", "layer_norm", "gated_rms_norm")
 GATED = ("gated_mlp", "swiglu", "geglu", "swiglu_clamped")
 HEAD = """\
@@ -55,7 +56,27 @@ def page() -> str:
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
-    return text + "## Left alone, and why\n\n" + "\n".join(_reasons(pairs)) + "\n"
+    text += "## Left alone, and why\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
+    return text + "## Other generations\n\n" + "\n".join(_generations()) + "\n"
+
+
+def _generations() -> list[str]:
+    """Counts of the whole sweep with older libraries, and the pairs that are not equal there."""
+    rows = [
+        "The whole sweep of 2026-11-22 without timm and SciPy; pairs that need a newer rule of",
+        "`tests/sweep/cases.py` to be built, such as blt, were not run again.\n",
+        "| transformers | torch | pairs | equal | different | without a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines = [""]
+    for found in json.loads(GENERATIONS.read_text(encoding="utf-8")):
+        counts = [found[s] for s in ("equal", "different", "not built")]
+        cells = (found["transformers"], found["torch"], sum(counts), *counts)
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append(f"Not equal with transformers {found['transformers']}:\n")
+        lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in found["others"]]
+        lines.append("")
+    return [*rows, *lines[:-1]]
 
 
 def covers(outcome: dict[str, Any]) -> set[str]:

@@ -90,12 +90,14 @@ class Sample:
         tensors: Tensor arguments by name, in the order of the call.
         options: Keyword options of the call.
         size: ``small``, ``thin`` or ``bench``.
+        path: A name for what its shape makes kernels do otherwise than the other samples' shapes.
     """
 
     name: str
     tensors: Mapping[str, Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
     size: str = "small"
+    path: str = ""
 
     def make(
         self, device: torch.device | str, dtype: torch.dtype, seed: int = 0

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 
+import forms
 import pytest
 import torch
 from test_ops import call, grads, outputs
@@ -97,19 +98,13 @@ def test_gradcheck_of_the_reference(op, fast):
     assert checked >= 5 or OPS[op].inplace
 
 
-def option_kinds():
-    """Every small sample; those with the kinds of options of another one are slow."""
-    seen = set()
-    for op, sample in IDS:
-        frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
-        options = [(n, v if isinstance(v, str) else None) for n, v in sample.options.items()]
-        kind = (op, *sorted(options), *sample.tensors, frozen)
-        marks = [pytest.mark.slow] if kind in seen else []
-        seen.add(kind)
-        yield pytest.param(op, sample, marks=marks, id=f"{op}-{sample.name}")
+COMPILED = [
+    pytest.param(o, s, marks=[] if forms.adds(o, s) else [pytest.mark.slow], id=f"{o}-{s.name}")
+    for o, s in IDS
+]
 
 
-@pytest.mark.parametrize(("op", "sample"), list(option_kinds()))
+@pytest.mark.parametrize(("op", "sample"), COMPILED)
 def test_compiled_equals_eager(device, op, sample):
     """One graph, and the same loss and gradients; ignored targets included."""
     if sample.options.get("inplace"):

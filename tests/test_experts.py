@@ -72,6 +72,17 @@ def test_the_loss_and_every_gradient_are_those_of_stock(kind, way, monkeypatch):
         assert "liger_multi" not in moe.ALL_EXPERTS_FUNCTIONS
 
 
+def test_a_routing_of_another_shape_is_for_the_stock_loop():
+    """transformers 5.0 hands phimoe's experts that of all experts, which was an error."""
+    layer = experts_of(build("mixtral"))[0]
+    layer.config._experts_implementation = "eager"
+    patched = copy.deepcopy(layer)
+    patch(patched)
+    x, index = torch.randn(5, 32), torch.rand(5, 4).argsort(-1)[:, :2]
+    routing = torch.rand(5, 4)
+    torch.testing.assert_close(patched(x, index, routing), layer(x, index, routing))
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_experts_a_token_are_the_eager_loop(kind, dtype):

@@ -2,6 +2,7 @@
 
 import functools
 
+import forms
 import oracles
 import pytest
 import torch
@@ -14,6 +15,7 @@ from liger_multi.registry import module, operators, unavailable
 from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED_IN_MINUTES = {("neighborhood_attention", "long")}
 TILES_OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu")
 
 
@@ -49,7 +51,17 @@ def pytest_generate_tests(metafunc):
     ids = [
         f"{o}-{b}-{s.name}" + (f"-{str(d)[6:]}" if "dtype" in names else "") for o, b, s, d in cases
     ]
-    metafunc.parametrize(keep, [c[: len(keep)] for c in cases], ids=ids)
+    once = metafunc.function is test_forward_and_backward
+    marks = [[pytest.mark.slow] * seldom(o, s, once and d == DTYPES[0]) for o, _, s, d in cases]
+    given = zip(cases, ids, marks, strict=True)
+    metafunc.parametrize(keep, [pytest.param(*c[: len(keep)], id=i, marks=m) for c, i, m in given])
+
+
+def seldom(op, sample, once):
+    """Whether a test is slow: interpreted kernels meet code that another sample reaches once."""
+    if not harness.interpreted():
+        return False
+    return (op, sample.name) in INTERPRETED_IN_MINUTES or (not once and forms.repeats(op, sample))
 
 
 def place(request, backend):

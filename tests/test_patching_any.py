@@ -287,6 +287,23 @@ def test_encoders_of_sentence_transformers():
     assert_same_training(stock, ours, loss)
 
 
+@pytest.mark.parametrize("kind", ["stock", "gated"])
+def test_transformers_of_timm(kind):
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    more = {"mlp_layer": timm.layers.SwiGLU, "norm_layer": timm.layers.RmsNorm}
+    torch.manual_seed(0)
+    stock = timm.models.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
+        **(more if kind == "gated" else {}),
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    report = patch(ours, **HEADLESS)
+    assert report.count("layer_norm") + report.count("rms_norm") == 5
+    assert report.count("geglu") == (2 if kind == "gated" else 0)  # it says SwiGLU, and takes GELU
+    pixels = torch.randn(2, 3, 16, 16)
+    assert_same_training(stock, ours, lambda m: m(pixels).pow(2).sum())
+
+
 # --- patches of others ---
 
 

@@ -624,7 +624,8 @@ def test_heads_that_stay(reason):
     model = build()
     head = model.lm_head
     if reason == "hooked":
-        head._is_hooked = True  # transformers' mark on tensor parallel modules
+        head._is_hooked = True  # transformers' mark on the modules of a tensor parallel model
+        head.register_forward_hook(lambda module, args, output: output)
     elif reason == "replaced":
         head.forward = functools.partial(nn.Linear.forward, head)
     elif reason == "embedding":
@@ -635,7 +636,7 @@ def test_heads_that_stay(reason):
     report = patch(model)
     assert type(model.lm_head) is kind
     words = {
-        "hooked": "tensor parallel",
+        "hooked": "tensor parallel, but its weight is no DTensor",
         "replaced": "somebody else",
         "embedding": "Sequential, not a plain",
         "adapter": "adapter",

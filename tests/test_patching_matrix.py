@@ -280,8 +280,21 @@ SITUATIONS = (
 )
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+def cases():
+    """Every kind in every situation; graphs of those that differ in nothing we replace are slow."""
+    seen = set()
+    for kind in KINDS:
+        known = ARCHITECTURES[kind]
+        head = known.config.keys() & {"final_logit_softcapping", "logits_scaling"}
+        graph = (frozenset(known.counts), known.rope, known.packed, *head)
+        for situation in SITUATIONS:
+            again = situation is compiled and graph in seen
+            marks = [pytest.mark.slow] if again else []
+            yield pytest.param(kind, situation, marks=marks, id=f"{kind}-{situation.__name__}")
+        seen.add(graph)
+
+
+@pytest.mark.parametrize(("kind", "situation"), list(cases()))
 def test_situation(kind, situation, device, monkeypatch, tmp_path):
     situation(Case(kind, device, monkeypatch, tmp_path))
 

@@ -34,7 +34,7 @@ def next_token_loss(logits, ids, **options):
 @pytest.mark.parametrize("how", ["block", "unpatch"])
 def test_logits_outlive_the_patch(how, compiled):
     """Reading them after ``patched`` or ``unpatch`` passed our argument to the stock layer."""
-    stock, ours = models.pair()
+    stock, ours = models.pair(num_hidden_layers=1)
     ids = models.batch()["input_ids"]
     run = torch.compile(ours, backend="eager") if compiled else ours
     if how == "block":

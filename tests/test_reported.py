@@ -55,7 +55,7 @@ def test_a_partitioned_head_is_gathered_for_the_loss(labels):
 def test_a_head_without_elements_is_named(run):
     """Nobody gathers: not a ZeroDivisionError or a size mismatch, but what to do."""
     torch._dynamo.reset()
-    _, ours = models.pair()
+    _, ours = models.pair(num_hidden_layers=1)
     liger_multi.patch(ours)
     ours.lm_head.weight = torch.nn.Parameter(torch.empty(0))
     batch = models.batch()

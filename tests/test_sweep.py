@@ -102,6 +102,13 @@ def test_differences_are_relative_to_each_gradient():
     assert difference(wanted, {**wanted, "a": torch.full((3,), torch.nan)})
 
 
+def test_what_other_generations_promise():
+    rows = json.loads(docs_coverage.GENERATIONS.read_text(encoding="utf-8"))
+    assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
+    assert all(r["different"] == 0 for r in rows)
+    assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
+
+
 def test_the_page_is_made_of_the_kept_result():
     page = docs_coverage.page()
     assert Path(docs_coverage.ROOT, "docs", "coverage.md").read_text(encoding="utf-8") == page

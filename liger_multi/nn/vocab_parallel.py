@@ -224,6 +224,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "torch",
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     reduction: str = "mean",
     reduce_hidden: bool = True,
@@ -234,7 +235,8 @@ def vocab_parallel_fused_linear_cross_entropy(
     The arguments are those of :func:`vocab_parallel_cross_entropy`; weight ``(V_local, H)`` and
     bias ``(V_local,)`` are this process's, hidden ``(..., H)`` is the same on all. The gradient of
     hidden is summed over the group in fp32; with ``reduce_hidden=False`` each process gets its
-    part, for a caller that scatters the sum. Label smoothing has no softcap beside it.
+    part, for a caller that scatters the sum. ``logit_scale`` multiplies the logits, before the
+    softcap. Label smoothing has no softcap beside it.
     """
     name = "vocab_parallel_fused_linear_cross_entropy"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias)
@@ -243,7 +245,7 @@ def vocab_parallel_fused_linear_cross_entropy(
         raise ValueError(f"{name}: label_smoothing has no softcap beside it, got {softcap!r}")
     part, shared, found = _linear(
         name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
-        ("log_prob", "lse"), softcap=softcap, chunk=chunk,
+        ("log_prob", "lse"), softcap=softcap, logit_scale=logit_scale, chunk=chunk,
     )  # fmt: skip
     log_prob, lse, _, _ = _joined_rows(part, found, group)
     mean = None
@@ -251,7 +253,7 @@ def vocab_parallel_fused_linear_cross_entropy(
         wide = lse.dtype
         sums = shared.to(wide) @ weight.to(wide).sum(0)
         sums = sums if bias is None else sums + bias.to(wide).sum()
-        mean = _sum(sums, group) / vocabulary
+        mean = _sum(sums, group) * logit_scale / vocabulary
     return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
 
 

@@ -252,7 +252,7 @@ SAMPLES = (
     Sample("large-logits", _case(8, 40, scale=20.0), {"outputs": OUTPUTS}),
     Sample("one-class", _case(5, 1), {"outputs": OUTPUTS}),
     Sample("one-row", _case(1, 129)),
-    Sample("no-rows", _case(0, 12), {"outputs": OUTPUTS}),
+    Sample("no-rows", _case(0, 12), {"outputs": OUTPUTS}, path="nothing to sum"),
     Sample(
         "three-axes",
         {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},

@@ -95,7 +95,7 @@ def _case(
 
 SAMPLES = (
     Sample("few-of-many", _case(5, 40, 16)),
-    Sample("many-of-few", _case(300, 3, 8)),
+    Sample("many-of-few", _case(300, 3, 8), path="windows"),
     Sample("one-class", _case(150, 1, 5)),
     Sample("one-row", _case(1, 9, 12)),
     Sample("no-rows", _case(0, 9, 12)),

@@ -284,7 +284,7 @@ SAMPLES = (
     Sample("minus-one", _case((6,), 2, 3, 8, 4, sentinels=0.4)),
     Sample("nobody-here", _case((4,), 2, 3, 8, 4, bias=True, sentinels=1.0)),
     Sample("unused-experts", _case((3,), 1, 40, 8, 4)),
-    Sample("one-expert", _case((37,), 1, 1, 16, 8)),
+    Sample("one-expert", _case((37,), 1, 1, 16, 8), path="whole blocks"),
     Sample("one-row", _case((1,), 4, 8, 16, 8)),
     Sample("no-rows", _case((0,), 2, 3, 8, 4)),
     Sample("no-axes", _case((), 2, 3, 8, 4)),

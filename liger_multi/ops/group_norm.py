@@ -111,7 +111,7 @@ SAMPLES = (
     Sample("without-bias", {"x": T((2, 6, 20)), "weight": T((6,))}, TWO),
     Sample("without-weight", {"x": T((2, 6, 20)), "bias": T((6,))}, TWO),
     Sample("odd-channels", _given(2, 15, 7), {"num_groups": 5}),
-    Sample("wide-groups", _given(1, 3, 6000), {"num_groups": 1}),
+    Sample("wide-groups", _given(1, 3, 6000), {"num_groups": 1}, path="parts of a group"),
     Sample("many-channels", _given(1, 20000, 1), {"num_groups": 1}),
     Sample("one-sample", _given(1, 4, 30), TWO),
     Sample("one-value", _given(5, 2, 1), TWO | {"eps": 0.5}),

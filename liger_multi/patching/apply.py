@@ -16,7 +16,7 @@ from liger_multi.patching.experts import (
     experts_kind,
     looks_like_experts,
 )
-from liger_multi.patching.head import LazyHead, find_heads, head_refusal, with_heads
+from liger_multi.patching.head import behaviour, find_heads, head_refusal, with_heads
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -287,7 +287,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
                 _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
-        swap = Swap(op, stock_class(module), LazyHead, settings)
+        swap = Swap(op, stock_class(module), behaviour(module), settings)
         _apply(report, path, module, swap, op, settings.shown)
         resize.follow()
 

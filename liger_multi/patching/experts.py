@@ -64,7 +64,9 @@ class FusedExperts(Patched):
         """The experts with nothing kept but gate and up; stock for weights that are not plain."""
         settings = cast(ExpertsSettings, type(self)._liger_multi_swap.settings)
         routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        if not (len(routes) == 2 and _plain(self, settings.kind, hidden_states)):
+        # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
+        alike = len(routes) == 2 and routes[0].shape == routes[1].shape
+        if not (alike and _plain(self, settings.kind, hidden_states)):
             return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
         found = run_bound(
             settings.options, ("fused_moe",), _apply, self, settings.kind, hidden_states, *routes

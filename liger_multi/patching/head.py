@@ -49,15 +49,15 @@ class LazyHead(Patched):
             return job.run(self, hidden)
         settings = cast(HeadSettings, type(self)._liger_multi_swap.settings)
         grad = torch.is_grad_enabled()
-        dtype = _output_dtype(hidden, self.weight)
+        dtype = output_dtype(hidden, self.weight)
         fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
-        if dtype is None or not fits or not _may_be_lazy(self, hidden, grad):
+        if dtype is None or not fits or not may_be_lazy(self, hidden, grad):
             return self.stock_forward(hidden)
         weights = (self.weight, self.bias)
         if torch.compiler.is_compiling():
             traced = TracedGuard(self.weight, hidden)
             return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad, traced))
-        settled = not any(is_infrastructure(hook) for hook in _hooks(self))
+        settled = not any(is_infrastructure(hook) for hook in hooks_of(self))
         guard = Guard(self, hidden, settled)
         recipe = Recipe(self, weights, hidden, settings, dtype, grad, guard)
         if settings.fused is None or _foreign_hook(self):
@@ -67,7 +67,7 @@ class LazyHead(Patched):
         return lazy_logits(recipe)
 
 
-def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
+def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype of real logits; None where the stock forward would raise."""
     kind = hidden.device.type
     asked = autocast_dtype(kind)
@@ -76,18 +76,20 @@ def _output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     return hidden.dtype if hidden.dtype == weight.dtype else None
 
 
-def _may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
+def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
+    """Whether logits of these hidden states, here and now, can be computed later."""
     if torch.compiler.is_compiling():
         # the flag behind is_exporting(), to which Dynamo of torch < 2.12 answers True in any graph
         exporting = torch.compiler._is_exporting_flag
-        return grad and not exporting and not _hooks(head)
+        return grad and not exporting and not hooks_of(head)
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
     return plain and not torch._C._is_tracing() and not torch._C._are_functorch_transforms_active()
 
 
-def _hooks(head: nn.Module) -> list[Any]:
+def hooks_of(head: nn.Module) -> list[Any]:
+    """Every hook that a call of the head runs."""
     every = (
         head._forward_hooks,
         head._forward_pre_hooks,
@@ -99,7 +101,7 @@ def _hooks(head: nn.Module) -> list[Any]:
 
 def _foreign_hook(head: nn.Module) -> bool:
     """Whether somebody else's hook looks at what the head returns; it gets real logits, once."""
-    for hook in _hooks(head):
+    for hook in hooks_of(head):
         if not is_infrastructure(hook):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             warn_once(
@@ -148,12 +150,12 @@ def head_refusal(head: nn.Module) -> str | None:
             f"an adapter ({kind}) sits on the output embedding; its logits stay real, so that the "
             "adapter trains"
         )
-    if getattr(head, "_is_hooked", False) or _is_tensor_parallel(head):
-        return (
-            "the output embedding is tensor parallel: hooks gather its output, which lazy logits "
-            "would bypass"
-        )
-    if "forward" in vars(head) and not has_own_forward(head):
+    from liger_multi.patching import sharded
+
+    parallel = sharded.is_sharded(head)
+    if parallel and (reason := sharded.refusal(head)):
+        return reason
+    if "forward" in vars(head) and not has_own_forward(head) and not parallel:
         return f"somebody else replaced the forward of this {kind}"
     if not isinstance(head, nn.Linear) and _holds_codes(head):
         return (
@@ -185,8 +187,8 @@ def _holds_codes(head: nn.Module) -> bool:
     return weight.dtype.itemsize < 2 or not weight.is_floating_point()
 
 
-def _is_tensor_parallel(head: nn.Module) -> bool:
-    """Sharded over a mesh by other means than FSDP, which gathers the weight before the forward."""
-    weight = getattr(head, "weight", None)
-    fsdp = any(k.__module__.startswith("torch.distributed.fsdp") for k in type(head).__mro__)
-    return hasattr(weight, "device_mesh") and not fsdp
+def behaviour(head: nn.Module) -> type[LazyHead]:
+    """The class of lazy heads that fits a module which is not refused."""
+    from liger_multi.patching import sharded
+
+    return sharded.ShardedHead if sharded.is_sharded(head) else LazyHead

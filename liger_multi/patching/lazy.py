@@ -195,6 +195,8 @@ class LazyLogits(Tensor):
         epilogue = slot.recipe.epilogue
         if options is None or epilogue is None or slot.available or slot.family.pinned:
             return None
+        if slot.recipe.sharded:
+            return None
         return {
             "hidden": slot.recipe.hidden,
             "weight": functools.partial(_run, slot.recipe),
@@ -274,7 +276,7 @@ def _follow(func: Any, slot: Slot, logits: LazyLogits, args: Any, kwargs: Any) -
         slot.hooks.append(args[0])  # a sharding library's, which hooks the loss as well
         with torch._C.DisableTorchFunctionSubclass():
             return func(logits, *args)
-    if func in REDUCTIONS and not slot.available:
+    if func in REDUCTIONS and not slot.available and not recipe.sharded:
         return _understood(REDUCTIONS[func], (recipe, *args), kwargs)
     if func in WRITES and slot.cached is None and slot.family.members == 1:
         step = _understood(WRITES[func], (recipe, *args), kwargs)

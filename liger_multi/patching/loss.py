@@ -90,6 +90,8 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
         return None
     scale, cap = epilogue
     grad = recipe.grad and torch.is_grad_enabled()
+    if recipe.sharded:
+        return _of_shards(recipe, call, epilogue, options.chunk, options.z_loss if grad else 0.0)
 
     def loss(head: Any, hidden: Tensor) -> Any:
         from liger_multi.ops import fused_linear_cross_entropy
@@ -110,6 +112,42 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
 
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_cross_entropy",), loss, head, hidden)
+
+    with recipe.mode():
+        return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
+
+
+def _of_shards(
+    recipe: Recipe,
+    call: CrossEntropyCall,
+    epilogue: tuple[float, float | None],
+    chunk: int | str,
+    z_loss: float,
+) -> Tensor | None:
+    """The same where the head has some of the classes; None for what that loss has not."""
+    scale, cap = epilogue
+    if call.weight is not None or z_loss or (call.label_smoothing and cap is not None):
+        return None
+    if hasattr(call.target, "placements"):
+        return None  # of a DTensor's loss, the caller expects a DTensor
+
+    def run(head: Any, hidden: Tensor) -> Any:
+        from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_cross_entropy
+
+        return vocab_parallel_fused_linear_cross_entropy(
+            hidden,
+            head.weight.to_local(),
+            call.target,
+            head.weight.device_mesh.get_group(),
+            vocabulary=recipe.vocabulary,
+            bias=None if head.bias is None else head.bias.to_local(),
+            ignore_index=call.ignore_index,
+            label_smoothing=call.label_smoothing,
+            logit_scale=scale,
+            softcap=cap,
+            reduction=call.reduction,
+            chunk=chunk,
+        )
 
     with recipe.mode():
         return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]

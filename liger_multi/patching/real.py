@@ -61,7 +61,9 @@ _UNWRAP = {
 def loss_logits(logits: Tensor, recipe: Recipe) -> Tensor:
     """Real logits with our loss, where the head's settings make it differ from PyTorch's."""
     options = recipe.settings.on_real
-    return logits if options is None or not recipe.grad else LossLogits.wrap(logits, options)
+    if options is None or not recipe.grad or hasattr(logits, "placements"):
+        return logits
+    return LossLogits.wrap(logits, options)
 
 
 class LossLogits(Tensor):

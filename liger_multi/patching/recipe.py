@@ -49,11 +49,13 @@ class Job:
 class Recorded:
     """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None, sharded: Any = None) -> None:
+        self.weight, self.bias, self.sharded = weight, bias, sharded
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward of a linear layer."""
+        """The forward of a linear layer; the call of one that is tensor parallel."""
+        if self.sharded is not None:
+            return self.sharded(hidden)  # type: ignore[no-any-return]
         return F.linear(hidden, self.weight, self.bias)
 
 
@@ -87,6 +89,11 @@ class Recipe:
     def shape(self) -> torch.Size:
         """Shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the head has some of the classes, and other processes the others."""
+        return hasattr(self.weights[0], "placements")
 
     @property
     def bytes(self) -> int:
@@ -139,7 +146,7 @@ class Recipe:
         ours = isinstance(self.head, Patched)
         if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
             return self.head(hidden, job)
-        return job.run(Recorded(*self.weights), hidden)
+        return job.run(Recorded(*self.weights, self.head if self.sharded else None), hidden)
 
     def compute(self) -> Tensor:
         """The real logits, differentiable where the recipe is."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_multi.patching.head import LazyHead, find_heads, head_refusal
+from liger_multi.patching.head import LazyHead, behaviour, find_heads, head_refusal
 from liger_multi.patching.swap import apply, stock_class, swapped
 
 _MARK = "_liger_multi_resizes"
@@ -31,8 +31,9 @@ def follow() -> None:
         result = stock(self, *args, **kwargs)
         for _, head in find_heads(self)[0] if any(before) else ():
             swap = before[0]
-            same = swap is not None and stock_class(head) is swap.stock
-            if swap is not None and same and head_refusal(head) is None:
+            if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
+                continue
+            if behaviour(head) is swap.behaviour:
                 apply(head, swap)
         return result
 

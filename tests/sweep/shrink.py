@@ -172,13 +172,22 @@ def _value(name: str, value: Any) -> Any:
 
 def _rope(config: Any) -> None:
     """Sections and factors a channel, cut to the channels that there are."""
-    heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "hidden_size", None)
-    head = getattr(config, "head_dim", None) or (
+    heads, width = _read(config, "num_attention_heads"), _read(config, "hidden_size")
+    head = _read(config, "head_dim") or (
         width // heads if isinstance(heads, int) and isinstance(width, int) and heads else None
     )
     for name in ("rope_parameters", "rope_scaling"):
         _rope_dict(getattr(config, name, None), head)
+
+
+def _read(config: Any, name: str) -> Any:
+    """An attribute; None also where layers differ in it, of which a configuration may say so."""
+    try:
+        return getattr(config, name, None)
+    except Exception as error:
+        if "per-layer" not in str(error):
+            raise
+        return None
 
 
 def _rope_dict(found: Any, head: int | None) -> None:
