@@ -58,33 +58,45 @@ class Simulation(Recorder):
         self.blocks.append(block)
         self.live += block.size
 
-    def step(self, batch: int, sequence: int, optimizer_bytes: int) -> None:
+    def step(self, batch: int, optimizer_bytes: int) -> None:
         """Forward, loss, backward, and an optimizer step that needs some bytes beside its states.
 
         Args:
             batch: Sequences.
-            sequence: Tokens of each.
             optimizer_bytes: Temporaries of the optimizer.
         """
-        ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
-        model = cast(Any, self._model)
-        _alone()
-        with (
-            _meta_has_no_autocast(),
-            StandIns(self, self._target, self._autocast) as stand_ins,
-            self.recording(),
-        ):
-            token = meta_autocast.set(self._autocast)
-            try:
-                loss = model(input_ids=ids, labels=ids).loss
-            finally:
-                meta_autocast.reset(token)
-                stand_ins.casts.clear()
+        with self._surroundings() as stand_ins, self.recording():
+            loss = self._loss(batch, stand_ins)
             _backward(loss)
             self._stepping = True
             scratch = torch.empty(optimizer_bytes, dtype=torch.uint8, device="meta")
             del scratch
             self._stepping = False
+
+    def warm(self, batch: int) -> None:
+        """Forward alone and unrecorded, for what learns from a first step."""
+        with self._surroundings() as stand_ins, self:
+            self._loss(batch, stand_ins)
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[StandIns]:
+        _alone()
+        with (
+            _meta_has_no_autocast(),
+            StandIns(self, self._target, self._autocast) as stand_ins,
+        ):
+            yield stand_ins
+
+    def _loss(self, batch: int, stand_ins: StandIns) -> Tensor:
+        ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
+        model = cast(Any, self._model)
+        token = meta_autocast.set(self._autocast)
+        try:
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+        finally:
+            meta_autocast.reset(token)
+            stand_ins.casts.clear()
+        return loss
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
