@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from liger_multi.memory.breakdown import Comparison, Holder, Profile
+from liger_multi.memory.choosing import Choice, Cost, Stats, adapt, choose, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
+from liger_multi.memory.offload import Offload, offload_activations
+from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
+from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
 
 __all__ = [
+    "POLICIES",
+    "Choice",
     "Comparison",
+    "Cost",
     "Estimate",
     "Holder",
+    "Offload",
     "Peak",
+    "Policy",
     "Profile",
+    "Recompute",
+    "Stats",
+    "adapt",
+    "apply_recompute",
+    "choose",
     "compare",
+    "decoder_layers",
     "estimate",
     "format_bytes",
+    "layer_stats",
     "measure",
+    "offload_activations",
     "peak_memory",
     "profile",
 ]
