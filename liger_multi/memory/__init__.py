@@ -7,12 +7,14 @@ from liger_multi.memory.choosing import Choice, Cost, Stats, adapt, choose, laye
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
 from liger_multi.memory.offload import Offload, offload_activations
+from liger_multi.memory.planning import Candidate, Plan, Settings, Space, apply, load, plan
 from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
 
 __all__ = [
     "POLICIES",
+    "Candidate",
     "Choice",
     "Comparison",
     "Cost",
@@ -20,11 +22,15 @@ __all__ = [
     "Holder",
     "Offload",
     "Peak",
+    "Plan",
     "Policy",
     "Profile",
     "Recompute",
+    "Settings",
+    "Space",
     "Stats",
     "adapt",
+    "apply",
     "apply_recompute",
     "choose",
     "compare",
@@ -32,8 +38,10 @@ __all__ = [
     "estimate",
     "format_bytes",
     "layer_stats",
+    "load",
     "measure",
     "offload_activations",
     "peak_memory",
+    "plan",
     "profile",
 ]

@@ -51,6 +51,7 @@ class Simulation(Recorder):
         super().__init__("meta", model, None, vocabulary)
         self._target, self._capacity, self._sequence = target, capacity, sequence
         self._autocast = autocast
+        self._casts: dict[int, Tensor] = {}
 
     def add(self, block: Block) -> None:
         """A block that is there for the whole step."""
@@ -67,7 +68,11 @@ class Simulation(Recorder):
         """
         with self._surroundings() as stand_ins, self.recording():
             loss = self._loss(batch, stand_ins)
-            _backward(loss)
+            token = meta_autocast.set(self._autocast)  # of what is computed again
+            try:
+                _backward(loss)
+            finally:
+                meta_autocast.reset(token)
             self._stepping = True
             scratch = torch.empty(optimizer_bytes, dtype=torch.uint8, device="meta")
             del scratch
@@ -85,6 +90,7 @@ class Simulation(Recorder):
             _meta_has_no_autocast(),
             StandIns(self, self._target, self._autocast) as stand_ins,
         ):
+            self._casts = stand_ins.casts
             yield stand_ins
 
     def _loss(self, batch: int, stand_ins: StandIns) -> Tensor:
@@ -100,6 +106,8 @@ class Simulation(Recorder):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
+        if self._casts and not self._stack and torch._C._current_autograd_node() is not None:
+            self._casts.clear()  # autocast ended with the layer that was computed again
         name = func.name()
         if name == "aten::_local_scalar_dense":
             if args[0].dtype == torch.bool:

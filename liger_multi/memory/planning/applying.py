@@ -6,10 +6,28 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from liger_multi.memory.planning.settings import Settings
+
+
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Path and list of a model's layers: the list of modules of one class with most parameters.
+
+    Raises:
+        ValueError: The model has no such list.
+    """
+    best, size = ("", None), 0
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1:
+            count = sum(p.numel() for p in module.parameters())
+            if count > size:
+                best, size = (path, module), count
+    if best[1] is None:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers of one class, which plans are made for"
+        )
+    return best  # type: ignore[return-value]
 
 
 class _Inner(nn.Module):
@@ -156,8 +174,6 @@ def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> No
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """The MLP of every layer: the child with most parameters that is called ``mlp`` or the like."""
-    from liger_multi.memory.planning.shapes import layers_of
-
     found = []
     for layer in layers_of(model)[1]:
         for name in ("mlp", "feed_forward", "ffn", "feedforward"):
@@ -200,13 +216,3 @@ def _recompute(made: Applied, model: nn.Module, settings: Settings, simulated: b
     elif settings.offload_activations:
         offload = offload_activations(model)
         made.add("activations on the host", offload.remove)
-
-
-def patched_parts(model: nn.Module) -> int:
-    """How many modules run this library's operators."""
-    return sum(hasattr(m, "_liger_multi_swap") for m in model.modules())
-
-
-def trained_dtype(model: nn.Module) -> torch.dtype:
-    """Of the trained parameters."""
-    return next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)

@@ -18,11 +18,11 @@ from liger_multi.memory.estimation import (
     state_bytes,
     temporary_bytes,
 )
-from liger_multi.memory.planning.applying import prepare
+from liger_multi.memory.planning.applying import layers_of, prepare
 from liger_multi.memory.planning.cards import Card
 from liger_multi.memory.planning.cost import Traffic, step_seconds
 from liger_multi.memory.planning.settings import Candidate, Settings
-from liger_multi.memory.planning.shapes import Shapes, layers_of
+from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.traces import (
     Cutting,
     Part,
@@ -194,6 +194,13 @@ class Predictor:
             budget is None or worst[0] <= budget,
         )
 
+    def growing(self, settings: Settings) -> int:
+        """Highest moment of what grows with the tokens: activations, logits, temporaries."""
+        kept = {PARAMETERS, GRADIENTS, STATES}
+        factors = vector({name: float(name not in kept) for name in CATEGORIES})
+        parts = sequence_of([kind.trace for kind in self.kinds(settings)])
+        return round(peak_of(parts, vector({}), factors, False)[0])
+
     def kinds(self, settings: Settings) -> list[Simulated]:
         """The simulation that each layer follows, from the first layer on."""
         count, some = self.shapes.count, settings.layers
@@ -215,8 +222,8 @@ class Predictor:
         known = sum(block.parameters for block in first.layer) + first.outside.parameters
         buffers = first.start - known
         share = _shares(settings)
-        away = STATES if settings.offload_states else ""
-        factors = vector({n: 0.0 if n == away else share.get(n, 1.0) for n in CATEGORIES})
+        away = _away(settings)
+        factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
         # a pass after the first, or after the last step's gradients, finds some already there
         accumulating = settings.accumulation > 1 or stages > 1
         start = {PARAMETERS: static.parameters + buffers, STATES: static.states}
@@ -235,7 +242,8 @@ class Predictor:
         present = (at * factors).tolist()
         named = {name: round(size) for name, size in zip(CATEGORIES, present, strict=True)}
         named["gathered and workspace"] = extra
-        host = round(static.states * share.get(STATES, 1.0)) if away else 0
+        sizes = {PARAMETERS: static.parameters, GRADIENTS: static.gradients, STATES: static.states}
+        host = sum(round(sizes[name] * share.get(name, 1.0)) for name in away)
         offloaded = sum(kind.trace.offloaded for kind in kinds[begin:end])
         seconds = self._seconds(settings, parts, static, offloaded, first.hidden, end - begin)
         host += round(offloaded * (waiting + 1))
@@ -262,6 +270,8 @@ class Predictor:
         touched = 2 * static.parameters + static.gradients + 2 * static.states
         states = 2 * static.states * shared if settings.offload_states else 0.0
         crossing = (static.gradients + static.parameters) * shared if states else 0.0
+        if PARAMETERS in _away(settings):  # up again for both halves of every pass
+            crossing += 2 * passes * static.parameters * shared
         return step_seconds(
             work_of(parts),
             0.0 if states else touched * shared,
@@ -275,6 +285,13 @@ class Predictor:
 def _shares(settings: Settings) -> dict[str, float]:
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     return dict.fromkeys(sharded.get(settings.level, ()), 1 / settings.data)
+
+
+def _away(settings: Settings) -> tuple[str, ...]:
+    """What stands on the host: FSDP2 offloads all that it shards."""
+    if not settings.offload_states:
+        return ()
+    return (STATES, GRADIENTS, PARAMETERS) if settings.spread == "fsdp2" else (STATES,)
 
 
 def _static(kinds: list[Simulated], begin: int, end: int, spec: Optimizer) -> Static:
@@ -315,8 +332,3 @@ def _kept(parts: list[Part]) -> dict[str, float]:
 def _moment(values: dict[str, float]) -> Segment:
     live = torch.stack([vector(values), vector({})])
     return Segment(live, live, Work())
-
-
-def dtype_of(name: str) -> Any:
-    """The dtype of weights that an estimate's name stands for."""
-    return DTYPES[name][0]

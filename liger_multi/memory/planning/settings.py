@@ -64,7 +64,8 @@ class Settings:
         kind = "float16" if self.precision == "fp16" else "bfloat16"
         if self.precision in ("bf16", "fp32"):
             return {"bf16": "bfloat16", "fp32": "float32"}[self.precision]
-        return f"{kind}-mixed" if self.level else f"{kind}-autocast"
+        sharded = self.level or self.offload_states
+        return f"{kind}-mixed" if sharded else f"{kind}-autocast"
 
     @property
     def level(self) -> int:

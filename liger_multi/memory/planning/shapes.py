@@ -10,27 +10,9 @@ import torch
 from torch import nn
 
 from liger_multi.memory.estimation import meta_model
+from liger_multi.memory.planning.applying import layers_of, mlps_of
 from liger_multi.memory.planning.traces import DEPTH
 from liger_multi.memory.simulation import on_meta
-
-
-def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Path and list of a model's layers: the list of modules of one class with most parameters.
-
-    Raises:
-        ValueError: The model has no such list.
-    """
-    best, size = ("", None), 0
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1:
-            count = sum(p.numel() for p in module.parameters())
-            if count > size:
-                best, size = (path, module), count
-    if best[1] is None:
-        raise ValueError(
-            f"{type(model).__name__} has no list of layers of one class, which plans are made for"
-        )
-    return best  # type: ignore[return-value]
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -55,10 +37,14 @@ class Shapes:
     def __init__(self, given: Any, sequence: int) -> None:
         self.given = given
         self.is_model = isinstance(given, nn.Module)
+        quantised = 0
         self.full = meta_model(given, _dtype(given), "sdpa", sequence)
         path, layers = layers_of(self.full)
         self.path, self.count = path, len(layers)
+        self.layer_class = type(layers[0]).__name__
+        self.quantised = quantised
         self.uniform = len({_signature(layer) for layer in layers}) == 1
+        self.has_mlps = bool(mlps_of(self.full))
         self.checked = False  # the first simulation has two middle layers, which are compared
         self._parts: dict[int, Any] = {1: self.full}
         self._sequence = sequence
@@ -117,9 +103,7 @@ class Shapes:
         if self.is_model and any(not p.requires_grad for p in self.full.parameters()):
             return False  # adapters would have to be divided as well
         names = divided(self.text)
-        return bool(names) and all(
-            getattr(self.text, n) % parts == 0 for n in names
-        )
+        return bool(names) and all(getattr(self.text, n) % parts == 0 for n in names)
 
 
 def divided(text: Any) -> Sequence[str]:
