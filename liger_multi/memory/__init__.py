@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from liger_multi.memory.breakdown import Comparison, Holder, Profile
-from liger_multi.memory.choosing import Choice, Cost, Stats, adapt, choose, layer_stats
+from liger_multi.memory.choosing import Adaptive, Choice, Cost, Stats, adapt, choose
 from liger_multi.memory.estimation import Estimate, estimate
+from liger_multi.memory.layers import layer_stats
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
 from liger_multi.memory.offload import Offload, offload_activations
 from liger_multi.memory.planning import Candidate, Plan, Settings, Space, apply, load, plan
@@ -14,6 +15,7 @@ from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_lay
 
 __all__ = [
     "POLICIES",
+    "Adaptive",
     "Candidate",
     "Choice",
     "Comparison",

@@ -1,14 +1,17 @@
-"""Choose recompute policies by a budget of bytes, and again before each forward by live headroom."""
+"""Choose recompute policies by a budget of bytes: once, or before each forward by live headroom."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from liger_multi.memory.recompute import Recompute
+from liger_multi.checks import describe
+from liger_multi.memory.policies import POLICIES
+from liger_multi.memory.recompute import Recompute, apply_recompute
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Cost:
 
     Attributes:
         kept_bytes: What it keeps from forward to backward, its input included.
-        seconds: Of what is computed again, by the roof of the device (relative numbers suffice).
+        seconds: Of what is computed again, by the roof of a device.
     """
 
     kept_bytes: int
@@ -30,34 +33,128 @@ class Stats:
 
     Attributes:
         layers: For every layer, in order, the cost by name of policy.
-        tokens: Of the batch that was looked at; bytes grow in proportion.
+        tokens: Of the batch that was looked at; bytes and seconds grow in proportion.
     """
 
     layers: tuple[Mapping[str, Cost], ...]
     tokens: int
 
+    def kept_bytes(self, policies: tuple[str, ...]) -> int:
+        """What all layers keep, and beside it the largest of them while it is computed again."""
+        pairs = list(zip(self.layers, policies, strict=True))
+        again = (max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
+                 for layer, p in pairs if p != "none")  # fmt: skip
+        return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
+
+    def seconds(self, policies: tuple[str, ...]) -> float:
+        """What computing again takes."""
+        return sum(layer[p].seconds for layer, p in zip(self.layers, policies, strict=True))
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy for every layer (goes to ``apply_recompute``), and what all layers keep and cost."""
+    """A policy for every layer, to be given to ``apply_recompute``.
+
+    Attributes:
+        policies: Their names.
+        kept_bytes: As :meth:`Stats.kept_bytes`.
+        seconds: As :meth:`Stats.seconds`.
+        fits: Whether that is within the budget; if not, nothing keeps less.
+    """
 
     policies: tuple[str, ...]
     kept_bytes: int
     seconds: float
     fits: bool
 
-
-def layer_stats(model_or_config: Any, batch: int, sequence: int, **options: Any) -> Stats:
-    """Measure every layer under every policy on the meta device (options as of ``estimate``)."""
-    raise NotImplementedError
+    def __str__(self) -> str:
+        counts = {name: self.policies.count(name) for name in POLICIES if name in self.policies}
+        shown = ", ".join(f"{name}: {n} layers" for name, n in counts.items())
+        return f"{shown}; {self.kept_bytes / 2**30:.2f} GiB kept"
 
 
 def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
-    """The cheapest policies whose layers together keep at most ``budget_bytes``.
+    """The cheapest policies whose layers together keep at most so many bytes.
 
-    ``options`` for a model: batch, sequence and those of :func:`layer_stats`.
+    Layer by layer, the policy that costs the least time for a byte comes first, from the first
+    layer on (what it keeps lives longest).
+
+    Args:
+        model_or_stats: From :func:`layer_stats`, or its first argument.
+        budget_bytes: For what layers keep, and the largest of them while it is computed again.
+        options: Of :func:`layer_stats` (``batch`` and ``sequence`` are needed), where no
+            statistics are given.
     """
-    raise NotImplementedError
+    stats = model_or_stats
+    if not isinstance(stats, Stats):
+        from liger_multi.memory.layers import layer_stats
+
+        stats = layer_stats(stats, **options)
+    elif options:
+        raise TypeError(f"options go with a model, got {', '.join(options)} beside statistics")
+    chosen = ["none"] * len(stats.layers)
+    taken: list[tuple[int, str]] = []
+    for _, place, name in sorted(_steps(stats)):
+        if stats.kept_bytes(tuple(chosen)) <= budget_bytes:
+            break
+        taken.append((place, chosen[place]))
+        chosen[place] = name
+    for place, before in taken[:-1]:  # the last step may have made more room than was needed
+        less = [*chosen[:place], before, *chosen[place + 1 :]]
+        cheaper = stats.layers[place][before].seconds < stats.layers[place][chosen[place]].seconds
+        if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
+            chosen = less
+    made = tuple(chosen)
+    kept = stats.kept_bytes(made)
+    return Choice(made, kept, stats.seconds(made), kept <= budget_bytes)
+
+
+def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
+    """Seconds for a byte, layer and policy of every step along each layer's lower convex hull."""
+    for place, layer in enumerate(stats.layers):
+        at = layer["none"]
+        while True:
+            lower = [(n, c) for n, c in layer.items() if c.kept_bytes < at.kept_bytes]
+            if not lower:
+                break
+            rates = [((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
+                     for n, c in lower]  # fmt: skip
+            rate, _, name = min(rates)
+            yield rate, place, name
+            at = layer[name]
+
+
+class Adaptive(Recompute):
+    """What :func:`adapt` did.
+
+    Attributes:
+        choice: Of the last forward with gradients; None before the first.
+    """
+
+    choice: Choice | None = None
+
+    def __init__(
+        self, model: nn.Module, stats: Stats, reserve_bytes: int, probe: Callable[[], int]
+    ) -> None:
+        made = apply_recompute(model, "full")
+        super().__init__(made.policies, made._wrapped)
+        self._stats, self._reserve, self._probe = stats, reserve_bytes, probe
+        self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        scale = _tokens(args, kwargs) / self._stats.tokens
+        room = max(0, self._probe() - self._reserve)
+        self.choice = choose(self._stats, int(room / max(scale, 1e-9)))
+        for one, name in zip(self._wrapped, self.choice.policies, strict=True):
+            one.policy = POLICIES[name]
+            self.policies[one.path] = name
+
+    def remove(self) -> None:
+        """Stop choosing, and give every layer back the ``forward`` it had."""
+        super().remove()
+        self._hook.remove()
 
 
 def adapt(
@@ -66,6 +163,44 @@ def adapt(
     *,
     reserve_bytes: int = 0,
     probe: Callable[[], int] | None = None,
-) -> Recompute:
-    """Choose again before each forward, by the bytes that ``probe`` says are free."""
-    raise NotImplementedError
+) -> Adaptive:
+    """Choose policies again before each forward with gradients, by the memory that is free then.
+
+    The choice follows from the free bytes and the number of tokens alone, and no result depends on
+    it.
+
+    Args:
+        model: As of ``apply_recompute``.
+        stats: From :func:`layer_stats`, for any number of tokens.
+        reserve_bytes: Left for what is not in layers: gradients that are not there yet, loss.
+        probe: Returns the free bytes; by default those of the model's device and of its allocator.
+
+    Raises:
+        ValueError: No probe for a device that does not tell its free memory, or statistics of
+            another number of layers.
+    """
+    device = next(model.parameters()).device
+    if probe is None and device.type == "cpu":
+        raise ValueError("adapt: a CPU does not tell what is free for a model; give a probe")
+    handle = Adaptive(model, stats, reserve_bytes, probe or (lambda: _free(device)))
+    if len(handle._wrapped) != len(stats.layers):
+        count = len(handle._wrapped)
+        handle.remove()
+        raise ValueError(f"adapt: statistics of {len(stats.layers)} layers, the model has {count}")
+    return handle
+
+
+def _free(device: torch.device) -> int:
+    module = torch.get_device_module(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Of a batch: its ids, or its embeddings."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
+        if isinstance(value, torch.Tensor):
+            lead = value.shape[:-1] if value.is_floating_point() else value.shape
+            return lead.numel()
+    shown = ", ".join(describe(a) for a in (*args, *kwargs.values()))
+    raise ValueError(f"adapt: no input_ids or inputs_embeds to count tokens of, got {shown}")

@@ -203,7 +203,7 @@ def estimate(
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     simulation = Simulation(device, capacity, model, vocabulary, sequence, autocast)
     simulation.add(Block(states, role=STATES))
-    simulation.step(batch, temporary_bytes(trained, spec, copies))
+    simulation.step(batch, sequence, temporary_bytes(trained, spec, copies))
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     level = 3 if fsdp else zero_stage
     scale = dict.fromkeys(sharded.get(level, ()), 1 / world)
@@ -238,9 +238,10 @@ def estimate(
     )
 
 
-def known(what: str, name: str, known: Mapping[str, Any]) -> str:
-    if name not in known:
-        raise ValueError(unknown(what, name, known))
+def known(what: str, name: str, table: Mapping[str, Any]) -> str:
+    """A name that stands in a table."""
+    if name not in table:
+        raise ValueError(unknown(what, name, table))
     return name
 
 

@@ -8,7 +8,7 @@ kept result is looked up and everything else is computed, up to the last tensor 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -46,8 +46,8 @@ class Policy:
     Attributes:
         name: As in :data:`POLICIES`.
         description: In one line.
-        keeps: Patterns of names of operators (``namespace::name``) whose results are kept; everything
-            else is computed again. None: nothing is recomputed.
+        keeps: Patterns of names of operators (``namespace::name``) whose results are kept; all
+            others are computed again. None: nothing is.
         widening: Whether products that make a row longer are kept too.
     """
 
@@ -128,7 +128,10 @@ def _is_product(func: Any) -> bool:
 
 @functools.cache
 def _randomness(func: Any) -> int | None:
-    """Where the chance of dropout stands in an operator that may draw numbers; -1: it always does."""
+    """Where the chance of dropout stands in an operator that may draw numbers; -1: it always does.
+
+    None: it never does.
+    """
     tags = getattr(func, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return None
@@ -148,7 +151,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _width(args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Columns of the input and of the result of a product, whose last two tensors are its factors."""
+    """Columns of the input and of the result of a product; its last two matrices are factors."""
     factors = [a for a in args[:3] if isinstance(a, torch.Tensor) and a.ndim > 1]
     return (factors[-2].shape[-1], factors[-1].shape[-1]) if len(factors) > 1 else None
 
@@ -205,13 +208,10 @@ class Counted:
         return CheckpointPolicy.MUST_SAVE
 
 
-def stateless(policy: Policy) -> Callable[..., Any]:
+def answer(policy: Policy, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A policy for a compiler, which asks while it traces and drops what nobody reads by itself."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if keeps(policy, func, args, kwargs):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return answer
+    if keeps(policy, func, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_multi import checks
-from liger_multi.memory.policies import Counted, Policy, policy_of, stateless
+from liger_multi.memory.policies import Counted, Policy, answer, policy_of
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 Policies = str | Policy | Sequence[str | Policy] | Mapping[int, str | Policy]
@@ -50,6 +50,10 @@ class _Recomputed:
         self.before = layer.__dict__.get("forward")
         self.learned: dict[tuple[type, str], int | None] = {}
         self.skip: int | None = None
+        # made here, as a compiler takes it for a constant
+        self.contexts = functools.partial(
+            create_selective_checkpoint_contexts, functools.partial(answer, policy)
+        )
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The layer as it was."""
@@ -77,9 +81,7 @@ class _Recomputed:
         if self.policy.keeps == ():
             return checkpoint(self.original, *args, **options, **kwargs)
         if torch.compiler.is_compiling():
-            options["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, stateless(self.policy)
-            )
+            options["context_fn"] = self.contexts
             return checkpoint(self.original, *args, **options, **kwargs)
         key = (type(self.layer), self.policy.name)
         skip = self.skip if self.skip is not None else self.learned.get(key)
@@ -145,6 +147,12 @@ class Recompute:
         for name in self.policies.values():
             counts[name] = counts.get(name, 0) + 1
         return ", ".join(f"{name}: {n} layers" for name, n in counts.items())
+
+
+def undo_all(model: nn.Module) -> None:
+    """Take back what any handle did to the layers of a model."""
+    wrapped = [m.__dict__.get("forward") for m in model.modules()]
+    Recompute({}, [one for one in wrapped if isinstance(one, _Recomputed)]).remove()
 
 
 def apply_recompute(

@@ -13,16 +13,16 @@ import copy
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi.checks import meta_autocast
 from liger_multi.memory.recorder import Block, Recorder
+from liger_multi.memory.stand_ins import NAMESPACE, StandIns
 
 CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
 
@@ -51,7 +51,6 @@ class Simulation(Recorder):
         super().__init__("meta", model, None, vocabulary)
         self._target, self._capacity, self._sequence = target, capacity, sequence
         self._autocast = autocast
-        self._casts: dict[int, Tensor] = {}
 
     def add(self, block: Block) -> None:
         """A block that is there for the whole step."""
@@ -59,18 +58,21 @@ class Simulation(Recorder):
         self.blocks.append(block)
         self.live += block.size
 
-    def step(self, batch: int, optimizer_bytes: int) -> None:
+    def step(self, batch: int, sequence: int, optimizer_bytes: int) -> None:
         """Forward, loss, backward, and an optimizer step that needs some bytes beside its states.
 
         Args:
             batch: Sequences.
+            sequence: Tokens of each.
             optimizer_bytes: Temporaries of the optimizer.
         """
-        with self._surroundings() as stand_ins, self.recording():
-            loss = self._loss(batch, stand_ins)
+        ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+        model = cast(Any, self._model)
+        with self.surroundings():
+            loss = self.forward(lambda: model(input_ids=ids, labels=ids).loss)
             token = meta_autocast.set(self._autocast)  # of what is computed again
             try:
-                _backward(loss)
+                backward(loss)
             finally:
                 meta_autocast.reset(token)
             self._stepping = True
@@ -78,31 +80,23 @@ class Simulation(Recorder):
             del scratch
             self._stepping = False
 
-    def warm(self, batch: int) -> None:
-        """Forward alone and unrecorded, for what learns from a first step."""
-        with self._surroundings() as stand_ins, self:
-            self._loss(batch, stand_ins)
-
     @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[StandIns]:
+    def surroundings(self) -> Iterator[None]:
+        """Where a model can run without memory, and is recorded."""
         _alone()
-        with (
-            _meta_has_no_autocast(),
-            StandIns(self, self._target, self._autocast) as stand_ins,
-        ):
+        stand_ins = StandIns(self, self._target, self._autocast)
+        with _meta_has_no_autocast(), stand_ins, self.recording():
             self._casts = stand_ins.casts
-            yield stand_ins
+            yield
 
-    def _loss(self, batch: int, stand_ins: StandIns) -> Tensor:
-        ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
-        model = cast(Any, self._model)
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """``call()`` as under the autocast of this step."""
         token = meta_autocast.set(self._autocast)
         try:
-            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            return call()
         finally:
             meta_autocast.reset(token)
-            stand_ins.casts.clear()
-        return loss
+            self._casts.clear()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
@@ -120,6 +114,8 @@ class Simulation(Recorder):
             return args[0].new_empty(self._valid(args[0].numel()), args[0].ndim, dtype=torch.int64)
         if name == "aten::add.Tensor" and _accumulates(args):
             return args[0]
+        if func.namespace == NAMESPACE:
+            return self.named(name.partition("::")[2], lambda: func(*args, **kwargs))
         if name == "aten::_grouped_mm":  # the meta device knows it in bf16 only
             return self.named(name, lambda: _grouped(*args, **kwargs))
         return super().run(func, args, kwargs)
@@ -205,94 +201,6 @@ _KERNELS: dict[str, Any] = {
 }
 
 
-class _Attention(torch.autograd.Function):
-    """What a flash attention kernel allocates."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, mask: Any
-    ) -> Tensor:
-        ctx.recorder = recorder
-
-        def make() -> tuple[Tensor, Tensor]:
-            shape = (*query.shape[:-1], value.shape[-1])
-            order = (0, 2, 1, 3) if query.ndim == 4 else tuple(range(query.ndim))
-            out = query.new_empty([shape[i] for i in order]).permute(order)
-            return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-        out: Tensor
-        out, normaliser = recorder.named("scaled_dot_product_attention", make)
-        ctx.save_for_backward(query, key, value, out, normaliser, mask)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        query, key, value, _, normaliser, _ = ctx.saved_tensors
-
-        def make() -> tuple[Tensor, ...]:
-            partial = torch.empty_like(query, dtype=torch.float32)  # of the gradient of the query
-            rows = torch.empty_like(normaliser)
-            made = tuple(torch.empty_like(t) for t in (query, key, value))
-            del partial, rows
-            return made
-
-        named = "scaled_dot_product_attention_backward"
-        return None, *ctx.recorder.named(named, make), None
-
-
-_attention: Any = _Attention.apply
-
-
-def _spelled_out(device_type: str, given: Mapping[str, Any]) -> bool:
-    """Whether PyTorch has no fused kernel on a GPU and keeps rows x columns of every head.
-
-    The one for fp32 takes no groups of heads.
-    """
-    single = given["query"].dtype == torch.float32
-    return device_type != "cpu" and single and bool(given.get("enable_gqa"))
-
-
-_PRODUCTS = {
-    *(nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
-    *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
-    nn.functional.scaled_dot_product_attention,
-}
-
-
-class StandIns(TorchFunctionMode):
-    """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
-
-    def __init__(
-        self, recorder: Recorder, target: str, autocast: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self._recorder, self._target, self._autocast = recorder, target, autocast
-        self.casts: dict[int, Tensor] = {}
-
-    def _cast(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float32:
-            return value
-        if not isinstance(value, nn.Parameter):
-            return value.to(self._autocast)
-        if id(value) not in self.casts:  # autocast keeps those of weights until it ends
-            self.casts[id(value)] = value.to(self._autocast)
-        return self.casts[id(value)]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything else passes."""
-        kwargs = kwargs or {}
-        if self._autocast is not None and func in _PRODUCTS:
-            args = tuple(self._cast(a) for a in args)
-            kwargs = {name: self._cast(a) for name, a in kwargs.items()}
-        if func is nn.functional.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            if _spelled_out(self._target, given):
-                return func(*args, **kwargs)
-            return _attention(self._recorder, *(given.get(name) for name in names))
-        return func(*args, **kwargs)
-
-
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of ``model`` on the meta device, patches and ties kept; nothing is read.
 
@@ -345,7 +253,7 @@ def _meta_has_no_autocast() -> Iterator[None]:
         torch.is_autocast_enabled = asked
 
 
-def _backward(loss: Tensor) -> None:
+def backward(loss: Tensor) -> None:
     """``loss.backward()`` without leaving function modes, which checkpointed layers meet again."""
     run: Any = torch.autograd.graph._engine_run_backward
     grads = (torch.ones_like(loss),)
@@ -384,5 +292,5 @@ def _alone() -> tuple[int, int]:
     twice = leaf * 1.0
     loss = torch.exp(twice) * torch.sin(twice)
     with Look():  # type: ignore[no-untyped-call]
-        _backward(loss)
+        backward(loss)
     return seen[0] if seen else (-1, -1)

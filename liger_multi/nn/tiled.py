@@ -21,15 +21,17 @@ class _Surroundings:
     def __init__(self, x: Tensor, random: bool) -> None:
         kind = x.device.type
         self.kind, self.random = kind, random
-        self.cast: Any = contextlib.nullcontext()
-        if torch.amp.is_autocast_available(kind):  # not on the meta device
-            dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-            self.cast = torch.autocast(kind, dtype, enabled)
+        self.autocast = None
+        if kind != "meta":  # which has none
+            self.autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         if random:
             self.state = torch.get_rng_state()
             self.devices, self.states = get_device_states(x)
 
     def __enter__(self) -> None:
+        self.cast: Any = contextlib.nullcontext()
+        if self.autocast is not None:
+            self.cast = torch.autocast(self.kind, *self.autocast)
         self.cast.__enter__()
         if self.random:
             accelerator = "cuda" if self.kind == "cpu" else self.kind

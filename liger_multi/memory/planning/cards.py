@@ -75,7 +75,9 @@ CARDS = {
     "rtx3090": _card(
         "GeForce RTX 3090", 24, (71, 35.6), 936, 32, 32, "NVIDIA Ampere GA102 whitepaper"
     ),
-    "v100": _card("NVIDIA V100 SXM2", 32, (125, 15.7), 900, 150, 16, "NVIDIA V100 datasheet", False),
+    "v100": _card(
+        "NVIDIA V100 SXM2", 32, (125, 15.7), 900, 150, 16, "NVIDIA V100 datasheet", False
+    ),
     "t4": _card("NVIDIA T4", 16, (65, 8.1), 320, 16, 16, "NVIDIA T4 datasheet", False),
     "mi325x": _card(
         "AMD Instinct MI325X", 256, (1307.4, 163.4), 6000, 448, 64, "AMD MI325X datasheet"

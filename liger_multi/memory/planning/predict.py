@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +41,9 @@ from liger_multi.memory.recorder import (
     STATES,
     TEMPORARY,
 )
+
+
+IN_FLIGHT = 2**30  # bytes of offloaded activations that may be on their way
 
 
 @dataclass
@@ -166,7 +168,7 @@ class Predictor:
         if recompute not in ("none", "full"):
             simulation.warm(settings.micro_batch)  # policies learn from a first step
         with around.context(simulation):
-            simulation.step(settings.micro_batch, 0)
+            simulation.step(settings.micro_batch, settings.sequence, 0)
         levels = {"zero2": (2, False), "zero3": (3, False), "fsdp2": (3, True)}
         trace = simulation.trace()
         hidden = settings.micro_batch * settings.sequence * text.hidden_size
@@ -231,11 +233,13 @@ class Predictor:
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
             start[TEMPORARY] = first.hidden  # a sum of layers on its way
+        if settings.offload_activations and self.device != "cpu":  # on their way
+            start[OTHER] += min(IN_FLIGHT, first.trace.offloaded * (end - begin))
         waiting = min(stages - stage, settings.accumulation) - 1
         kept = sum(_kept(parts).values()) if waiting else 0
         scratch = round(static.temporaries * share.get(STATES, 1.0)) if not away else 0
         steps = [*parts, (_moment({TEMPORARY: float(scratch)}), 1)]
-        base = vector(start) + vector({OTHER: waiting * kept})
+        base = vector(start) + vector({OTHER: float(waiting * kept)})
         peak, at = peak_of(steps, base, factors, accumulating)
         extra = first.gathered.get(settings.spread, 0) * (settings.data > 1 or bool(away))
         extra += 0 if self.device == "cpu" else WORKSPACE

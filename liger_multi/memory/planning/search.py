@@ -223,7 +223,8 @@ class _Search:
         def fits(micro: int) -> bool:
             passes = batch // kind.data // micro if batch else self._passes(kind)
             some = replace(kind, micro_batch=micro, accumulation=passes)
-            return any([self._spread(some, spread) for spread in spreads])
+            found = [self._spread(some, spread) for spread in spreads]  # every one is noted
+            return any(found)
 
         if not fits(1) or most == 1:
             return

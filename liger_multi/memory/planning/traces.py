@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -285,7 +285,7 @@ class Cutting(Simulation):
             work.flops[size] = work.flops.get(size, 0.0) + each * (3 if len(made) > 2 else 1)
 
     def _count_attention(self, half: str, made: Tensor) -> None:
-        """Half of all pairs of positions, four operations each; backward 5 products instead of 2."""
+        """Half of all pairs of positions; backward has five products where forward has two."""
         count = 2.0 * made.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
         work, size = self.works[-1], made.element_size()
         work.flops[size] = work.flops.get(size, 0.0) + count
@@ -298,6 +298,16 @@ class Cutting(Simulation):
             half = "backward" if name.endswith("backward") else "forward"
             self._count_attention(half, next(tensors_in((result,))))
         return result
+
+    def warm(self, batch: int) -> None:
+        """A forward alone, for what learns from a first step; nothing of it is kept."""
+        other = Simulation(
+            self._target, None, cast(nn.Module, self._model), self._vocabulary, self._sequence, self._autocast
+        )
+        ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
+        model: Any = self._model
+        with other.surroundings():
+            other.forward(lambda: model(input_ids=ids, labels=ids).loss)
 
     def standing(self) -> int:
         """Bytes of parameters and buffers, which are there before the step."""

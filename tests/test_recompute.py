@@ -1,0 +1,492 @@
+"""Recompute policies, the choice among them, and activations that wait on the host."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+pytest.importorskip("transformers")
+
+import liger_multi
+from ci.memory_cases import Case
+from liger_multi.memory import (
+    POLICIES,
+    Cost,
+    Policy,
+    Stats,
+    adapt,
+    apply_recompute,
+    choose,
+    decoder_layers,
+    estimate,
+    layer_stats,
+    offload_activations,
+    profile,
+)
+from liger_multi.memory.policies import keeps
+from liger_multi.memory.recorder import SAVED
+from liger_multi.ops import rms_norm
+
+RECOMPUTING = [name for name in POLICIES if name != "none"]
+
+
+def case(kind="dense", patched=False, batch=2, sequence=32):
+    return Case(kind, batch, sequence, "float32", patched)
+
+
+def ids_of(model, batch=2, sequence=32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (batch, sequence), generator=generator)
+
+
+def trained(model, seed=0, **options):
+    """Loss and gradients of one step, with the same random numbers each time."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    ids = ids_of(model)
+    loss = model(input_ids=ids, labels=ids, **options).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("policy", RECOMPUTING)
+@pytest.mark.parametrize("kind", ["gqa", "tied"])
+def test_equal_to_the_bit_and_undone(kind, policy):
+    model = case(kind).build("cpu")
+    stock, forwards = trained(model), [m.__dict__.copy() for m in model.modules()]
+    with apply_recompute(model, policy) as handle:
+        assert set(handle.policies.values()) == {policy}
+        assert equal(trained(model), stock)
+        assert equal(trained(model), stock), "the second step leaves a product out"
+    assert [m.__dict__.keys() for m in model.modules()] == [d.keys() for d in forwards]
+    assert equal(trained(model), stock)
+
+
+@pytest.mark.parametrize("policy", RECOMPUTING)
+def test_patched_as_under_the_models_own_checkpointing(policy):
+    model = case("gqa", patched=True).build("cpu")
+    loss = trained(model)[0]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    whole = trained(model)
+    model.gradient_checkpointing_disable()
+    with apply_recompute(model, policy):
+        assert equal(trained(model), whole)
+    assert torch.equal(loss, whole[0])
+
+
+@pytest.mark.parametrize("policy", ["norms_and_mlp", "keep_attention", "full"])
+def test_dropout_is_drawn_again(policy):
+    config = case().config()
+    config.attention_dropout = 0.3
+    torch.manual_seed(0)
+    model = type(case().build("cpu"))(config).train()
+    for layer in model.model.layers:  # draws after those of attention
+        layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.3))
+    stock = trained(model)
+    with apply_recompute(model, policy):
+        assert equal(trained(model), stock)
+        assert not equal(trained(model, seed=1), stock)
+
+
+def test_a_call_that_draws_is_not_kept():
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = torch.zeros(1, 1, 2, 4)
+    policy = POLICIES["keep_attention"]
+    assert keeps(policy, attend, (q, q, q), {})
+    assert keeps(policy, attend, (q, q, q, 0.0), {})
+    assert not keeps(policy, attend, (q, q, q, 0.1), {})
+    assert not keeps(policy, attend, (q, q, q), {"dropout_p": 0.1})
+    assert not keeps(Policy("all", "", ("*",)), torch.ops.aten.bernoulli.default, (q,), {})
+
+
+class Block(nn.Module):
+    """A layer of our operators and PyTorch's, small enough to compile quickly."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(32))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        h = self.up(rms_norm(x, self.norm))
+        return x + self.down(nn.functional.dropout(torch.nn.functional.silu(h), 0.3))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def graphs(policy):
+    """Gradients of a compiled step, and how often its backward calls some operators."""
+    seen = []
+
+    def backward(graph, inputs):
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: graph.forward,
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    model = Blocks()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    with apply_recompute(model, policy):
+        torch.compile(model, backend=compiler, fullgraph=True)(x).backward()
+    counts = [sum(name in target for target in seen[0]) for name in ("rms_norm_forward", "addmm")]
+    return counts, [p.grad.clone() for p in model.parameters()]
+
+
+def test_compiles_to_one_graph():
+    plain, gradients = graphs("none")
+    for policy, again in (("norms_and_mlp", [2, 0]), ("full", [2, 2])):
+        counts, found = graphs(policy)
+        assert [a - b for a, b in zip(counts, plain, strict=True)] == again, policy
+        for a, b in zip(found, gradients, strict=True):
+            assert a.shape == b.shape
+            assert a.isfinite().all()
+
+
+def products(model, policy):
+    """Matrix products of a step's backward."""
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            inside = torch._C._current_autograd_node() is not None
+            counts[inside] += func.name() in ("aten::mm", "aten::addmm")
+            return func(*args, **(kwargs or {}))
+
+    with apply_recompute(model, policy):
+        for _ in range(2):
+            counts = [0, 0]
+            with Count():
+                trained(model)
+    return counts
+
+
+def test_what_is_computed_again():
+    model = case().build("cpu")
+    forward, plain = products(model, "none")
+    assert plain == 2 * forward
+    layers = len(model.model.layers)
+    for policy, again in (("norms_and_mlp", 0), ("narrow", 2), ("keep_attention", 6), ("full", 6)):
+        # of a layer's seven products the last one has no reader
+        assert products(model, policy) == [forward, plain + again * layers], policy
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_each_policy_keeps_less_and_is_foretold(patched):
+    kept = {}
+    for policy in POLICIES:
+        one = case("gqa", patched, 4, 64)
+        model = one.build("cpu")
+        apply_recompute(model, policy)
+        optimizer, step = one.step(model)
+        step()
+        made = profile(step, model=model, optimizer=optimizer)
+        found = estimate(model, 4, 64, dtype="float32", optimizer="adamw_loop", device="cpu")
+        assert found.peak_bytes == pytest.approx(made.peak_bytes, rel=0.002)
+        kept[policy] = made.largest[SAVED]
+        assert found.profile.largest[SAVED] == kept[policy]
+    order = list(kept.values())
+    if patched:  # its gated MLP is computed again as it is
+        assert kept["norms"] == kept["norms_and_mlp"]
+        order.remove(kept["norms"])
+    assert all(a > b for a, b in itertools.pairwise(order)), kept
+
+
+def test_a_last_product_is_kept_where_a_norm_reads_it():
+    """Of the first layer all is kept, then it is known; Gemma 2 has a norm behind its MLP."""
+    import transformers
+
+    sizes = {**case().config().to_dict(), "num_hidden_layers": 2, "head_dim": 16}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "vocab_size", "head_dim")  # fmt: skip
+    config = transformers.Gemma2Config(**{n: sizes[n] for n in names})
+    torch.manual_seed(0)
+    config.use_cache = False
+    gemma = transformers.Gemma2ForCausalLM(config).train()
+    llama = case().build("cpu")
+    for model, again in ((gemma, 0), (llama, 0)):
+        forward, backward = products(model, "norms_and_mlp")
+        assert backward == 2 * forward + again
+        handle = apply_recompute(model, "norms_and_mlp")
+        trained(model)
+        skips = {one.skip is None for one in handle._wrapped}
+        assert skips == {model is gemma}
+
+
+def test_layers_can_be_chosen():
+    model = case().build("cpu")
+    for layers, expected in ((2, [0, 1]), ([2], [2]), (None, [0, 1, 2])):
+        with apply_recompute(model, "full", layers) as handle:
+            assert [i for i, n in enumerate(handle.policies.values()) if n == "full"] == expected
+    with apply_recompute(model, ["none", "norms", "full"]) as handle:
+        assert list(handle.policies.values()) == ["none", "norms", "full"]
+        assert str(handle) == "none: 1 layers, norms: 1 layers, full: 1 layers"
+    with apply_recompute(model, {1: "full"}) as handle:
+        assert list(handle.policies.values()) == ["none", "full", "none"]
+
+
+def test_copies_have_their_own_layers():
+    model = case().build("cpu")
+    handle = apply_recompute(model, "full")
+    other = copy.deepcopy(model)
+    handle.remove()
+    inside = other.model.layers[0].__dict__["forward"]
+    assert inside.layer is other.model.layers[0]
+    assert equal(trained(other), trained(model))
+
+
+def test_no_gradients_no_recomputation_and_a_cache():
+    model = case().build("cpu").eval()
+    ids = ids_of(model)
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    with apply_recompute(model, "full"):
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+        model.train()
+        with pytest.warns(UserWarning, match="writes no cache"):
+            trained(model, use_cache=True)
+
+
+def test_never_twice():
+    model = case().build("cpu")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="checkpointed by its model already"):
+        apply_recompute(model, "full")
+    model.gradient_checkpointing_disable()
+    with apply_recompute(model, "full"):
+        with pytest.raises(ValueError, match="has a recompute policy already"):
+            apply_recompute(model, "norms")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with pytest.raises(RuntimeError, match="compute it twice"):
+            trained(model)
+        model.gradient_checkpointing_disable()
+    handle = apply_recompute(model, "full")
+    mine = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *a, **k: mine(*a, **k)
+    with pytest.raises(RuntimeError, match=r"layers\.1 was replaced"):
+        handle.remove()
+    model.model.layers[1].forward = mine
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers", "message"),
+    [
+        ("norm", None, "did you mean 'norms'"),
+        ("full", 4, "layers are 0 to 2, got 3"),
+        ("full", [-1], "got -1"),
+        (["full"], None, "a policy for each of 3 layers, got 1"),
+        ({0: "full"}, 1, "goes with one policy"),
+    ],
+)
+def test_bad_requests(policy, layers, message):
+    with pytest.raises(ValueError, match=message):
+        apply_recompute(case().build("meta"), policy, layers)
+
+
+def test_layers_are_found_by_structure():
+    model = case("moe").build("meta")
+    assert [path for path, _ in decoder_layers(model)] == [f"model.layers.{i}" for i in range(3)]
+    experts = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="no list of layers"):
+        apply_recompute(nn.Sequential(experts), "full")
+
+
+def stats_of(*layers):
+    return Stats(tuple({n: Cost(*c) for n, c in layer.items()} for layer in layers), 100)
+
+
+LAYER = {"none": (100, 0.0), "norms": (70, 1.0), "keep_attention": (20, 3.0), "full": (10, 4.0)}
+
+
+@pytest.mark.parametrize("budget", [1000, 400, 330, 250, 200, 180, 120, 100, 60])
+def test_the_choice_is_near_the_best(budget):
+    slow = {name: (kept, 3 * seconds) for name, (kept, seconds) in LAYER.items()}
+    stats = stats_of(LAYER, LAYER, slow, LAYER)
+    found = choose(stats, budget)
+    assert found.kept_bytes == stats.kept_bytes(found.policies)
+    every = [p for p in itertools.product(LAYER, repeat=4) if stats.kept_bytes(p) <= budget]
+    assert found.fits == bool(every)
+    if every:
+        best = min(map(stats.seconds, every))
+        step = 9.0 if budget < 400 else 0.0  # of the slow layer's dearest policy
+        assert best <= found.seconds <= best + step
+    else:
+        assert set(found.policies) == {"full"}
+
+
+def test_statistics_of_a_model():
+    model = case("gqa", True).build("cpu")
+    stats = layer_stats(model, 4, 64, dtype="float32", device="cpu")
+    assert stats.tokens == 256
+    assert len(stats.layers) == 3
+    kept = [stats.layers[0][name].kept_bytes for name in POLICIES]
+    assert sorted(kept, reverse=True) == kept
+    assert kept[-1] == 256 * 96 * 4, "the layer's input"
+    seconds = [stats.layers[0][name].seconds for name in POLICIES]
+    assert sorted(seconds) == seconds
+    assert seconds[0] == 0
+    handle = apply_recompute(model, "full")
+    assert layer_stats(model, 4, 64, dtype="float32", device="cpu") == stats
+    handle.remove()
+    with pytest.raises(TypeError, match="batch beside statistics"):
+        choose(stats, 1, batch=1)
+
+
+def test_adapts_to_what_is_free():
+    model = case().build("cpu")
+    stats = layer_stats(model, 2, 32, dtype="float32", device="cpu")
+    stock = trained(model)
+    free = [10**9]
+    asked = []
+
+    def probe():
+        asked.append(free[0])
+        return free[0]
+
+    handle = adapt(model, stats, reserve_bytes=1000, probe=probe)
+    seen = {}
+    for free[0] in (10**9, 0, 10**9, stats.kept_bytes(("none", "full", "full")) + 1000):
+        assert equal(trained(model), stock)
+        seen.setdefault(free[0], handle.choice.policies)
+        assert seen[free[0]] == handle.choice.policies, "the same room, the same choice"
+        assert tuple(handle.policies.values()) == handle.choice.policies
+    assert set(seen[10**9]) == {"none"}
+    assert set(seen[0]) == {"full"}
+    assert len(set(seen.values())) == 3
+    calls = len(asked)
+    with torch.no_grad():
+        model(input_ids=ids_of(model))
+    assert len(asked) == calls
+    free[0] = stats.kept_bytes(("none",) * 3) + 1000
+    ids = ids_of(model, 4)
+    model(input_ids=ids, labels=ids)
+    assert set(handle.choice.policies) != {"none"}, "twice the tokens"
+    handle.remove()
+    assert equal(trained(model), stock)
+    with pytest.raises(ValueError, match="give a probe"):
+        adapt(model, stats)
+    with pytest.raises(ValueError, match="statistics of 1 layers, the model has 3"):
+        adapt(model, stats_of(LAYER), probe=lambda: 0)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+@pytest.mark.parametrize("policy", ["none", "narrow", "full"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_offloaded_to_the_bit(patched, policy):
+    model = case("gqa", patched).build("cpu")
+    with apply_recompute(model, policy):
+        here = trained(model)
+        with offload_activations(model, min_bytes=512) as handle:
+            assert equal(trained(model), here)
+            sent = handle.offloaded_bytes
+            if policy == "full":
+                assert sent == 3 * 64 * 96 * 4 + sent % (64 * 96 * 4 * 3)
+        assert equal(trained(model), here)
+        assert sent > 0
+
+
+def test_what_is_offloaded():
+    """Each stretch of memory once, no parameters, nothing small, nothing with gaps."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block()])
+
+        def forward(self, x, gate):
+            return (self.blocks[0](x) * gate).exp()
+
+    model, x = Model(), torch.randn(32, 64, requires_grad=True)
+    gate = torch.rand(1, 64).expand(32, 64)
+    with offload_activations(model, min_bytes=1024) as handle:
+        model(x, gate).sum().backward()
+        first = x.grad.clone()
+        # the shared input, the product of the gate's other factor is needed by nobody, the result
+        assert handle.offloaded_bytes == 2 * 32 * 64 * 4
+        assert handle.kept_bytes >= 2 * 64 * 64 * 4
+        with torch.no_grad():
+            model(x, gate)
+    x.grad = None
+    model(x, gate).sum().backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_changed_in_place_between_two_uses():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Bilinear(4, 4, 4)])
+            self.blocks[0].extra = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            y = x.detach().clone()
+            first = x * y
+            y.add_(1.0)
+            return first + x * y
+
+    x = torch.randn(4, 4, requires_grad=True)
+    model = Model()
+    model.blocks[0].weight2 = nn.Parameter(torch.ones(2, 2))
+    with offload_activations(model, min_bytes=1):
+        model(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() + 1)
+
+
+def test_offloading_is_foretold():
+    """On an accelerator what is in flight stays; all else leaves."""
+    peaks = {}
+    for room in (None, 10**9, 0):
+        model = case("gqa", sequence=64).build("meta")
+        handle = None if room is None else offload_activations(
+            model, min_bytes=1024, in_flight_bytes=room
+        )  # fmt: skip
+        made = estimate(model, 4, 64, dtype="float32", optimizer="none")
+        peaks[room] = made.profile.largest[SAVED]
+        assert handle is None or handle.offloaded_bytes == 0, "of the copy"
+    assert peaks[0] < 0.4 * peaks[10**9]
+    assert peaks[10**9] <= peaks[None] * 1.01
+
+
+def test_offload_refuses():
+    with pytest.raises(ValueError, match="no list of layers"):
+        offload_activations(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="min_bytes must not be negative, got -1"):
+        offload_activations(case().build("meta"), min_bytes=-1)
+
+
+def test_patched_before_or_after():
+    model = case("dense").build("cpu")
+    with apply_recompute(model, "norms"):
+        liger_multi.patch(model)
+        found = trained(model)
+    model = case("dense", True).build("cpu")
+    with apply_recompute(model, "norms"):
+        assert equal(trained(model), found)
