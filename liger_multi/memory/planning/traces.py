@@ -302,7 +302,12 @@ class Cutting(Simulation):
     def warm(self, batch: int) -> None:
         """A forward alone, for what learns from a first step; nothing of it is kept."""
         other = Simulation(
-            self._target, None, cast(nn.Module, self._model), self._vocabulary, self._sequence, self._autocast
+            self._target,
+            None,
+            cast(nn.Module, self._model),
+            self._vocabulary,
+            self._sequence,
+            self._autocast,
         )
         ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
         model: Any = self._model
