@@ -125,15 +125,21 @@ def test_the_same_peak_as_an_estimate(precision):
 
 def test_shards_and_states_elsewhere(predictor):
     base = replace(BASE, precision="amp", data=4, optimizer="adamw")
-    peaks = {
-        spread: predictor.predict(replace(base, spread=spread)).peak_bytes
+    found = {
+        spread: predictor.predict(replace(base, spread=spread))
         for spread in ("ddp", "zero1", "zero2", "zero3")
     }
-    assert peaks["ddp"] > peaks["zero1"] > peaks["zero2"] > peaks["zero3"]
+    assert found["ddp"].peak_bytes > found["zero1"].peak_bytes
+    count = sum(p.numel() for p in model_of().parameters())
+    assert found["ddp"].parts["other"] >= 4 * count, "buckets"
+    assert found["zero1"].parts["optimizer states"] == 3 * count
+    whole, share = (found[n].parts["parameters"] for n in ("zero2", "zero3"))
+    assert share == pytest.approx(whole / 4, rel=0.01)
+    assert found["zero3"].parts["gathered and workspace"] > 0
     away = predictor.predict(replace(base, spread="zero2", offload_states="cpu"))
-    assert away.peak_bytes < peaks["zero2"]
-    assert away.host_bytes == pytest.approx(3 * sum(p.nbytes for p in model_of().parameters()) / 4)
-    assert away.seconds > predictor.predict(replace(base, spread="zero2")).seconds
+    assert away.peak_bytes < found["zero2"].peak_bytes
+    assert away.host_bytes == 3 * count
+    assert away.seconds > found["zero2"].seconds
 
 
 def test_layouts_divide_what_a_device_holds(predictor):
@@ -217,8 +223,8 @@ def test_refuses_with_the_nearest():
 def written(tmp_path, **changes):
     chosen = Candidate(replace(BASE, **changes), 10)
     devices = chosen.settings.data * chosen.settings.tensor
-    one = Plan("llama", 5, "card", 100, 90, devices, None, [chosen], layer_class="LlamaDecoderLayer",
-               vocabulary=1999, compression=True)  # fmt: skip
+    one = Plan("llama", 5, "card", 100, 90, devices, None, [chosen], compression=True)
+    one.layer_class, one.vocabulary = "LlamaDecoderLayer", 1999
     return {path.name: path for path in one.write(tmp_path)}, chosen.settings
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_multi.memory.offload import Offload, offload_activations
 from liger_multi.memory.planning.settings import Settings
+from liger_multi.memory.recompute import apply_recompute
 
 
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -71,13 +73,14 @@ class Applied:
     Attributes:
         settings: What was applied.
         done: In words, in order.
+        offload: Handle of offloaded activations.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.done: list[str] = []
         self._undo = contextlib.ExitStack()
-        self.simulated_offload = False
+        self.offload: Offload | None = None
 
     def undo(self) -> None:
         """Bring the model back to what it was; a second call does nothing."""
@@ -96,15 +99,6 @@ class Applied:
         """Note a step and how to take it back."""
         self.done.append(words)
         self._undo.callback(undo)
-
-    @contextlib.contextmanager
-    def context(self, simulation: Any) -> Iterator[None]:
-        """What a simulated step runs within."""
-        if not self.simulated_offload:
-            yield
-            return
-        with simulation.away():
-            yield
 
 
 def apply(plan: Any, model: nn.Module) -> Applied:
@@ -205,14 +199,11 @@ def _tile(made: Applied, model: nn.Module, settings: Settings) -> None:
 
 
 def _recompute(made: Applied, model: nn.Module, settings: Settings, simulated: bool) -> None:
-    from liger_multi.memory.offload import offload_activations
-    from liger_multi.memory.recompute import apply_recompute
-
     if settings.layers and settings.recompute != "none":
         handle = apply_recompute(model, settings.recompute, layers=settings.layers)
         made.add(f"recompute {handle}", handle.remove)
-    if settings.offload_activations and simulated:
-        made.simulated_offload = True
-    elif settings.offload_activations:
-        offload = offload_activations(model)
-        made.add("activations on the host", offload.remove)
+    if settings.offload_activations:
+        # what is on its way is counted apart: it does not grow with the layers
+        options = {"in_flight_bytes": 0} if simulated else {}
+        made.offload = offload_activations(model, **options)
+        made.add("activations on the host", made.offload.remove)

@@ -42,7 +42,6 @@ from liger_multi.memory.recorder import (
     TEMPORARY,
 )
 
-
 IN_FLIGHT = 2**30  # bytes of offloaded activations that may be on their way
 
 
@@ -167,10 +166,11 @@ class Predictor:
         around = prepare(model, replace(settings, recompute=recompute, layers=len(layers)), True)
         if recompute not in ("none", "full"):
             simulation.warm(settings.micro_batch)  # policies learn from a first step
-        with around.context(simulation):
-            simulation.step(settings.micro_batch, settings.sequence, 0)
+        simulation.step(settings.micro_batch, settings.sequence, 0)
         levels = {"zero2": (2, False), "zero3": (3, False), "fsdp2": (3, True)}
         trace = simulation.trace()
+        if around.offload is not None:
+            trace.offloaded = around.offload.offloaded_bytes / len(layers)
         hidden = settings.micro_batch * settings.sequence * text.hidden_size
         return Simulated(
             trace,

@@ -8,10 +8,8 @@ that other operators move, and launches.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -55,15 +53,6 @@ class Work:
             self.flops[size] = self.flops.get(size, 0.0) + times * count
         self.moved += times * other.moved
         self.launches += times * other.launches
-
-
-@dataclass
-class _Sent:
-    """A storage that waits on the host."""
-
-    owner: weakref.ref[Any]
-    size: int
-    home: weakref.ref[Any] | None = None
 
 
 @dataclass
@@ -195,11 +184,9 @@ class Cutting(Simulation):
     def __init__(self, layers: Sequence[nn.Module], **options: Any) -> None:
         super().__init__(**options)
         self._layers = {id(layer): i for i, layer in enumerate(layers)}
-        self._within = {self._paths[id(layer)] for layer in layers}
         self.cuts: list[tuple[int, str, int]] = []  # event, name, layer
         self.works: list[Work] = [Work()]
         self.accumulated: list[tuple[int, int]] = []  # event, bytes
-        self.offloaded = 0.0
 
     def cut(self, name: str, layer: int = 0) -> None:
         """From here on it is another segment."""
@@ -319,37 +306,6 @@ class Cutting(Simulation):
         blocks = [self.blocks[index] for index, _ in self.events[: self.phases[0][0]]]
         return sum(block.size for block in blocks if block.role == PARAMETERS)
 
-    @contextlib.contextmanager
-    def away(self, least: int = 2**20) -> Iterator[None]:
-        """What layers keep for backward leaves at once and comes back when it is asked for."""
-        seen: dict[int, _Sent] = {}
-
-        def pack(tensor: Tensor) -> Any:
-            inside = any(path in self._within for path, _ in self._stack)
-            if not inside or tensor.nbytes < least or isinstance(tensor, nn.Parameter):
-                return tensor
-            key = tensor.untyped_storage()._cdata
-            sent = seen.get(key)
-            if sent is None or sent.owner() is None:
-                storage = tensor.untyped_storage()
-                seen[key] = sent = _Sent(weakref.ref(storage), storage.nbytes())
-                self.offloaded += sent.size
-            return sent, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            sent, *place, dtype = packed
-            home = sent.home() if sent.home is not None else None
-            if home is None:
-                home = torch.empty(sent.size, dtype=torch.uint8, device="meta").untyped_storage()
-                sent.home = weakref.ref(home)
-            made = torch.empty(0, dtype=dtype, device="meta")
-            return made.set_(home, place[2], place[0], place[1])
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
     def trace(self) -> Trace:
         """The segments of what was recorded."""
         places = {name: i for i, name in enumerate(CATEGORIES)}
@@ -381,7 +337,6 @@ class Cutting(Simulation):
             segments,
             [forward[i] for i in sorted(forward)],
             [backward[i] for i in sorted(backward)],
-            offloaded=self.offloaded / max(1, len(forward)),
         )
 
 
