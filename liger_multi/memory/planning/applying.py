@@ -19,7 +19,8 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         ValueError: The model has no such list.
     """
-    best, size = ("", None), 0
+    best: tuple[str, nn.ModuleList | None] = ("", None)
+    size = 0
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1:
             count = sum(p.numel() for p in module.parameters())
@@ -29,7 +30,7 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise ValueError(
             f"{type(model).__name__} has no list of layers of one class, which plans are made for"
         )
-    return best  # type: ignore[return-value]
+    return best[0], best[1]
 
 
 class _Inner(nn.Module):

@@ -7,6 +7,7 @@ from pathlib import Path
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.picture import COLOURS, GRID, INK
 from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.planning.settings import Candidate
 
 
 def draw(plan: Plan, path: Path, most: int = 12) -> None:
@@ -47,7 +48,7 @@ def draw(plan: Plan, path: Path, most: int = 12) -> None:
         figure.savefig(path)
 
 
-def _name(one: object) -> str:
-    settings = one.settings  # type: ignore[attr-defined]
+def _name(one: Candidate) -> str:
+    settings = one.settings
     text = f"{settings}, {settings.micro_batch} x {settings.accumulation}"
     return text if len(text) <= 60 else f"{text[:57]}..."

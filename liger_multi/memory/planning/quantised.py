@@ -42,14 +42,15 @@ class Stored(nn.Module):
         return made
 
 
-def stored_bits(module: nn.Module) -> bool:
+def stored_bits(module: Any) -> bool:
     """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
     if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
         return False
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.requires_grad:
         return False
-    return weight.element_size() < 2 or weight.numel() < module.in_features * module.out_features  # type: ignore[operator]
+    whole: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < whole
 
 
 def stand_in(model: nn.Module) -> int:

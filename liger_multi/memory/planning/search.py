@@ -338,7 +338,7 @@ class _Search:
 
     def limits(self, settings: Settings) -> tuple[int, int]:
         """Largest micro-batch at this sequence, and longest sequence at one at a time."""
-        some = [
+        some: list[Callable[[int], Settings]] = [
             lambda n: replace(settings, micro_batch=n),
             lambda n: replace(settings, micro_batch=1, sequence=n * STEP),
         ]

@@ -93,7 +93,8 @@ class Settings:
             if name not in known:
                 raise ConfigurationError(unknown(f"field of {source}", name, known))
             optional = name in ("chunk", "offload_states") and value is None
-            kind = {"chunk": int, "offload_states": str}.get(name, type(known[name]))
+            kinds: dict[str, type] = {"chunk": int, "offload_states": str}
+            kind = kinds.get(name, type(known[name]))
             if not optional and type(value) is not kind:
                 raise ConfigurationError(
                     f"{name} in {source} must be {kind.__name__}, got {value!r}"

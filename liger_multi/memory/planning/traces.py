@@ -9,7 +9,7 @@ that other operators move, and launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -193,6 +193,14 @@ class Cutting(Simulation):
         self.cuts.append((len(self.events), name, layer))
         self.works.append(Work())
 
+    def _cutter(self, name: str, layer: int = 0) -> Callable[[Tensor], None]:
+        """What cuts when a gradient comes."""
+
+        def hook(_: Tensor) -> None:
+            self.cut(name, layer)
+
+        return hook
+
     def _forwards(self) -> bool:
         return torch._C._current_autograd_node() is None
 
@@ -202,7 +210,7 @@ class Cutting(Simulation):
             if index == 0:
                 for tensor in tensors_in(args):
                     if tensor.requires_grad:
-                        tensor.register_hook(lambda _: self.cut(AFTER))
+                        tensor.register_hook(self._cutter(AFTER))
                         break
             self.cut("forward", index)
         super()._enter(module, args)
@@ -213,7 +221,7 @@ class Cutting(Simulation):
         if index is not None and self._forwards():
             for tensor in tensors_in((output,)):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.cut("backward", index))
+                    tensor.register_hook(self._cutter("backward", index))
                 break
             if index == len(self._layers) - 1:
                 self.cut(HEAD)
