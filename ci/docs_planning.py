@@ -33,7 +33,7 @@ def cards() -> list[str]:
 def example() -> list[str]:
     """The committed plan's first candidates."""
     if not EXAMPLE.exists():
-        return []
+        return ["Not made yet: `python -m ci.plans --explain`.", ""]
     from liger_multi.memory import Plan
     from liger_multi.memory.planning.page import HEADER, row_of
 
@@ -44,6 +44,9 @@ def example() -> list[str]:
     lines += [f"| {' | '.join(row_of(one))} |" for one in made.candidates[:ROWS]]
     limits = f"largest micro-batch {made.largest_batch}, longest sequence "
     limits += f"{made.longest_sequence:,} with the first; {made.most_batch} and "
+    if (ROOT / "docs" / "plan-example.png").exists():
+        text = "Memory by part for each way to train, the budget as a dashed line"
+        lines += ["", f"![{text}](plan-example.png)"]
     return [*lines, "", f"Limits: {limits}{made.most_sequence:,} with the smallest.", ""]
 
 

@@ -176,9 +176,12 @@ class _Search:
         self.shapes = predictor.shapes
         self._best: dict[Settings, Candidate] = {}
         self._lowest: dict[Settings, Candidate] = {}
+        self._tokens = LARGEST_PASS
 
     def ask(self, devices: int, batch: int | None, sequence: int, optimizer: str) -> None:
         """Weigh everything for so many devices."""
+        # of a pass at most: more rows than these would be one chunk as well
+        self._tokens = max(LARGEST_PASS, sequence) if batch is None else batch * sequence
         layouts = self._layouts(devices)
         for precision in self.space.precisions:
             for tensor, pipeline in layouts:
@@ -287,7 +290,8 @@ class _Search:
         """Rows of logits that so many bytes hold, by powers of two."""
         width = 4 if settings.precision == "fp32" else 2
         vocabulary = getattr(self.shapes.text, "vocab_size", None) or 1
-        return 2 ** int(math.log2(max(LEAST_ROWS, size // (width * vocabulary))))
+        rows = max(LEAST_ROWS, size // (width * vocabulary))
+        return 2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1))))
 
     def _spread(self, some: Settings, spread: str) -> bool:
         """Weigh one way with every place for states; whether anything fits."""
