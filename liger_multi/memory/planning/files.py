@@ -94,15 +94,16 @@ def load(path: str | Path) -> Settings:
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of transformers' ``TrainingArguments``."""
+    """Keyword arguments of transformers' ``TrainingArguments``.
+
+    Checkpointing stays off: :func:`apply` recomputes, and two at once would do so twice.
+    """
     made: dict[str, Any] = {
         "output_dir": "output",
         "per_device_train_batch_size": settings.micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
         "bf16": settings.precision == "amp",
         "fp16": settings.precision == "fp16",
-        # apply() recomputes by policies; two at once would compute everything twice
-        "gradient_checkpointing": False,
         "average_tokens_across_devices": settings.data > 1,
     }
     if settings.optimizer in OPTIMIZERS:
