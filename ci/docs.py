@@ -18,7 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ci import docs_benchmarks, docs_coverage, docs_losses, docs_memory, docs_status, regressions
+from ci import (
+    docs_benchmarks,
+    docs_coverage,
+    docs_losses,
+    docs_memory,
+    docs_planning,
+    docs_status,
+    regressions,
+)
 from ci.npu import ladder
 
 ROOT = Path(__file__).parent.parent
@@ -288,6 +296,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "verification.md": lambda old: docs_status.page(),
         docs / "benchmarks.md": lambda old: docs_benchmarks.page(),
         docs / "memory.md": docs_memory.page,
+        docs / "planning.md": docs_planning.page,
     }
     made |= {
         docs / "ops" / f"{name}.md": lambda old, name=name: operator_page(name)  # type: ignore[misc]

@@ -7,13 +7,15 @@
     ├── BackendUnavailableError (RuntimeError)  a backend bound by name cannot run this call
     ├── ContractError (TypeError)               a function differs from its operator's schema
     ├── TransformError (RuntimeError)           functorch transforms over an operator
-    └── PatchError (ValueError)                 a model cannot be patched or unpatched as asked
+    ├── PatchError (ValueError)                 a model cannot be patched or unpatched as asked
+    └── PlanError (RuntimeError)                no way to train fits; carries the nearest one
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class LigerMultiError(Exception):
@@ -38,6 +40,19 @@ class TransformError(LigerMultiError, RuntimeError):
 
 class PatchError(LigerMultiError, ValueError):
     """A model cannot be patched or unpatched as asked."""
+
+
+class PlanError(LigerMultiError, RuntimeError):
+    """No way to train that was weighed fits into the memory given.
+
+    Attributes:
+        nearest: The candidate with the lowest peak.
+        plan: All candidates, as of a plan that fits.
+    """
+
+    def __init__(self, message: str, nearest: Any, plan: Any) -> None:
+        super().__init__(message)
+        self.nearest, self.plan = nearest, plan
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import doctor, estimate
+from liger_multi.cli import doctor, estimate, plan
 from liger_multi.demo import command as demo
 from liger_multi.demo import memory as memory_demo
 from liger_multi.errors import LigerMultiError
@@ -93,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("estimate", help=text, description=text)
     estimate.add_arguments(command)
     command.set_defaults(run=estimate.run)
+
+    text = "the fastest way to train a model that fits, and ready files for it"
+    command = commands.add_parser("plan", help=text, description=text)
+    plan.add_arguments(command)
+    command.set_defaults(run=plan.run)
     return parser
 
 

@@ -8,6 +8,7 @@ from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.layers import layer_stats
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
 from liger_multi.memory.offload import Offload, offload_activations
+from liger_multi.memory.planning import Candidate, Plan, Settings, Space, apply, load, plan
 from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
@@ -15,6 +16,7 @@ from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_lay
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Candidate",
     "Choice",
     "Comparison",
     "Cost",
@@ -22,11 +24,15 @@ __all__ = [
     "Holder",
     "Offload",
     "Peak",
+    "Plan",
     "Policy",
     "Profile",
     "Recompute",
+    "Settings",
+    "Space",
     "Stats",
     "adapt",
+    "apply",
     "apply_recompute",
     "choose",
     "compare",
@@ -34,8 +40,10 @@ __all__ = [
     "estimate",
     "format_bytes",
     "layer_stats",
+    "load",
     "measure",
     "offload_activations",
     "peak_memory",
+    "plan",
     "profile",
 ]

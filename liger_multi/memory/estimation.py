@@ -197,13 +197,13 @@ def estimate(
         patch(model, **(patched if isinstance(patched, Mapping) else {}))
     model.train()
     if checkpointing:
-        _checkpoint(model)
+        checkpoint(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    states = _state_bytes(trained, spec, copies)
+    states = state_bytes(trained, spec, copies)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     simulation = Simulation(device, capacity, model, vocabulary, sequence, autocast)
     simulation.add(Block(states, role=STATES))
-    simulation.step(batch, sequence, _temporary_bytes(trained, spec, copies))
+    simulation.step(batch, sequence, temporary_bytes(trained, spec, copies))
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     level = 3 if fsdp else zero_stage
     scale = dict.fromkeys(sharded.get(level, ()), 1 / world)
@@ -231,7 +231,7 @@ def estimate(
         profile,
         {name: 0 if name in away else size for name, size in share.items()},
         sum(size for name, size in share.items() if name in away),
-        _gathered(model, level, fsdp) if world > 1 or away else 0,
+        gathered(model, level, fsdp) if world > 1 or away else 0,
         0 if device == "cpu" else WORKSPACE,
         sum(p.numel() for p in trained),
         sum(p.numel() for p in model.parameters()),
@@ -296,7 +296,7 @@ def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) ->
     return model
 
 
-def _checkpoint(model: Any) -> None:
+def checkpoint(model: Any) -> None:
     name = "activation_checkpointing_enable"  # transformers 5.23 on
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -304,7 +304,7 @@ def _checkpoint(model: Any) -> None:
         model.enable_input_require_grads()
 
 
-def _state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+def state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
     total = 0.0
     for parameter in trained:
         size = copies or parameter.element_size()
@@ -314,12 +314,12 @@ def _state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> i
     return round(total)
 
 
-def _temporary_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+def temporary_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
     sizes = [p.numel() * (copies or p.element_size()) for p in trained] or [0]
     return {"none": 0, "all": sum(sizes), "largest": 2 * max(sizes)}[spec.temporaries]
 
 
-def _gathered(model: Any, level: int, fsdp: bool) -> int:
+def gathered(model: Any, level: int, fsdp: bool) -> int:
     """The largest moment's parameters and gradients that belong to other devices.
 
     With gradients in shards, one block's whole gradient waits for its reduction; with parameters in

@@ -69,7 +69,12 @@ class Simulation(Recorder):
         ids = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
         model = cast(Any, self._model)
         with self.surroundings():
-            backward(self.forward(lambda: model(input_ids=ids, labels=ids).loss))
+            loss = self.forward(lambda: model(input_ids=ids, labels=ids).loss)
+            token = meta_autocast.set(self._autocast)  # of what is computed again
+            try:
+                backward(loss)
+            finally:
+                meta_autocast.reset(token)
             self._stepping = True
             scratch = torch.empty(optimizer_bytes, dtype=torch.uint8, device="meta")
             del scratch
@@ -95,6 +100,8 @@ class Simulation(Recorder):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
+        if self._casts and not self._stack and torch._C._current_autograd_node() is not None:
+            self._casts.clear()  # autocast ended with the layer that was computed again
         name = func.name()
         if name == "aten::_local_scalar_dense":
             if args[0].dtype == torch.bool:

@@ -1,0 +1,210 @@
+"""Apply a plan to a model within this process, and take it back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_multi.memory.offload import Offload, offload_activations
+from liger_multi.memory.planning.settings import Settings
+from liger_multi.memory.recompute import apply_recompute
+
+
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Path and list of a model's layers: the list of modules of one class with most parameters.
+
+    Raises:
+        ValueError: The model has no such list.
+    """
+    best: tuple[str, nn.ModuleList | None] = ("", None)
+    size = 0
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1:
+            count = sum(p.numel() for p in module.parameters())
+            if count > size:
+                best, size = (path, module), count
+    if best[1] is None:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers of one class, which plans are made for"
+        )
+    return best[0], best[1]
+
+
+class _Inner(nn.Module):
+    """An MLP's own ``forward``, as a module that shares its parameters and has none of its own."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["owner"] = mlp  # not a submodule: its state belongs to its own place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the class of the MLP computes."""
+        owner: Any = self.__dict__["owner"]
+        made: Tensor = type(owner).forward(owner, x)
+        return made
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the MLP."""
+        owner: nn.Module = self.__dict__["owner"]
+        return owner.parameters(recurse)
+
+
+class _TiledForward:
+    """What stands in for an MLP's ``forward``; a plain attribute, so that copies copy it."""
+
+    def __init__(self, mlp: nn.Module, tiles: int) -> None:
+        from liger_multi.nn.tiled import TiledMLP
+
+        self.tiled = TiledMLP(_Inner(mlp), tiles)
+        self.mlp = mlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The MLP, some tokens at a time."""
+        self.tiled.train(self.mlp.training)
+        made: Tensor = self.tiled(x)
+        return made
+
+
+class Applied:
+    """What :func:`apply` did; :meth:`undo`, or the end of ``with``, takes it back exactly.
+
+    Attributes:
+        settings: What was applied.
+        done: In words, in order.
+        offload: Handle of offloaded activations.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.done: list[str] = []
+        self._undo = contextlib.ExitStack()
+        self.offload: Offload | None = None
+
+    def undo(self) -> None:
+        """Bring the model back to what it was; a second call does nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        return "; ".join(self.done) or "nothing to apply"
+
+    def add(self, words: str, undo: Any) -> None:
+        """Note a step and how to take it back."""
+        self.done.append(words)
+        self._undo.callback(undo)
+
+
+def apply(plan: Any, model: nn.Module) -> Applied:
+    """Do with a model what a plan says and this process can do.
+
+    Patching, the chunk of the loss, recompute policies, tiled MLPs, offloaded activations and the
+    attention implementation are applied. Shards, precision, accumulation and the optimizer are the
+    training loop's: the files of :meth:`Plan.write` are for it.
+
+    Args:
+        plan: A :class:`Plan`, :class:`Candidate` or :class:`Settings`.
+        model: A Hugging Face model; its parameters, buffers and names are left alone.
+
+    Returns:
+        A handle, also a context manager.
+
+    Raises:
+        TypeError: ``plan`` is none of these.
+        ValueError: The model cannot be treated so; it is as it was then.
+    """
+    chosen = getattr(plan, "best", plan)
+    settings = getattr(chosen, "settings", chosen)
+    if not isinstance(settings, Settings):
+        raise TypeError(f"expected a Plan, a Candidate or Settings, got {type(plan).__name__}")
+    return prepare(model, settings)
+
+
+def prepare(model: Any, settings: Settings, simulated: bool = False) -> Applied:
+    """:func:`apply`, also for a model of shapes."""
+    made = Applied(settings)
+    try:
+        _attention(made, model, settings, simulated)
+        if settings.patched:
+            _patch(made, model, settings, simulated)
+        if settings.tiles > 1:
+            _tile(made, model, settings)
+        _recompute(made, model, settings, simulated)
+    except BaseException:
+        made.undo()
+        raise
+    return made
+
+
+def _attention(made: Applied, model: Any, settings: Settings, simulated: bool) -> None:
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if simulated or before in (None, settings.attention):
+        return
+    model.set_attn_implementation(settings.attention)
+    made.add(
+        f"attention {settings.attention} instead of {before}",
+        lambda: model.set_attn_implementation(before),
+    )
+
+
+def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> None:
+    from liger_multi.patching import patch, unpatch
+
+    if not simulated and any(hasattr(m, "_liger_multi_swap") for m in model.modules()):
+        made.done.append("patched before")
+        return
+    options: dict[str, Any] = {}
+    if settings.chunk is not None:
+        options["fused_linear_cross_entropy"] = {"chunk": settings.chunk}
+    report = patch(model, **options)
+    made.add(f"patched {report.target}", lambda: unpatch(model))
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    """The MLP of every layer: the child with most parameters that is called ``mlp`` or the like."""
+    found = []
+    for layer in layers_of(model)[1]:
+        for name in ("mlp", "feed_forward", "ffn", "feedforward"):
+            child = getattr(layer, name, None)
+            if isinstance(child, nn.Module) and not any(
+                isinstance(m, nn.ModuleList) or "expert" in type(m).__name__.lower()
+                for m in child.modules()
+            ):
+                found.append(child)
+                break
+    return found
+
+
+def _tile(made: Applied, model: nn.Module, settings: Settings) -> None:
+    found = mlps_of(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MLP that could run in tiles")
+    taken = [type(m).__name__ for m in found if "forward" in m.__dict__]
+    if taken:
+        raise ValueError(f"the forward of {taken[0]} was replaced already; undo that first")
+    for mlp in found:
+        mlp.__dict__["forward"] = _TiledForward(mlp, settings.tiles)
+
+    def undo() -> None:
+        for mlp in found:
+            mlp.__dict__.pop("forward", None)
+
+    made.add(f"MLPs of {len(found)} layers in {settings.tiles} tiles", undo)
+
+
+def _recompute(made: Applied, model: nn.Module, settings: Settings, simulated: bool) -> None:
+    if settings.layers and settings.recompute != "none":
+        handle = apply_recompute(model, settings.recompute, layers=settings.layers)
+        made.add(f"recompute {handle}", handle.remove)
+    if settings.offload_activations:
+        # what is on its way is counted apart: it does not grow with the layers
+        options = {"in_flight_bytes": 0} if simulated else {}
+        made.offload = offload_activations(model, **options)
+        made.add("activations on the host", made.offload.remove)

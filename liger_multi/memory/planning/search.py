@@ -1,0 +1,392 @@
+"""Try ways to train, cheap ones first, and keep those that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from liger_multi.errors import PlanError, unknown
+from liger_multi.memory.estimation import OPTIMIZERS
+from liger_multi.memory.measure import format_bytes
+from liger_multi.memory.planning.cards import Card, card_of
+from liger_multi.memory.planning.notes import notes_of
+from liger_multi.memory.planning.predict import Predictor
+from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.planning.settings import PRECISIONS, SPREADS, Candidate, Settings
+from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.policies import POLICIES
+
+HEADROOM = 0.06  # of the memory: the driver's context, fragmentation, buckets
+CHUNK_BYTES = (5 * 2**28, 2**28)  # of logits: what the automatic choice takes at most, and less
+LARGEST_MICRO, LARGEST_PASS = 32, 2**16  # sequences and tokens, where nobody asks for a number
+LEAST_ROWS = 1024  # of logits at a time: thinner products are slow
+STEP = 256  # tokens, of the longest sequence
+TRIES = 6
+MOST = 2**16
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        precisions: Of :data:`PRECISIONS`.
+        policies: Of :data:`liger_multi.memory.POLICIES`.
+        patched: Patched, stock or both.
+        tiled: Whether MLPs may run in tiles.
+        offload: Whether activations may wait on the host.
+        offload_states: Where optimizer states may stand beside the device.
+        attentions: Implementations.
+        spreads: Of :data:`SPREADS`, for several devices.
+        layouts: ``(tensor, pipeline)``; None: powers of two that fit.
+    """
+
+    precisions: tuple[str, ...] = ("bf16", "amp", "fp32")
+    policies: tuple[str, ...] = tuple(POLICIES)
+    patched: tuple[bool, ...] = (True, False)
+    tiled: bool = True
+    offload: bool = True
+    offload_states: tuple[str | None, ...] = (None, "cpu")
+    attentions: tuple[str, ...] = ("sdpa",)
+    spreads: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+    layouts: tuple[tuple[int, int], ...] | None = None
+
+
+def plan(
+    model_or_config: Any,
+    memory: str | int | Card,
+    devices: int = 1,
+    batch: int | None = None,
+    sequence: int = 2048,
+    *,
+    optimizer: str = "adamw",
+    precision: str | Sequence[str] | None = None,
+    device: str = "cuda",
+    headroom: float = HEADROOM,
+    space: Space | None = None,
+    limits: bool = True,
+    compression: bool = False,
+    said: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest way to train a model that fits, and what else was weighed.
+
+    Peaks come from the simulation of :func:`liger_multi.memory.estimate`, of three layers where
+    layers repeat; times from a model that only ranks (``docs/planning.md``).
+
+    Args:
+        model_or_config: A configuration of a Hugging Face model, or a causal language model with
+            adapters and frozen parts as it is (not patched yet); nothing of it is changed.
+        memory: Of one device: a size such as ``"24GiB"``, a card such as ``"h200"``, or both as
+            ``"h200:24GiB"``.
+        devices: Of one host.
+        batch: Sequences in one optimizer step, over all devices and accumulated; a multiple of
+            what the devices take. None: what is fastest for each way.
+        sequence: Tokens of each.
+        optimizer: As of :func:`liger_multi.memory.estimate`.
+        precision: One of ``"bf16"``, ``"amp"``, ``"fp16"``, ``"fp32"`` or several; None: what the
+            card is fast in, and fp32.
+        device: Device type.
+        headroom: Share of the memory that a plan leaves free.
+        space: What may be chosen.
+        limits: Whether the largest batch and the longest sequence are looked for.
+        compression: Whether files ask engines for their own compression (ZeRO++).
+        said: Called with a few words before every simulation, as for a progress bar.
+
+    Raises:
+        PlanError: Nothing fits; ``nearest`` is the candidate with the lowest peak, and ``plan`` all
+            that was weighed.
+        ValueError: An option that is unknown, or two that do not fit.
+        TypeError: ``model_or_config`` is neither.
+    """
+    card, size = card_of(memory)
+    space = _space(space, precision, card)
+    _check(devices, batch, sequence, optimizer, headroom, space)
+    shapes = Shapes(model_or_config, sequence)
+    search = _Search(Predictor(shapes, card, device, said), space, round(size * (1 - headroom)))
+    search.ask(devices, batch, sequence, optimizer)
+    found = search.ranked()
+    made = Plan(
+        model=str(getattr(shapes.config, "model_type", type(model_or_config).__name__)),
+        layers=shapes.count,
+        card=card.name + (" (nearest in memory)" if card.guessed else ""),
+        memory_bytes=size,
+        budget_bytes=search.budget,
+        devices=devices,
+        batch=batch,
+        candidates=found,
+        simulations=search.predictor.simulations,
+        compression=compression,
+        layer_class=shapes.layer_class,
+        vocabulary=getattr(shapes.text, "vocab_size", None) or 0,
+    )
+    if not found[0].fits:
+        nearest = made.nearest
+        made.notes = notes_of(made, card, shapes)
+        raise PlanError(
+            f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)}: the nearest "
+            f"plan ({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}",
+            nearest,
+            made,
+        )
+    if limits:
+        made.largest_batch, made.longest_sequence = search.limits(found[0].settings)
+        made.most_batch, made.most_sequence = search.limits(made.nearest.settings)
+    made.notes = notes_of(made, card, shapes)
+    made.simulations = search.predictor.simulations
+    return made
+
+
+def _space(space: Space | None, precision: str | Sequence[str] | None, card: Card) -> Space:
+    made = space or Space()
+    if precision is not None:
+        names = (precision,) if isinstance(precision, str) else tuple(precision)
+        made = replace(made, precisions=names)
+    elif not card.bf16 and space is None:
+        made = replace(made, precisions=("fp16", "fp32"))
+    return made
+
+
+def _check(
+    devices: int, batch: int | None, sequence: int, optimizer: str, headroom: float, space: Space
+) -> None:
+    for name, value in (("devices", devices), ("sequence", sequence), ("batch", batch)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be a share from 0 to below 1, got {headroom!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(unknown("optimizer", optimizer, OPTIMIZERS))
+    for what, names, known in (
+        ("precision", space.precisions, PRECISIONS),
+        ("spread", space.spreads, SPREADS),
+        ("recompute policy", space.policies, POLICIES),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(unknown(what, name, known))
+
+
+class _Search:
+    """Candidates of all kinds, the best of each kind kept."""
+
+    def __init__(self, predictor: Predictor, space: Space, budget: int) -> None:
+        self.predictor, self.space, self.budget = predictor, space, budget
+        self.shapes = predictor.shapes
+        self._best: dict[Settings, Candidate] = {}
+        self._lowest: dict[Settings, Candidate] = {}
+        self._tokens = LARGEST_PASS
+
+    def ask(self, devices: int, batch: int | None, sequence: int, optimizer: str) -> None:
+        """Weigh everything for so many devices."""
+        # of a pass at most: more rows than these would be one chunk as well
+        self._tokens = max(LARGEST_PASS, sequence) if batch is None else batch * sequence
+        layouts = self._layouts(devices)
+        for precision in self.space.precisions:
+            for tensor, pipeline in layouts:
+                data = devices // (tensor * pipeline)
+                if batch is not None and batch % data:
+                    continue
+                plain = Settings(
+                    sequence=sequence, precision=precision, optimizer=optimizer, tensor=tensor,
+                    pipeline=pipeline, data=data, patched=True,
+                )  # fmt: skip
+                first = (tensor, pipeline) == (1, 1)
+                self._layout(plain, batch, first)
+        if not self._best:
+            raise ValueError(f"batch={batch} cannot be divided over {devices} devices")
+
+    def _layouts(self, devices: int) -> list[tuple[int, int]]:
+        if self.space.layouts is not None:
+            made = list(self.space.layouts)
+        else:
+            powers = [2**i for i in range(int(math.log2(devices)) + 1)]
+            made = [(t, p) for t in powers for p in powers if t * p <= devices]
+        return [
+            (t, p)
+            for t, p in made
+            if devices % (t * p) == 0 and p <= self.shapes.count and self.shapes.divisible(t)
+        ]
+
+    def _layout(self, plain: Settings, batch: int | None, first: bool) -> None:
+        spreads = [s for s in self.space.spreads if s != "none"] if plain.data > 1 else ["none"]
+        if plain.pipeline > 1:  # its stages hold whole weights of theirs
+            spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
+        if plain.tensor > 1:
+            spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
+        for kind in self._kinds(plain, first):
+            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // kind.sequence))
+            most = 2 ** int(math.log2(most)) if batch is None else batch // kind.data
+            self._micros(kind, batch, most & -most if batch else most, spreads)
+
+    def _micros(self, kind: Settings, batch: int | None, most: int, spreads: Sequence[str]) -> None:
+        """One sequence at a time, and as many as fit, by powers of two."""
+
+        def fits(micro: int) -> bool:
+            passes = batch // kind.data // micro if batch else self._passes(kind)
+            some = replace(kind, micro_batch=micro, accumulation=passes)
+            found = [self._spread(some, spread) for spread in spreads]  # every one is noted
+            return any(found)
+
+        if not fits(1) or most == 1:
+            return
+        micro = min(most, max(2, self._guess(kind, 1)))
+        if fits(micro):
+            while micro < most and fits(2 * micro):
+                micro *= 2
+            return
+        while micro > 2:
+            micro //= 2
+            if fits(micro):
+                return
+
+    def _passes(self, kind: Settings) -> int:
+        """Micro-batches where nobody asked for a number: enough to fill a pipeline."""
+        return 2 * kind.pipeline if kind.pipeline > 1 else 1
+
+    def _guess(self, kind: Settings, micro: int) -> int:
+        """The power of two of sequences that should fit, from what one of them needs."""
+        growing = self.predictor.growing(replace(kind, micro_batch=micro))
+        found = self._lowest.get(_kind(kind))
+        static = (
+            0
+            if found is None
+            else sum(found.parts.get(name, 0) for name in ("parameters", "optimizer states"))
+        )
+        ratio = micro * (self.budget - static) / max(1, growing)
+        return 2 ** max(0, math.floor(math.log2(max(1.0, ratio))))
+
+    def _kinds(self, plain: Settings, first: bool) -> Iterator[Settings]:
+        """How layers and the head are computed; fewer ways after the first precision."""
+        space = self.space
+        main = first and plain.precision == space.precisions[0]
+        some = ("none", "norms_and_mlp", "full")
+        for attention in space.attentions:
+            for patched in space.patched:
+                base = replace(plain, patched=patched, attention=attention)
+                if not patched:
+                    yield from self._policies(base, ("none", "full") if main else ("none",) * first)
+                    continue
+                wide, thin = (replace(base, chunk=self._chunk(base, n)) for n in CHUNK_BYTES)
+                yield from self._policies(wide if first else thin, POLICIES if main else some)
+                if main and thin != wide:
+                    yield from self._policies(thin, ("none", "full"))
+                if first and space.tiled and self.shapes.has_mlps:
+                    tiles = max(2, -(-plain.sequence // self.shapes.text.hidden_size))
+                    tiled = replace(thin, tiles=tiles)
+                    yield from self._policies(tiled, ("none", "full") if main else ("full",))
+                if first and space.offload:
+                    away = replace(thin, offload_activations=True)
+                    yield from self._policies(away, ("none", "full") if main else ("full",))
+
+    def _policies(self, base: Settings, names: Iterable[str]) -> Iterator[Settings]:
+        for name in names:
+            if name in self.space.policies:
+                layers = 0 if name == "none" else self.shapes.count
+                yield replace(base, recompute=name, layers=layers)
+
+    def _chunk(self, settings: Settings, size: int) -> int:
+        """Rows of logits that so many bytes hold, by powers of two."""
+        width = 4 if settings.precision == "fp32" else 2
+        vocabulary = getattr(self.shapes.text, "vocab_size", None) or 1
+        rows = max(LEAST_ROWS, size // (width * vocabulary))
+        return 2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1))))
+
+    def _spread(self, some: Settings, spread: str) -> bool:
+        """Weigh one way with every place for states; whether anything fits."""
+        fits = False
+        for away in self.space.offload_states:
+            if not _exists(some.precision, spread, away):
+                continue
+            settings = replace(some, spread=spread, offload_states=away)
+            found = self.predictor.predict(settings, self.budget)
+            if not found.fits and settings.layers:
+                self._note(found)
+                continue
+            if found.fits and settings.layers:
+                found = self._fewest(settings, found)
+            self._note(found)
+            fits = fits or found.fits
+        return fits
+
+    def _fewest(self, settings: Settings, all_of_them: Candidate) -> Candidate:
+        """The same with the fewest layers that recompute."""
+        low, high, best = 0, settings.layers, all_of_them
+        while high - low > 1:  # the peak falls with every layer
+            middle = (low + high) // 2
+            found = self.predictor.predict(replace(settings, layers=middle), self.budget)
+            if found.fits:
+                high, best = middle, found
+            else:
+                low = middle
+        return best
+
+    def _note(self, found: Candidate) -> None:
+        s = found.settings
+        kind = _kind(s)
+        if kind not in self._lowest or found.peak_bytes < self._lowest[kind].peak_bytes:
+            self._lowest[kind] = found
+        key = replace(s, micro_batch=1, accumulation=1, layers=bool(s.layers), chunk=None)
+        old = self._best.get(key)
+        if old is None or _rank(found) < _rank(old):
+            self._best[key] = found
+
+    def ranked(self) -> list[Candidate]:
+        """Those that fit, the fastest a token first; then the others, the lowest peak first."""
+        found = sorted(self._best.values(), key=_rank)
+        fastest = found[0].tokens_per_second
+        for one in found:
+            one.relative = fastest / one.tokens_per_second
+        return found
+
+    def limits(self, settings: Settings) -> tuple[int, int]:
+        """Largest micro-batch at this sequence, and longest sequence at one at a time."""
+        some: list[Callable[[int], Settings]] = [
+            lambda n: replace(settings, micro_batch=n),
+            lambda n: replace(settings, micro_batch=1, sequence=n * STEP),
+        ]
+        batch = self._largest(some[0], settings.micro_batch)
+        length = self._largest(some[1], max(1, settings.sequence // STEP))
+        return batch, length * STEP
+
+    def _largest(self, settings: Callable[[int], Settings], known: int) -> int:
+        """Steps along what grows in proportion; what is returned was simulated, and fits."""
+        low, high, at = 0, 0, known
+        for _ in range(TRIES):
+            found = self.predictor.predict(settings(at), self.budget)
+            low, high = (at, high) if found.fits else (low, at)
+            growing = self.predictor.growing(settings(at))
+            static = sum(found.parts.get(n, 0) for n in ("parameters", "optimizer states"))
+            at = int(at * max(0, self.budget - static) / max(1, growing))
+            if low and high and not low < at < high:
+                at = (low + high) // 2
+            elif high and at >= high:
+                at = high // 2
+            elif low and at <= low:
+                at = low + max(1, low // 16)
+            if at < 1 or at == low or (high and at >= high) or at > MOST:
+                break
+        return low
+
+
+def _rank(found: Candidate) -> tuple[bool, float]:
+    if not found.fits:
+        return True, float(found.peak_bytes)
+    s = found.settings
+    # equal times go to what is simpler
+    extras = (s.offload_activations, s.tiles > 1, s.level, s.tensor > 1, s.pipeline > 1)
+    return False, (1 + 1e-6 * sum(map(int, extras))) / found.tokens_per_second
+
+
+def _exists(precision: str, spread: str, away: str | None) -> bool:
+    """Whether an engine does so: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
+    if precision == "bf16":
+        return not spread.startswith("zero") and (spread == "fsdp2" or not away)
+    return not (away and spread == "ddp") and not (away == "nvme" and spread == "fsdp2")
+
+
+def _kind(settings: Settings) -> Settings:
+    return replace(
+        settings, micro_batch=1, accumulation=1, spread="none", offload_states=None, layers=0
+    )

@@ -1,0 +1,370 @@
+"""A simulated step cut at its layers, so that a few of them tell about any number.
+
+Forward of layer 0, 1, ..., the head, backward of ..., 1, 0: middle layers repeat the same births
+and deaths, hence the memory at any moment is linear in the number of layers before it, and its
+highest moment is in the first or the last repetition. Work is counted beside: products, bytes
+that other operators move, and launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES, Block
+from liger_multi.memory.simulation import Simulation
+from liger_multi.memory.storages import tensors_in
+
+DEPTH = 3  # layers of a short simulation: the first, one that stands for many, and the last
+BEFORE, HEAD, AFTER = "before", "head", "after"
+STATIC = tuple(CATEGORIES.index(name) for name in (PARAMETERS, STATES))
+GRADIENT = CATEGORIES.index(GRADIENTS)
+_PRODUCTS = {
+    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
+    "aten::addmm.out": (1, 2), "aten::addmm.dtype": (1, 2), "aten::addmm.dtype_out": (1, 2),
+    "aten::mm.out": (0, 1), "aten::mm.dtype": (0, 1), "aten::mm.dtype_out": (0, 1),
+    "aten::_grouped_mm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
+}  # fmt: skip
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
+
+
+@dataclass
+class Work:
+    """What has to be done.
+
+    Attributes:
+        flops: Floating point operations of products, by the bytes of a number.
+        moved: Bytes that everything else reads and writes.
+        launches: Operators that run on a device.
+    """
+
+    flops: dict[int, float] = field(default_factory=dict)
+    moved: float = 0.0
+    launches: float = 0.0
+
+    def add(self, other: Work, times: float = 1.0) -> None:
+        """Add another's work ``times``."""
+        for size, count in other.flops.items():
+            self.flops[size] = self.flops.get(size, 0.0) + times * count
+        self.moved += times * other.moved
+        self.launches += times * other.launches
+
+
+@dataclass
+class Segment:
+    """A part of a step.
+
+    Attributes:
+        live: Bytes by category after every event, beside what was there at its begin.
+        added: The same with gradients that are added to those of an earlier micro-batch.
+        work: What it does.
+    """
+
+    live: Tensor
+    added: Tensor
+    work: Work
+
+    def of(self, accumulating: bool) -> Tensor:
+        """The bytes after every event."""
+        return self.added if accumulating else self.live
+
+    def same(self, other: Segment) -> bool:
+        """Whether memory goes the same way."""
+        return self.live.shape == other.live.shape and bool((self.live == other.live).all())
+
+
+@dataclass
+class Trace:
+    """A step: its segments by name; ``forward`` and ``backward`` by layer.
+
+    Attributes:
+        segments: ``before``, ``head`` and ``after``.
+        forward: One a simulated layer.
+        backward: The same, by layer as well.
+        parameters: Bytes of a layer's parameters, of each one simulated.
+        outside: Bytes of all others.
+        trained: Bytes of gradients of one layer, and of all others.
+        offloaded: Bytes that a layer's forward sends to the host.
+    """
+
+    segments: dict[str, Segment]
+    forward: list[Segment]
+    backward: list[Segment]
+    parameters: list[int] = field(default_factory=list)
+    outside: int = 0
+    offloaded: float = 0.0
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the layers between the first and the last one are alike."""
+        middle = [layers[1:-1] for layers in (self.forward, self.backward)]
+        return all(part.same(parts[0]) for parts in middle for part in parts)
+
+    def layer(self, index: int, count: int) -> int:
+        """Which simulated layer stands for layer ``index`` of ``count``."""
+        depth = len(self.forward)
+        if count == depth or index == 0:
+            return index
+        return depth - 1 if index == count - 1 else 1
+
+
+Part = tuple[Segment, int]
+"""A segment and how often it is repeated."""
+
+
+def sequence_of(layers: Sequence[Trace]) -> list[Part]:
+    """The segments of a step whose layer ``i`` is as in ``layers[i]``, in order."""
+    count, first, last = len(layers), layers[0], layers[-1]
+    parts: list[Part] = [(first.segments[BEFORE], 1)]
+    parts += [(t.forward[t.layer(i, count)], 1) for i, t in enumerate(layers)]
+    parts.append((last.segments[HEAD], 1))
+    rest = [(t.backward[t.layer(i, count)], 1) for i, t in enumerate(layers)]
+    parts += rest[::-1]
+    parts.append((first.segments[AFTER], 1))
+    return _merged(parts)
+
+
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for segment, times in parts:
+        if merged and merged[-1][0] is segment:
+            merged[-1] = (segment, merged[-1][1] + times)
+        else:
+            merged.append((segment, times))
+    return merged
+
+
+def work_of(parts: Iterable[Part]) -> Work:
+    """Everything that the parts do."""
+    total = Work()
+    for segment, times in parts:
+        total.add(segment.work, times)
+    return total
+
+
+def peak_of(
+    parts: Sequence[Part], start: Tensor, factors: Tensor, accumulating: bool
+) -> tuple[float, Tensor]:
+    """Highest moment in bytes of this device, and what is alive then by category.
+
+    Args:
+        parts: In order.
+        start: Bytes by category before the first part.
+        factors: The share of each category that is on this device.
+        accumulating: Whether gradients of earlier micro-batches are there.
+    """
+    best, at, base = float(start @ factors), start, start
+    for segment, times in parts:
+        live = segment.of(accumulating)
+        if not len(live):
+            continue
+        inside = live @ factors
+        place = int(inside.argmax())
+        for base_of_one in (base, base + (times - 1) * live[-1]):
+            total = float(base_of_one @ factors + inside[place])
+            if total > best:
+                best, at = total, base_of_one + live[place]
+        base = base + times * live[-1]
+    return best, at
+
+
+class Cutting(Simulation):
+    """A simulation that notes where layers begin and end, and what is done.
+
+    Args:
+        layers: The model's layers, in order.
+        **options: Of :class:`Simulation`.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], **options: Any) -> None:
+        super().__init__(**options)
+        self._layers = {id(layer): i for i, layer in enumerate(layers)}
+        self.cuts: list[tuple[int, str, int]] = []  # event, name, layer
+        self.works: list[Work] = [Work()]
+        self.accumulated: list[tuple[int, int]] = []  # event, bytes
+
+    def cut(self, name: str, layer: int = 0) -> None:
+        """From here on it is another segment."""
+        self.cuts.append((len(self.events), name, layer))
+        self.works.append(Work())
+
+    def _cutter(self, name: str, layer: int = 0) -> Callable[[Tensor], None]:
+        """What cuts when a gradient comes."""
+
+        def hook(_: Tensor) -> None:
+            self.cut(name, layer)
+
+        return hook
+
+    def _forwards(self) -> bool:
+        return torch._C._current_autograd_node() is None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        index = self._layers.get(id(module))
+        if index is not None and self._forwards():
+            if index == 0:
+                for tensor in tensors_in(args):
+                    if tensor.requires_grad:
+                        tensor.register_hook(self._cutter(AFTER))
+                        break
+            self.cut("forward", index)
+        super()._enter(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(module, args, output)
+        index = self._layers.get(id(module))
+        if index is not None and self._forwards():
+            for tensor in tensors_in((output,)):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._cutter("backward", index))
+                break
+            if index == len(self._layers) - 1:
+                self.cut(HEAD)
+
+    def _gradient_hook(self, module: str, kind: str) -> Any:
+        known = super()._gradient_hook(module, kind)
+
+        def hook(parameter: Tensor) -> None:
+            known(parameter)
+            if parameter.grad is not None:
+                self.accumulated.append((len(self.events), parameter.grad.nbytes))
+
+        return hook
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and count it."""
+        result = super().run(func, args, kwargs)
+        if func.namespace == "liger_multi":
+            name = func.name().partition("::")[2].rpartition("_")[0]
+            if name not in _entered(self._target):
+                self._count_ours(name, args, result)
+            return result
+        name = func.name()
+        work = self.works[-1]
+        if name in _PRODUCTS:
+            a, b = (args[i] for i in _PRODUCTS[name])
+            size = a.element_size()
+            if self._ops and "fused_linear" in self._ops[0]:
+                size = min(size, self._narrow)  # fp32 sums of products of 16 bits
+            columns = b.shape[0] if name == "aten::linear" else b.shape[-1]
+            work.flops[size] = work.flops.get(size, 0.0) + 2.0 * a.numel() * columns
+            work.launches += 1
+        elif not (func.is_view or func._schema.name.partition("::")[2] in _FREE):
+            moved = sum(map(_bytes, tensors_in((args, *kwargs.values(), (result,)))))
+            work.moved += moved
+            work.launches += 1
+        return result
+
+    @property
+    def _narrow(self) -> int:
+        kinds = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
+        return min((k.itemsize for k in kinds if k and k.is_floating_point), default=4)
+
+    def _count_ours(self, name: str, args: Any, result: Any) -> None:
+        work = self.works[-1]
+        made = list(tensors_in((result,)))
+        work.moved += sum(map(_bytes, [*tensors_in(args), *made]))
+        work.launches += 1
+        if name == "attention":
+            self._count_attention("backward" if len(made) > 2 else "forward", made[0])
+        elif name == "fused_moe":
+            weights = sorted(tensors_in(args), key=lambda t: -t.numel() * (t.ndim == 3))[:2]
+            rows = next(t.numel() for t in tensors_in(args) if not t.is_floating_point())
+            size = weights[0].element_size()
+            each = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
+            work.flops[size] = work.flops.get(size, 0.0) + each * (3 if len(made) > 2 else 1)
+
+    def _count_attention(self, half: str, made: Tensor) -> None:
+        """Half of all pairs of positions; backward has five products where forward has two."""
+        count = 2.0 * made.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
+        work, size = self.works[-1], made.element_size()
+        work.flops[size] = work.flops.get(size, 0.0) + count
+        work.launches += 1
+
+    def named(self, name: str, call: Any) -> Any:
+        """Attention is told by its name; everything else is counted where it runs."""
+        result = super().named(name, call)
+        if name.startswith("scaled_dot_product_attention"):
+            half = "backward" if name.endswith("backward") else "forward"
+            self._count_attention(half, next(tensors_in((result,))))
+        return result
+
+    def warm(self, batch: int) -> None:
+        """A forward alone, for what learns from a first step; nothing of it is kept."""
+        other = Simulation(
+            self._target,
+            None,
+            cast(nn.Module, self._model),
+            self._vocabulary,
+            self._sequence,
+            self._autocast,
+        )
+        ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
+        model: Any = self._model
+        with other.surroundings():
+            other.forward(lambda: model(input_ids=ids, labels=ids).loss)
+
+    def standing(self) -> int:
+        """Bytes of parameters and buffers, which are there before the step."""
+        blocks = [self.blocks[index] for index, _ in self.events[: self.phases[0][0]]]
+        return sum(block.size for block in blocks if block.role == PARAMETERS)
+
+    def trace(self) -> Trace:
+        """The segments of what was recorded."""
+        places = {name: i for i, name in enumerate(CATEGORIES)}
+        category = [places[block.category] for block in self.blocks]
+        begin = self.phases[0][0] if self.phases else 0
+        deltas = torch.zeros(len(self.events), len(CATEGORIES), dtype=torch.float64)
+        for at, (index, change) in enumerate(self.events):
+            deltas[at, category[index]] = change
+        extra = torch.zeros_like(deltas)
+        for at, size in self.accumulated:
+            extra[min(at, len(extra) - 1), GRADIENT] -= size
+        segments: dict[str, Segment] = {}
+        forward: dict[int, Segment] = {}
+        backward: dict[int, Segment] = {}
+        ends = [at for at, _, _ in self.cuts] + [len(self.events)]
+        starts = [(begin, BEFORE, 0), *self.cuts]
+        for (start, name, layer), end, work in zip(starts, ends, self.works, strict=True):
+            live = deltas[start:end].cumsum(0)
+            # what leaves when a gradient has been added is seen from the next event on
+            segment = Segment(live, live + extra[start:end].cumsum(0), work)
+            where = {"forward": forward, "backward": backward}.get(name)
+            if where is None:
+                segments[name] = segment
+            else:
+                where[layer] = segment
+        empty = torch.zeros(0, len(CATEGORIES), dtype=torch.float64)
+        segments.setdefault(AFTER, Segment(empty, empty, Work()))
+        return Trace(
+            segments,
+            [forward[i] for i in sorted(forward)],
+            [backward[i] for i in sorted(backward)],
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _entered(target: str) -> tuple[str, ...]:
+    """Operators whose inner operators are seen and counted one by one."""
+    from liger_multi.memory.simulation import CHUNKED
+    from liger_multi.op import OPS
+
+    return tuple(OPS) if target == "cpu" else CHUNKED
+
+
+def constant(name: str, size: float) -> Block:
+    """A block that is there for the whole step."""
+    return Block(round(size), role=name)
+
+
+def vector(values: Mapping[str, float]) -> Tensor:
+    """Numbers by category as a vector."""
+    return torch.tensor([float(values.get(name, 0.0)) for name in CATEGORIES], dtype=torch.float64)
