@@ -1,5 +1,6 @@
 """What a LoRA adapter adds to a linear layer, ``y = base + scale (x a') b'``; ``x a'`` is computed
-again in backward."""
+again in backward.
+"""
 
 import torch
 from torch import Tensor

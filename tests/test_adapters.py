@@ -12,7 +12,7 @@ from torch import nn
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from models import assert_as_exact, assert_same_training, batch, build, pair
+from models import Widest, assert_as_exact, assert_same_training, batch, build, pair
 
 from liger_multi import ops
 from liger_multi.patching import patch, unpatch
@@ -297,3 +297,88 @@ def test_what_is_kept_for_backward():
     copies = 2 * rows * hidden * 4 + rows * inner * 4 + 3 * rows * rank * 4
     assert kept(narrow.mlp, x) == 3 * rows * inner * 2 + copies
     assert kept(narrow.self_attn.q_proj, x) == rows * (hidden + rank) * 4
+
+
+# --- the head ---
+
+
+def logits_rows(model, inputs):
+    """The most rows of logits that exist at a time in a step."""
+    with Widest() as widest:
+        model(**inputs).loss.backward()
+    return widest.rows
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_adapter_on_the_head_is_part_of_every_chunk(patch_first, frozen):
+    stock, ours = pair("llama", num_hidden_layers=1)
+    options = {"fused_linear_cross_entropy": {"chunk": 4}}
+    if patch_first:
+        patch(ours, **options)
+    stock, ours = (lora(m, ["q_proj", "lm_head"]) for m in (stock, ours))
+    report = patch(ours, strict=True, **options)
+    assert {e.op for e in report.entries if e.path.endswith("lm_head")} == {*options}
+    if not frozen:
+        for model in (stock, ours):
+            model.base_model.model.lm_head.base_layer.weight.requires_grad_()
+    inputs = batch()
+    assert_same_training(stock, ours, lambda m: m(**inputs).loss)
+    assert ours.base_model.model.lm_head.lora_A["default"].weight.grad.abs().max() > 0
+    assert (logits_rows(stock, inputs), logits_rows(ours, inputs)) == (22, 4)
+    report = patch(ours, strict=True, **options)
+    assert {e.status for e in report.entries} == {"already patched"}
+    unpatch(ours)
+    assert type(ours.base_model.model.lm_head).forward is peft.tuners.lora.Linear.forward
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_on_logits_of_an_adapted_head(reduction):
+    stock = lora(build("llama", num_hidden_layers=1), ["lm_head"])
+    ours = copy.deepcopy(stock)
+    patch(ours, strict=True, fused_linear_cross_entropy={"chunk": 3})
+    inputs = batch()
+    labels = inputs.pop("labels").flatten()
+    by = torch.randn(labels.shape)
+
+    def run(model):
+        logits = torch.tanh(model(**inputs).logits.float().view(-1, 223) / 5) * 5
+        loss = F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=0.1)
+        return (loss * by).sum() if reduction == "none" else loss
+
+    assert_same_training(stock, ours, run)
+    assert_same_training(stock, ours, lambda m: m(**inputs).logits.softmax(-1).pow(2).sum())
+    with torch.no_grad():
+        wanted, got = (m(**inputs).logits.argmax(-1) for m in (stock, ours))
+    assert torch.equal(got, wanted)
+
+
+def test_an_adapted_head_without_a_target_and_with_a_changed_adapter():
+    ours = lora(build("llama", num_hidden_layers=1), ["lm_head"])
+    patch(ours, strict=True)
+    inputs = batch()
+    ignored = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    loss = ours(**ignored).loss
+    loss.backward()
+    assert loss == 0
+    head = ours.base_model.model.lm_head
+    assert not head.lora_B["default"].weight.grad.any()
+    out = ours(**inputs)
+    with torch.no_grad():
+        head.lora_B["default"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="adapters .* modified in place"):
+        out.logits.sum()
+
+
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_dropout": 0.5}])
+def test_other_adapters_on_the_head_have_real_logits(config):
+    stock = lora(build("llama", num_hidden_layers=1), ["lm_head"], **config)
+    ours = copy.deepcopy(stock)
+    report = patch(ours)
+    assert "so that the adapter trains" in report.skipped[-1].reason
+
+    def run(model):
+        torch.manual_seed(7)
+        return model(**batch()).loss
+
+    assert_same_training(stock, ours, run)

@@ -39,8 +39,8 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     """What a LoRA adapter adds to the output of a linear layer.
 
     Math:
-        ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which may
-        be of any kind, such as one with quantised weights. Backward computes ``x @ a.T`` again;
+        ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
+        may be of any kind, such as one with quantised weights. Backward computes ``x @ a.T`` again;
         every product has r columns, rows or terms.
 
     Shapes:
@@ -91,7 +91,7 @@ def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str 
 def adapter_dtypes(
     op: str, base: dict[str, Tensor], a: Tensor, b: Tensor, of: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (the last of ``base``), a and b, in autocast's dtype where it is on.
+    """X (the last of ``base``), a and b, in autocast's dtype where it is on.
 
     Raises:
         TypeError: Outside of autocast, tensors of the base differ among themselves, or a and b.

@@ -17,7 +17,13 @@ from liger_multi.patching.experts import (
     experts_kind,
     looks_like_experts,
 )
-from liger_multi.patching.head import LazyHead, find_heads, head_refusal, with_heads
+from liger_multi.patching.head import (
+    LazyAdaptedHead,
+    LazyHead,
+    find_heads,
+    head_refusal,
+    with_heads,
+)
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -229,7 +235,7 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
 
 
 def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
-    if not looks_like_lora(module):
+    if not looks_like_lora(module) or isinstance(module, LazyHead):
         return
     options = request.get("lora")
     if options is None:
@@ -299,15 +305,30 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
         report.skipped.append(Skipped("", op, missing, strict=needed))
     theirs = next((why for m in with_heads(model) if (why := foreign.of_model(m))), None)
     for path, module in heads:
-        refusal = theirs or head_refusal(module)
+        if settings.fused and hasattr(module, "base_layer"):
+            _unwrapped(report, path, module)
+        if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
+            restore(module)
+            report.entries = [e for e in report.entries if (e.path, e.op) != (path, "lora")]
+        around = (m for p, m in model.named_modules() if not p or path.startswith(f"{p}."))
+        refusal = theirs or head_refusal(module, around)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
-                _restore(report, f"{path}.{name}".strip("."), inner)
+                if not isinstance(inner, FusedLora):
+                    _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
-        swap = Swap(op, stock_class(module), LazyHead, settings)
+        behaviour = LazyAdaptedHead if hasattr(module, "base_layer") else LazyHead
+        swap = Swap(op, stock_class(module), behaviour, settings)
         _apply(report, path, module, swap, op, settings.shown)
         resize.follow()
+
+
+def _unwrapped(report: PatchReport, path: str, module: nn.Module) -> None:
+    """A head that was patched before an adapter came on top of it is its plain base again."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, LazyHead) and inner is not module:
+            _restore(report, f"{path}.{name}", inner)
 
 
 def _apply(

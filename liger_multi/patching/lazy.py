@@ -195,6 +195,8 @@ class LazyLogits(Tensor):
         epilogue = slot.recipe.epilogue
         if options is None or epilogue is None or slot.available or slot.family.pinned:
             return None
+        if slot.recipe.scales:  # a head is a weight; with adapters it is more
+            return None
         return {
             "hidden": slot.recipe.hidden,
             "weight": functools.partial(_run, slot.recipe),

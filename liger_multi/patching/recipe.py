@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +49,15 @@ class Job:
 class Recorded:
     """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.weight, self.bias = recipe.weights[:2]  # type: ignore[assignment]
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward of a linear layer."""
-        return F.linear(hidden, self.weight, self.bias)
+        """The forward of a linear layer, with its adapters."""
+        return self.recipe.product(hidden, *self.recipe.weights)
 
 
 class Recipe:
@@ -63,7 +66,7 @@ class Recipe:
     def __init__(
         self,
         head: Any,
-        weights: tuple[Tensor, Tensor | None],
+        weights: tuple[Tensor | None, ...],
         hidden: Tensor,
         settings: HeadSettings,
         raw_dtype: torch.dtype,
@@ -71,9 +74,11 @@ class Recipe:
         guard: Guard | TracedGuard | None = None,
         dtype: torch.dtype | None = None,
         steps: tuple[Step, ...] = (),
+        scales: tuple[float, ...] = (),
     ) -> None:
         self.head = head
-        self.weights = weights
+        # weight, bias, and both factors of every low-rank adapter, whose scales are ``scales``
+        self.weights, self.scales = weights, scales
         self.hidden = hidden
         self.settings = settings
         self.raw_dtype = raw_dtype
@@ -127,6 +132,7 @@ class Recipe:
             self.guard,
             dtype,
             steps,
+            self.scales,
         )
 
     def run(self, job: Job, hidden: Tensor) -> Any:
@@ -139,7 +145,18 @@ class Recipe:
         ours = isinstance(self.head, Patched)
         if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
             return self.head(hidden, job)
-        return job.run(Recorded(*self.weights), hidden)
+        return job.run(Recorded(self), hidden)
+
+    def product(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
+    ) -> Tensor:
+        """Raw logits of some rows, from tensors in the order of ``weights``."""
+        logits = F.linear(hidden, cast(Tensor, weight), bias)
+        for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
+            from liger_multi.ops import lora_update
+
+            logits = lora_update(logits, hidden, cast(Tensor, a), cast(Tensor, b), scale=scale)
+        return logits
 
     def compute(self) -> Tensor:
         """The real logits, differentiable where the recipe is."""
@@ -315,6 +332,8 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _parameters(head: Any) -> dict[str, Tensor]:
-    """Weight and bias of a linear head, under the words that messages use."""
+    """The parameters of a linear head, under the words that messages use."""
     found = {"head's weights": head.weight, "head's bias": head.bias}
+    thin = getattr(head, "thin", None)  # an adapter's factors
+    found |= {f"head's adapters ({i})": t for i, t in enumerate(thin() if thin else ())}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
