@@ -1,5 +1,6 @@
-"""What a LoRA adapter adds to a linear layer, ``y = base + scale (x a') b'``; ``x a'`` is computed
-again in backward.
+"""What a LoRA adapter adds to a linear layer, ``y = base + scale (x a') b'``.
+
+``x a'`` is not kept: backward computes it again.
 """
 
 import torch

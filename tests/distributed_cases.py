@@ -223,12 +223,12 @@ def fsdp2_with_checkpointing(run):
 
 @case()
 def fsdp1(run):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     stock, ours = run.pair()
     patch(ours, strict=True)
-    wrapped = FSDP(
+    wrapped = FullyShardedDataParallel(
         ours,
         auto_wrap_policy=ModuleWrapPolicy({type(ours.model.layers[0])}),
         use_orig_params=True,
@@ -237,7 +237,7 @@ def fsdp1(run):
     loss = run.train(wrapped)
     right = run.right(stock)
     run.close(loss, right[0], "loss")
-    with FSDP.summon_full_params(wrapped, with_grads=True):
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
         for n, p in wrapped.named_parameters():
             clean = n.replace("_fsdp_wrapped_module.", "")
             run.close(p.grad, right[1][clean], clean)

@@ -366,7 +366,7 @@ def test_an_adapted_head_without_a_target_and_with_a_changed_adapter():
     out = ours(**inputs)
     with torch.no_grad():
         head.lora_B["default"].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="adapters .* modified in place"):
+    with pytest.raises(RuntimeError, match=r"adapters .* modified in place"):
         out.logits.sum()
 
 

@@ -1,6 +1,6 @@
 """Contract of ``lora_mlp``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def lora_mlp(
     for name, bias in biases.items():
         rows = f"{name.removesuffix('bias')}weight"
         checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
-    _frozen(weights | biases)
+    _frozen({**weights, **biases})
     adapted: list[Tensor | None] = []
     inner = x.shape[:-1] + gate_weight.shape[:1]
     for name, (a, b) in pairs.items():
@@ -189,7 +189,7 @@ def _frozen(weights: dict[str, Tensor | None]) -> None:
 
 def _in_steps(
     x: Tensor,
-    wide: list[Tensor],
+    wide: list[Tensor | None],
     thin: list[Tensor | None],
     scales: tuple[float, ...],
     activation: str,
@@ -198,7 +198,9 @@ def _in_steps(
     from liger_multi.ops import geglu, swiglu
 
     def layer(i: int, x: Tensor) -> Tensor:
-        y = torch.nn.functional.linear(x, wide[i], wide[3 + i])
+        weight = wide[i]
+        assert weight is not None
+        y = torch.nn.functional.linear(x, weight, wide[3 + i])
         a, b = thin[2 * i], thin[2 * i + 1]
         return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i])
 
@@ -232,6 +234,7 @@ def _bias(inner: int, out: int) -> dict[str, T]:
     return {name: T((size,), scale=0.3, grad=False) for name, size in sizes.items()}
 
 
+_FROZEN: Any = {f"{layer}_{part}": True for layer in LAYERS for part in "ab"}
 _SCALES = {"gate_scale": 2.0, "up_scale": 0.5, "down_scale": 1.5}
 SAMPLES = (
     Sample("rows", _case((2, 5), 16, 24, 4), _SCALES),
@@ -248,7 +251,7 @@ SAMPLES = (
     Sample("frozen-a", _case((6,), 16, 24, 4, gate_a=True, up_a=True, down_a=True)),
     Sample(
         "past-65535-rows",
-        _case((65537,), 4, 4, 2, **{f"{n}_{p}": True for n in LAYERS for p in "ab"}),
+        _case((65537,), 4, 4, 2, **_FROZEN),
         size="thin",
     ),
     Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),

@@ -152,7 +152,8 @@ def _through_adapters(
         return found
     if reduction == "sum":
         return found.sum()
-    return found.sum() / (target != call.ignore_index).sum().clamp(min=1)
+    count: Tensor = (target != call.ignore_index).sum().clamp(min=1)
+    return found.sum() / count
 
 
 def negative_log_likelihood(recipe: Recipe, *args: Any, **kwargs: Any) -> Tensor | None:

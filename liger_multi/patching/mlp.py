@@ -113,6 +113,7 @@ def _with_adapters(
     from liger_multi.ops import lora_mlp
 
     pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
+    scales = [1.0 if a is None else a.scale for a in thin]
     return lora_mlp(
         x,
         *(layer.weight for layer in layers),
@@ -120,10 +121,9 @@ def _with_adapters(
         gate_bias=layers[0].bias,
         up_bias=layers[1].bias,
         down_bias=layers[2].bias,
-        **{
-            f"{name}_scale": 1.0 if a is None else a.scale
-            for name, a in zip(("gate", "up", "down"), thin, strict=True)
-        },
+        gate_scale=scales[0],
+        up_scale=scales[1],
+        down_scale=scales[2],
         activation=activation,
     )
 

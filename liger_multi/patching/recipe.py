@@ -141,7 +141,7 @@ class Recipe:
         Through the head's call while it is ours and holds them, or a sharding library's hooks will
         gather them; with the recorded ones after an unpatch, a replacement or ``functional_call``.
         """
-        weight = self.weights[0]
+        weight = cast(Tensor, self.weights[0])
         ours = isinstance(self.head, Patched)
         if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
             return self.head(hidden, job)
