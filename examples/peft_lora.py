@@ -28,7 +28,7 @@ def main(arguments=None):
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=2e-2)
+    parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--save", help="a folder for the adapter")
     given = parser.parse_args(arguments)

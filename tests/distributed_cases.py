@@ -413,6 +413,8 @@ def device_map(run):
 def zero(run, stage, offload, adapters=False):
     import deepspeed
 
+    # its own collective in shared memory would be compiled first, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stock, ours = run.pair()
     if adapters:
         stock, ours = lora(stock), lora(ours)

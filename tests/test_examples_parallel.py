@@ -44,7 +44,7 @@ def losses(name, ranks=1, **environment):
 
 def learns(found):
     assert len(found) == 12
-    assert found[-1] < found[0] - 0.3, found
+    assert sum(found[-3:]) / 3 < found[0] - 0.3, found
 
 
 def test_peft():
