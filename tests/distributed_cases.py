@@ -453,7 +453,9 @@ def zero(run, stage, offload, adapters=False):
             step = (start[name].detach() - p.detach().to(start[name])) / rate
             bound = 1e-4 * right[1][name].abs().max() + 1e-6
             off = (step - right[1][name]).abs().max()
-            assert off <= bound, f"{name}: {off} > {bound}, {float(step.norm() / right[1][name].norm())}"
+            assert off <= bound, (
+                f"{name}: {off} > {bound}, {float(step.norm() / right[1][name].norm())}"
+            )
 
 
 @case(slow=True)
