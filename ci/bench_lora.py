@@ -95,7 +95,7 @@ def measured(
     def once() -> Tensor:
         with scope():
             value = run()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         for parameter in model.parameters():
             parameter.grad = None
         return value.detach()
