@@ -76,7 +76,7 @@ class LazyHead(Patched):
         recipe = Recipe(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _foreign_hook(self):
+        if settings.fused is None or _foreign_hook(self) or _detached(self):
             return loss_logits(self.stock_forward(hidden), recipe)
         if getattr(self, "_is_replica", False):
             return ReplicaLogits(recipe) if grad else self.stock_forward(hidden)
@@ -164,6 +164,21 @@ def with_heads(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if callable(getattr(module, "get_output_embeddings", None)):
             yield module
+
+
+def _detached(head: nn.Module) -> bool:
+    """Whether DeepSpeed's hooks stand on the head: ZeRO-3 returns its output detached.
+
+    A node of its own then joins the output to the graph, which a loss of hidden states passes by.
+    """
+    found = any(is_infrastructure(hook, ("deepspeed.",)) for hook in _hooks(head))
+    if found:
+        warn_once(
+            "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "
+            "and the loss is not fused",
+            "deepspeed",
+        )
+    return found
 
 
 def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
