@@ -119,7 +119,7 @@ def executed(case: Case, settings: Settings, steps: int) -> dict[str, Any]:
                 if settings.precision == "amp":
                     stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
                 loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             loss = loss.detach()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

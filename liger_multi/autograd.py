@@ -66,6 +66,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     typed = sorted({*cast, *(s[1] for s in sources if s[0] == "dtype")})
     order = _order(sources, len(fwd.params), visible, saved, plain, typed, kept)
     fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
+    straight = [(fwd.params.index(n), fwd.returns.index(y)) for n, y in op.passed.items()]
     smooth = [i for i in range(visible) if i not in fixed]
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
@@ -105,6 +106,8 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
         found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
         if any(grads[i] is None for i in smooth):  # an input that none reaches has an empty one
             found = [None if g is None or g.numel() == 0 else g for g in found]
+        for i, y in straight:
+            found[i] = grads[y] if needs[i] else None
         for i in cast:
             g = found[i]
             found[i] = None if g is None else g.to(ctx.dtypes[typed.index(i)])

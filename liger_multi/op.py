@@ -84,6 +84,7 @@ class Op:
         returns: str,
         omit: Callable[..., Sequence[str]] | None = None,
         shared: Mapping[str, str] = {},
+        passed: Mapping[str, str] = {},
     ) -> Callable[[Half], Half]:
         """Declare the backward half and wire it to forward.
 
@@ -91,6 +92,8 @@ class Op:
             returns: Names of the gradients, ``d`` and the name of an input of forward.
             shared: Inputs of forward whose gradient is that of another one, by name (the terms of
                 a sum); it is cast where the dtypes differ.
+            passed: Inputs of forward whose gradient is that of an output as it comes, by name (what
+                is only added to).
             omit: Given arguments of forward by name, which tensors backward will not read; they are
                 not kept alive.
         """
@@ -99,7 +102,7 @@ class Op:
             self.bwd = Primitive(
                 self, "backward", fake, returns, (self.inplace,) if self.inplace else ()
             )
-            self.shared = dict(shared)
+            self.shared, self.passed = dict(shared), dict(passed)
             self.function = make_function(self, omit)
             # the part in C++; what Python does around it serves functorch and setup_context
             self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]

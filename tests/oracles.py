@@ -90,6 +90,24 @@ def gated_mlp(
     return product @ down_weight.T + down_bias
 
 
+def lora_update(base, x, a, b, scale=1.0):
+    return base + scale * (x @ a.T) @ b.T
+
+
+def lora_mlp(x, gate_weight, up_weight, down_weight, activation="silu", **rest):
+    def layer(name, x, weight):
+        y = x @ weight.T + rest.get(f"{name}_bias", 0)
+        if f"{name}_a" in rest:
+            scale = rest.get(f"{name}_scale", 1.0)
+            y = lora_update(y, x, rest[f"{name}_a"], rest[f"{name}_b"], scale)
+        return y
+
+    gate, up = layer("gate", x, gate_weight), layer("up", x, up_weight)
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
+    return layer("down", inner, down_weight)
+
+
 def fused_moe(
     x,
     gate_up_weight,

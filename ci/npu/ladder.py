@@ -53,6 +53,8 @@ ROWS: dict[str, Row] = {
     "kl_div": KERNEL,
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,
+    "lora_mlp": PLAIN,
+    "lora_update": PLAIN,
     "modulated_rms_norm": PLAIN,
     "multi_token_attention": PLAIN,
     "neighborhood_attention": PLAIN,

@@ -91,6 +91,23 @@ def _gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: T
     return F.linear(_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
 
 
+def _lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """As PEFT adds an adapter: in the adapter's dtype, and back."""
+    low = F.linear(F.linear(x.to(a.dtype), a), b)
+    return (base + low * scale).to(base.dtype)
+
+
+def _lora_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, gate_a: Tensor,
+    gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
+    gate_scale: float = 1.0, up_scale: float = 1.0, down_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    gate = _lora_update(F.linear(x, gate_weight), x, gate_a, gate_b, scale=gate_scale)
+    up = _lora_update(F.linear(x, up_weight), x, up_a, up_b, scale=up_scale)
+    inner = _swiglu(gate, up)
+    return _lora_update(F.linear(inner, down_weight), inner, down_a, down_b, scale=down_scale)
+
+
 def _swiglu_clamped(
     gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
 ) -> Tensor:
@@ -310,6 +327,8 @@ TABLE: dict[str, dict[str, Formula]] = {
     "swiglu": {"torch": _swiglu},
     "swiglu_packed": {"torch": _swiglu_packed},
     "gated_mlp": {"torch": _gated_mlp},
+    "lora_mlp": {"torch": _lora_mlp},
+    "lora_update": {"torch": _lora_update},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},
     "swiglu_clamped": {"torch": _swiglu_clamped},

@@ -75,6 +75,22 @@ def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
+def _lora_update(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    inputs, outputs = math.prod(shapes["x"]), math.prod(shapes["base"])
+    product = 2.0 * shapes["a"][0] * (inputs + outputs)
+    # x and base read, y written; then dy and x read, dx written
+    forward = (inputs + 2 * outputs) * size
+    return Work(forward, forward + (outputs + 2 * inputs) * size, product, 4 * product)
+
+
+def _lora_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
+    width, outer = shapes["x"][-1], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # frozen layers have no gradient, so backward is as many products as forward
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
+
+
 def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     width, slots = shapes["x"][-1], math.prod(shapes["index"])
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
@@ -176,6 +192,8 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
+    "lora_mlp": _lora_mlp,
+    "lora_update": _lora_update,
     "fused_moe": _fused_moe,
     # streams read; read again, their gradient written
     "hyper_connections": _streams(1, 3, (0, 0)),

@@ -297,6 +297,7 @@ def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) ->
 
 
 def checkpoint(model: Any) -> None:
+    """Turn on transformers' checkpointing, and what frozen embeddings need for it."""
     name = "activation_checkpointing_enable"  # transformers 5.23 on
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -305,6 +306,7 @@ def checkpoint(model: Any) -> None:
 
 
 def state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+    """Bytes of an optimizer's states; ``copies``: of an element of its fp32 copy, or 0."""
     total = 0.0
     for parameter in trained:
         size = copies or parameter.element_size()
@@ -315,6 +317,7 @@ def state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> in
 
 
 def temporary_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+    """Bytes that an optimizer's step takes beside its states."""
     sizes = [p.numel() * (copies or p.element_size()) for p in trained] or [0]
     return {"none": 0, "all": sum(sizes), "largest": 2 * max(sizes)}[spec.temporaries]
 

@@ -30,6 +30,8 @@ from liger_multi.ops.hyper_connections_pre import hyper_connections_pre
 from liger_multi.ops.jsd import jsd
 from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
+from liger_multi.ops.lora_mlp import lora_mlp
+from liger_multi.ops.lora_update import lora_update
 from liger_multi.ops.modulated_rms_norm import modulated_rms_norm
 from liger_multi.ops.multi_token_attention import multi_token_attention
 from liger_multi.ops.neighborhood_attention import neighborhood_attention
@@ -79,6 +81,8 @@ __all__ = [
     "jsd",
     "kl_div",
     "layer_norm",
+    "lora_mlp",
+    "lora_update",
     "modulated_rms_norm",
     "multi_token_attention",
     "neighborhood_attention",

@@ -10,13 +10,14 @@ from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import foreign, modeltypes, registered, resize
+from liger_multi.patching.adapters import FusedLora, adapters, looks_like_lora
 from liger_multi.patching.experts import (
     ExpertsSettings,
     FusedExperts,
     experts_kind,
     looks_like_experts,
 )
-from liger_multi.patching.head import behaviour, find_heads, head_refusal, with_heads
+from liger_multi.patching.head import LazyHead, behaviour, find_heads, head_refusal, with_heads
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
@@ -53,7 +54,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope`` and
+            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora`` and
             ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
             losses on, ``cross_entropy`` serves the calls that cannot be fused.
 
@@ -189,7 +190,8 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
     elif found.kind.op not in choices:
         _restore(report, path, module)
     else:
-        settings = replace(found, options=choices[found.kind.op])
+        lora = request.get("lora") is not None
+        settings = replace(found, options=choices[found.kind.op], lora=lora)
         swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
         _apply(report, path, module, swap, settings.shown(module), settings.options.shown())
 
@@ -226,6 +228,22 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         renew(type(module))
 
 
+def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    if not looks_like_lora(module) or isinstance(module, LazyHead):
+        return
+    options = request.get("lora")
+    if options is None:
+        _restore(report, path, module)
+        return
+    found = foreign.of_module(module) or adapters(module)
+    if isinstance(found, str):
+        _restore(report, path, module)
+        report.skipped.append(Skipped(path, "lora", found))
+    else:
+        swap = Swap("lora", stock_class(module), FusedLora, options)
+        _apply(report, path, module, swap, "lora_update", options.shown())
+
+
 def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     """What users' probes say; modules that an operator serves are not asked."""
     held = swapped(module)
@@ -245,7 +263,7 @@ def _registered(report: PatchReport, request: Request, path: str, module: nn.Mod
         _restore(report, path, module)
 
 
-_FINDERS = (_norm, _mlp, _experts, _rotary, _registered)
+_FINDERS = (_norm, _mlp, _experts, _rotary, _lora, _registered)
 """Asked in this order for every module; each knows its operators' modules and leaves others."""
 
 
@@ -256,7 +274,7 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = [] if report.count("fused_moe") else experts
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
-    for family in (NORM_OPS, MLP_OPS, ("fused_moe",), ("rope",)):
+    for family in (NORM_OPS, MLP_OPS, ("fused_moe",), ("rope",), ("lora",)):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]
         for op in missing:
@@ -281,15 +299,29 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
         report.skipped.append(Skipped("", op, missing, strict=needed))
     theirs = next((why for m in with_heads(model) if (why := foreign.of_model(m))), None)
     for path, module in heads:
-        refusal = theirs or head_refusal(module)
+        if settings.fused and hasattr(module, "base_layer"):
+            _unwrapped(report, path, module)
+        if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
+            restore(module)
+            report.entries = [e for e in report.entries if (e.path, e.op) != (path, "lora")]
+        around = [m for p, m in model.named_modules() if not p or path.startswith(f"{p}.")]
+        refusal = theirs or head_refusal(module, around)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
-                _restore(report, f"{path}.{name}".strip("."), inner)
+                if not isinstance(inner, FusedLora):
+                    _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
-        swap = Swap(op, stock_class(module), behaviour(module), settings)
+        swap = Swap(op, stock_class(module), behaviour(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
         resize.follow()
+
+
+def _unwrapped(report: PatchReport, path: str, module: nn.Module) -> None:
+    """A head that was patched before an adapter came on top of it is its plain base again."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, LazyHead) and inner is not module:
+            _restore(report, f"{path}.{name}", inner)
 
 
 def _apply(

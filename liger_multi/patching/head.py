@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching import versions
+from liger_multi.patching.adapters import adapters, fits, looks_like_lora
+from liger_multi.patching.bare import is_bare
 from liger_multi.patching.lazy import lazy_logits
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.protocol import is_infrastructure, warn_once
@@ -35,6 +37,14 @@ class LazyHead(Patched):
         """The forward that the layer was built with."""
         return cast(Tensor, super().forward(hidden))
 
+    def thin(self) -> tuple[Tensor, ...]:
+        """Both factors of every low-rank adapter on the head."""
+        return ()
+
+    def scales(self) -> tuple[float, ...]:
+        """What multiplies each of them."""
+        return ()
+
     def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
         if self.weight.numel() == 0:
@@ -51,7 +61,8 @@ class LazyHead(Patched):
         grad = torch.is_grad_enabled()
         dtype = output_dtype(hidden, self.weight)
         fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
-        if dtype is None or not fits or not may_be_lazy(self, hidden, grad):
+        whole = not hasattr(self.weight, "device_mesh")  # else a part, which nobody gathered
+        if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
             return self.stock_forward(hidden)
         weights = (self.weight, self.bias)
         if torch.compiler.is_compiling():
@@ -59,12 +70,47 @@ class LazyHead(Patched):
             return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad, traced))
         settled = not any(is_infrastructure(hook) for hook in hooks_of(self))
         guard = Guard(self, hidden, settled)
-        recipe = Recipe(self, weights, hidden, settings, dtype, grad, guard)
-        if settings.fused is None or _foreign_hook(self):
+        thin, scales = self.thin(), self.scales()
+        recipe = Recipe(
+            self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
+        )
+        if settings.fused is None or _foreign_hook(self) or _detached(self):
             return loss_logits(self.stock_forward(hidden), recipe)
         if getattr(self, "_is_replica", False):
             return ReplicaLogits(recipe) if grad else self.stock_forward(hidden)
         return lazy_logits(recipe)
+
+
+class LazyAdaptedHead(LazyHead):
+    """The same for a linear layer with LoRA adapters, which are part of every chunk of logits."""
+
+    def thin(self) -> tuple[Tensor, ...]:
+        """Both factors of every adapter that acts."""
+        return tuple(t for one in adapters(self) for t in (one.a, one.b))  # type: ignore[union-attr]
+
+    def scales(self) -> tuple[float, ...]:
+        """Their scales."""
+        return tuple(float(one.scale) for one in adapters(self))  # type: ignore[union-attr]
+
+    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
+        """Lazy logits, or what ``job`` asks for; PEFT's where adapters are no plain products."""
+        if job is None and (torch.compiler.is_compiling() or adapted_head_refusal(self)):
+            return self.stock_forward(hidden)
+        if job is None and not all(fits(hidden, one) for one in adapters(self)):  # type: ignore[arg-type]
+            return self.stock_forward(hidden)
+        return super().forward(hidden, job)
+
+
+def adapted_head_refusal(head: Any) -> str | None:
+    """Why the logits of a head with adapters are computed whole, or None."""
+    kind = type(head).__name__
+    stay = "its logits stay real, so that the adapter trains"
+    if not looks_like_lora(head):
+        return f"an adapter ({kind}) sits on the output embedding; {stay}"
+    if not is_bare(head.base_layer):
+        return f"under the adapter on the output embedding is no plain linear layer; {stay}"
+    found = adapters(head)
+    return f"the output embedding: {found}; {stay}" if isinstance(found, str) else None
 
 
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -120,6 +166,21 @@ def with_heads(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def _detached(head: nn.Module) -> bool:
+    """Whether DeepSpeed's hooks stand on the head: ZeRO-3 returns its output detached.
+
+    A node of its own then joins the output to the graph, which a loss of hidden states passes by.
+    """
+    found = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks_of(head))
+    if found:
+        warn_once(
+            "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "
+            "and the loss is not fused",
+            "deepspeed",
+        )
+    return found
+
+
 def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     """The output embeddings of a model with their paths, or the reason why there is none."""
     for module in with_heads(model):
@@ -142,17 +203,16 @@ def _inside(head: nn.Module) -> list[nn.Module]:
     return [head]
 
 
-def head_refusal(head: nn.Module) -> str | None:
-    """Why a module cannot be a lazy head, or None."""
+def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
+    """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
     kind = type(head).__name__
     if hasattr(head, "base_layer"):
-        return (
-            f"an adapter ({kind}) sits on the output embedding; its logits stay real, so that the "
-            "adapter trains"
-        )
+        if "forward" in vars(head) and not has_own_forward(head):
+            return f"somebody else replaced the forward of this {kind}"
+        return adapted_head_refusal(head)
     from liger_multi.patching import sharded
 
-    parallel = sharded.is_sharded(head)
+    parallel = sharded.is_sharded(head, owners)
     if parallel and (reason := sharded.refusal(head)):
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
@@ -187,8 +247,10 @@ def _holds_codes(head: nn.Module) -> bool:
     return weight.dtype.itemsize < 2 or not weight.is_floating_point()
 
 
-def behaviour(head: nn.Module) -> type[LazyHead]:
+def behaviour(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
     """The class of lazy heads that fits a module which is not refused."""
     from liger_multi.patching import sharded
 
-    return sharded.ShardedHead if sharded.is_sharded(head) else LazyHead
+    if hasattr(head, "base_layer"):
+        return LazyAdaptedHead
+    return sharded.ShardedHead if sharded.is_sharded(head, owners) else LazyHead

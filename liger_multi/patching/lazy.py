@@ -195,7 +195,7 @@ class LazyLogits(Tensor):
         epilogue = slot.recipe.epilogue
         if options is None or epilogue is None or slot.available or slot.family.pinned:
             return None
-        if slot.recipe.sharded:
+        if slot.recipe.sharded or slot.recipe.scales:  # a head is one whole weight there
             return None
         return {
             "hidden": slot.recipe.hidden,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.patching.options import LossOptions, Options
+from liger_multi.patching.options import FusedOptions, LossOptions, Options
 from liger_multi.patching.recipe import Job, Recipe
 
 
@@ -88,10 +88,12 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
     options, epilogue = recipe.settings.fused, recipe.epilogue
     if options is None or epilogue is None or not call.plain:
         return None
-    scale, cap = epilogue
     grad = recipe.grad and torch.is_grad_enabled()
     if recipe.sharded:
         return _of_shards(recipe, call, epilogue, options.chunk, options.z_loss if grad else 0.0)
+    if recipe.scales:
+        return _through_adapters(recipe, call, options, call.keywords(options, grad))
+    scale, cap = epilogue
 
     def loss(head: Any, hidden: Tensor) -> Any:
         from liger_multi.ops import fused_linear_cross_entropy
@@ -151,6 +153,45 @@ def _of_shards(
 
     with recipe.mode():
         return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
+
+
+def _through_adapters(
+    recipe: Recipe, call: CrossEntropyCall, options: FusedOptions, keywords: dict[str, Any]
+) -> Tensor | None:
+    """The loss of a head with adapters: its logits a chunk of rows at a time, twice.
+
+    The fused operator would take the adapters as columns of the weight, whose gradient is dense.
+    """
+    from liger_multi.ops import cross_entropy
+    from liger_multi.patching.reductions import by_rows
+    from liger_multi.reference.chunking import chunk_rows
+
+    if call.weight is not None:
+        return None  # their sum divides a mean, which is the operator's to know
+    reduction, target = keywords.pop("reduction"), call.target
+    if options.compact and reduction != "none":
+        rows = (target != call.ignore_index).nonzero().squeeze(1)
+        recipe, target = recipe.rows(recipe.hidden[rows]), target[rows]
+
+    def losses(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        found: Tensor = run_bound(
+            options,
+            ("cross_entropy",),
+            lambda: cross_entropy(logits, ids.squeeze(-1), reduction="none", **keywords),
+        )
+        return (found.unsqueeze(-1),)
+
+    step = options.chunk
+    if isinstance(step, str):
+        # besides the logits there are those in fp32 and two gradients
+        step = max(1, chunk_rows(target.numel(), recipe.hidden, recipe.vocabulary, 0, 0) // 4)
+    found = by_rows(recipe, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
+    if reduction == "none":
+        return found
+    if reduction == "sum":
+        return found.sum()
+    count: Tensor = (target != call.ignore_index).sum().clamp(min=1)
+    return found.sum() / count
 
 
 def negative_log_likelihood(recipe: Recipe, *args: Any, **kwargs: Any) -> Tensor | None:

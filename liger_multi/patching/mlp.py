@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_of_torch
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching import registered
+from liger_multi.patching.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.bare import PLAIN, globally_hooked, is_bare
 from liger_multi.patching.kinds import MLP_KINDS, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
@@ -32,6 +33,7 @@ class MlpSettings:
         outer: Dropout after the last layer.
         numbers: Arguments of the operator and the attributes that hold them.
         options: What the patch call asked for.
+        lora: Whether adapters on the layers are part of the operator.
     """
 
     kind: MlpKind
@@ -40,11 +42,14 @@ class MlpSettings:
     outer: str | None = None
     numbers: tuple[tuple[str, str], ...] = ()
     options: Options = field(default_factory=Options)
+    lora: bool = True
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
         if self.kind.activation and _bare(module, self.names):
             return f"gated_mlp[{self.kind.activation}]"
+        if self.kind.activation and self.lora and _adapted(module, self.names):
+            return f"lora_mlp[{self.kind.activation}]"
         op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
         details = ", ".join(value for _, value in self.kind.options if isinstance(value, str))
         return f"{op}[{details}]" if details else op
@@ -62,7 +67,7 @@ class FusedMlp(Patched):
         if len(args) != 1 or kwargs:
             return cast(Tensor, super().forward(*args, **kwargs))
         op = settings.kind.op
-        ops = ("gated_mlp", op, f"{op}_packed")
+        ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
         return cast(Tensor, run_bound(settings.options, ops, _apply, self, args[0], settings))
 
 
@@ -79,6 +84,12 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     else:
         up = getattr(module, names.up)
         whole = bool(kind.activation) and _silent(module, settings.inner)
+        thin = _adapted(module, names) if whole and settings.lora else None
+        if thin is not None:
+            layers = [getattr(layer, "base_layer", layer) for layer in (gate, up, down)]
+            if _one_dtype(x, *layers) and all(a is None or fits(x, a) for a in thin):
+                result = _with_adapters(x, layers, thin, kind.activation)
+                return _dropped(module, result, settings.outer)
         if whole and _bare(module, names) and _one_dtype(x, gate, up, down):
             result = ops.gated_mlp(
                 x,
@@ -94,6 +105,27 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         inner = getattr(ops, kind.op)(gate(x), up(x), **options)
     inner = _dropped(module, inner, settings.inner)
     return _dropped(module, cast(Tensor, down(_for(down, inner))), settings.outer)
+
+
+def _with_adapters(
+    x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
+) -> Tensor:
+    from liger_multi.ops import lora_mlp
+
+    pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
+    scales = [1.0 if a is None else a.scale for a in thin]
+    return lora_mlp(
+        x,
+        *(layer.weight for layer in layers),
+        *(t for pair in pairs for t in pair),
+        gate_bias=layers[0].bias,
+        up_bias=layers[1].bias,
+        down_bias=layers[2].bias,
+        gate_scale=scales[0],
+        up_scale=scales[1],
+        down_scale=scales[2],
+        activation=activation,
+    )
 
 
 def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
@@ -114,24 +146,29 @@ def _for(down: Any, x: Tensor) -> Tensor:
     return x if autocast_dtype(x.device.type) is not None else x.to(weight.dtype)
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)  # of all modules
-PLAIN = (Tensor, nn.Parameter)
-
-
 def _bare(module: nn.Module, names: MlpNames) -> bool:
     """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
-    if names.up is None or any(getattr(module_of_torch, hooks) for hooks in GLOBAL_HOOKS):
+    if names.up is None or globally_hooked():
         return False
-    return all(_is_bare(module._modules[name]) for name in names.all)
+    return all(is_bare(module._modules[name]) for name in names.all)
 
 
-def _is_bare(layer: nn.Module | None) -> bool:
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
-        return False
-    if any(layer.__dict__[hooks] for hooks in HOOKS):
-        return False
-    return all(p is None or type(p) in PLAIN for p in (layer.weight, layer.bias))
+def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
+    """The adapters of layers that are frozen and otherwise bare; None where not all are."""
+    if names.up is None or globally_hooked():
+        return None
+    found = []
+    for name in names.all:
+        layer: Any = module._modules[name]
+        adapter = None if is_bare(layer) else one_adapter(layer)
+        if adapter is None and not (is_bare(layer) and _frozen(layer)):
+            return None
+        found.append(adapter)
+    return found if any(found) else None
+
+
+def _frozen(layer: nn.Module) -> bool:
+    return not any(p.requires_grad for p in layer.parameters(recurse=False))
 
 
 def _one_dtype(x: Tensor, *layers: nn.Linear) -> bool:

@@ -63,12 +63,12 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope"), Options),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), Options),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope"), True),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), True),
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }

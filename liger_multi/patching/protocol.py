@@ -54,11 +54,11 @@ _NOT_IN_PLACE = {"index__", "int__", "invert__", "iter__", "init__", "init_subcl
 _INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
 
 
-def is_infrastructure(hook: Any) -> bool:
+def is_infrastructure(hook: Any, libraries: tuple[str, ...] = _INFRASTRUCTURE) -> bool:
     """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
     while hasattr(hook, "func"):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_INFRASTRUCTURE)
+    return str(getattr(hook, "__module__", "")).startswith(libraries)
 
 
 def caller_level() -> tuple[int, str]:

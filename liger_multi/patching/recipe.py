@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +49,17 @@ class Job:
 class Recorded:
     """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sharded: Any = None) -> None:
-        self.weight, self.bias, self.sharded = weight, bias, sharded
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.weight, self.bias = recipe.weights[:2]  # type: ignore[assignment]
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward of a linear layer; the call of one that is tensor parallel."""
-        if self.sharded is not None:
-            return self.sharded(hidden)  # type: ignore[no-any-return]
-        return F.linear(hidden, self.weight, self.bias)
+        """The forward of a linear layer with its adapters; the call of one that is sharded."""
+        if self.recipe.sharded:
+            return self.recipe.head(hidden)  # type: ignore[no-any-return]
+        return self.recipe.product(hidden, *self.recipe.weights)
 
 
 class Recipe:
@@ -65,7 +68,7 @@ class Recipe:
     def __init__(
         self,
         head: Any,
-        weights: tuple[Tensor, Tensor | None],
+        weights: tuple[Tensor | None, ...],
         hidden: Tensor,
         settings: HeadSettings,
         raw_dtype: torch.dtype,
@@ -73,9 +76,11 @@ class Recipe:
         guard: Guard | TracedGuard | None = None,
         dtype: torch.dtype | None = None,
         steps: tuple[Step, ...] = (),
+        scales: tuple[float, ...] = (),
     ) -> None:
         self.head = head
-        self.weights = weights
+        # weight, bias, and both factors of every low-rank adapter, whose scales are ``scales``
+        self.weights, self.scales = weights, scales
         self.hidden = hidden
         self.settings = settings
         self.raw_dtype = raw_dtype
@@ -134,6 +139,7 @@ class Recipe:
             self.guard,
             dtype,
             steps,
+            self.scales,
         )
 
     def run(self, job: Job, hidden: Tensor) -> Any:
@@ -142,11 +148,22 @@ class Recipe:
         Through the head's call while it is ours and holds them, or a sharding library's hooks will
         gather them; with the recorded ones after an unpatch, a replacement or ``functional_call``.
         """
-        weight = self.weights[0]
+        weight = cast(Tensor, self.weights[0])
         ours = isinstance(self.head, Patched)
         if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
             return self.head(hidden, job)
-        return job.run(Recorded(*self.weights, self.head if self.sharded else None), hidden)
+        return job.run(Recorded(self), hidden)
+
+    def product(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
+    ) -> Tensor:
+        """Raw logits of some rows, from tensors in the order of ``weights``."""
+        logits = F.linear(hidden, cast(Tensor, weight), bias)
+        for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
+            from liger_multi.ops import lora_update
+
+            logits = lora_update(logits, hidden, cast(Tensor, a), cast(Tensor, b), scale=scale)
+        return logits
 
     def compute(self) -> Tensor:
         """The real logits, differentiable where the recipe is."""
@@ -322,6 +339,8 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _parameters(head: Any) -> dict[str, Tensor]:
-    """Weight and bias of a linear head, under the words that messages use."""
+    """The parameters of a linear head, under the words that messages use."""
     found = {"head's weights": head.weight, "head's bias": head.bias}
+    thin = getattr(head, "thin", None)  # an adapter's factors
+    found |= {f"head's adapters ({i})": t for i, t in enumerate(thin() if thin else ())}
     return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,11 +26,11 @@ class _ByRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, plan: _Plan, hidden: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias)
-        results = plan.forward(hidden, weight, bias)
+        ctx.save_for_backward(hidden, *weights)
+        results = plan.forward(hidden, *weights)
         ctx.mark_non_differentiable(*[r for r in results if not r.is_floating_point()])
         ctx.set_materialize_grads(False)
         return results
@@ -47,20 +46,20 @@ _TopK: Any = torch.return_types.topk
 
 
 class _Plan:
-    def __init__(self, recipe: Recipe, function: RowFunction, extras: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, recipe: Recipe, function: RowFunction, extras: tuple[Tensor, ...], step: int = 0
+    ) -> None:
         self.recipe, self.function, self.extras = recipe, function, extras
-        self.step = max(1, CHUNK_BYTES // (4 * recipe.vocabulary))
+        self.step = step or max(1, CHUNK_BYTES // (4 * recipe.vocabulary))
 
-    def chunk(
-        self, start: int, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def chunk(self, start: int, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         rows = slice(start, start + self.step)
-        logits = self.recipe.finish(F.linear(hidden, weight, bias))
+        logits = self.recipe.finish(self.recipe.product(hidden, *weights))
         return self.function(logits, *(e[rows] for e in self.extras))
 
-    def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(self, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, max(1, hidden.shape[0]), self.step)
-        parts = [self.chunk(i, hidden[i : i + self.step], weight, bias) for i in starts]
+        parts = [self.chunk(i, hidden[i : i + self.step], *weights) for i in starts]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def backward(
@@ -94,25 +93,27 @@ class _Plan:
         return [s if s is None else s.to(x.dtype) for s, x in zip(sums, saved, strict=True)]
 
 
-def by_rows(recipe: Recipe, function: RowFunction, *extras: Tensor) -> list[Tensor]:
+def by_rows(recipe: Recipe, function: RowFunction, *extras: Tensor, step: int = 0) -> list[Tensor]:
     """Results of ``function`` on the rows of the logits, each of shape (rows..., k).
 
     Args:
         recipe: The logits.
         function: From logits (n, V) and the rows of ``extras`` to tensors (n, k).
         extras: Tensors (rows..., k) that go along.
+        step: Rows in a chunk; 0 takes those whose logits fit into 64 MiB.
     """
     shape = recipe.hidden.shape[:-1]
     flat = recipe.rows(recipe.hidden.reshape(-1, recipe.hidden.shape[-1]))
     plan = _Plan(
-        flat, function, tuple(e.reshape(flat.hidden.shape[0], e.shape[-1]) for e in extras)
+        flat, function, tuple(e.reshape(flat.hidden.shape[0], e.shape[-1]) for e in extras), step
     )
 
     def run(head: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+        weights = (head.weight, head.bias, *flat.weights[2:])
         if torch.is_grad_enabled():
-            made: tuple[Tensor, ...] = _by_rows(plan, hidden, head.weight, head.bias)
+            made: tuple[Tensor, ...] = _by_rows(plan, hidden, *weights)
             return made
-        return plan.forward(hidden, head.weight, head.bias)
+        return plan.forward(hidden, *weights)
 
     with flat.mode():
         results = flat.run(Job(run), flat.hidden)

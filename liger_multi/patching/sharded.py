@@ -9,6 +9,7 @@ takes the stock call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -49,12 +50,14 @@ class ShardedHead(LazyHead):
         return LazyHead.stock_forward(self, hidden)
 
 
-def is_sharded(head: nn.Module) -> bool:
+def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
     """Whether a layer is tensor parallel: by its weight, or by transformers' mark and means.
 
-    FSDP has DTensors too, but gathers them before the forward.
+    FSDP, which may stand on the modules around it, has DTensors too, but gathers them before the
+    forward.
     """
-    fsdp = any(k.__module__.startswith("torch.distributed.fsdp") for k in type(head).__mro__)
+    kinds = [kind for module in (head, *owners) for kind in type(module).__mro__]
+    fsdp = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds)
     if hasattr(getattr(head, "weight", None), "device_mesh"):
         return not fsdp
     collects = bool(hooks_of(head)) or ("forward" in vars(head) and not has_own_forward(head))

@@ -159,13 +159,14 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
             if id(module) not in before:
                 restore(module)
         for module, kind in before.values():  # also those that left the model while it was patched
-            if type(module) is not kind and stock_class(module) is _stock_of(kind):
+            if type(module) is not kind and stock_class(module) is stock_of(kind):
                 _drop_own_forward(module)
                 module.__class__ = kind
 
     return bring_back
 
 
-def _stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands behind one of ours, or the class itself."""
     found = cast("Swap | None", vars(kind).get("_liger_multi_swap"))
     return found.stock if found else kind

@@ -155,7 +155,7 @@ class Predictor:
         blocks = [Static.of(layer.parameters(), spec, copies) for layer in layers]
         text = model.config.get_text_config()
         simulation = Cutting(
-            layers,
+            list(layers),
             target=self.device,
             capacity=None,
             model=model,
@@ -228,7 +228,7 @@ class Predictor:
         factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
         # a pass after the first, or after the last step's gradients, finds some already there
         accumulating = settings.accumulation > 1 or stages > 1
-        start = {PARAMETERS: static.parameters + buffers, STATES: static.states}
+        start: dict[str, float] = {PARAMETERS: static.parameters + buffers, STATES: static.states}
         start[GRADIENTS] = static.gradients if accumulating else 0
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:

@@ -255,7 +255,7 @@ class _Search:
             else sum(found.parts.get(name, 0) for name in ("parameters", "optimizer states"))
         )
         ratio = micro * (self.budget - static) / max(1, growing)
-        return 2 ** max(0, math.floor(math.log2(max(1.0, ratio))))
+        return int(2 ** max(0, math.floor(math.log2(max(1.0, ratio)))))
 
     def _kinds(self, plain: Settings, first: bool) -> Iterator[Settings]:
         """How layers and the head are computed; fewer ways after the first precision."""
@@ -291,7 +291,7 @@ class _Search:
         width = 4 if settings.precision == "fp32" else 2
         vocabulary = getattr(self.shapes.text, "vocab_size", None) or 1
         rows = max(LEAST_ROWS, size // (width * vocabulary))
-        return 2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1))))
+        return int(2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1)))))
 
     def _spread(self, some: Settings, spread: str) -> bool:
         """Weigh one way with every place for states; whether anything fits."""

@@ -1,0 +1,264 @@
+"""Contract of ``lora_mlp``."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops.gated_mlp import ACTIVATIONS
+from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.lora_update import adapter_dtypes, fit, lora_update
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+LAYERS = ("gate", "up", "down")
+op = Op(
+    "lora_mlp",
+    rows=("x", "y", "dy", "gate", "up"),
+    replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
+)
+
+
+@op.forward(returns="y gate up", residuals="gate up")
+def forward(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Optional[Tensor],
+    gate_b: Optional[Tensor],
+    up_a: Optional[Tensor],
+    up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_scale: float,
+    up_scale: float,
+    down_scale: float,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    lead = x.shape[:-1]
+    inner = (*lead, gate_weight.shape[0])
+    return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
+
+
+@op.backward(returns="dx dgate_a dgate_b dup_a dup_b ddown_a ddown_b")
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Optional[Tensor],
+    gate_b: Optional[Tensor],
+    up_a: Optional[Tensor],
+    up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate: Tensor,
+    up: Tensor,
+    gate_scale: float,
+    up_scale: float,
+    down_scale: float,
+    activation: str,
+    needs_x: bool,
+    needs_gate_a: bool,
+    needs_gate_b: bool,
+    needs_up_a: bool,
+    needs_up_b: bool,
+    needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+
+    def like(thin: Optional[Tensor], needed: bool) -> Tensor:
+        return x.new_empty(0) if thin is None else thin.new_empty(thin.shape if needed else (0,))
+
+    return (
+        x.new_empty(x.shape if needs_x else (0,)),
+        like(gate_a, needs_gate_a),
+        like(gate_b, needs_gate_b),
+        like(up_a, needs_up_a),
+        like(up_b, needs_up_b),
+        like(down_a, needs_down_a),
+        like(down_b, needs_down_b),
+    )
+
+
+def lora_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+) -> Tensor:
+    """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
+
+    Math:
+        With ``layer(x) = x @ weight.T + bias + scale (x @ a.T) @ b.T``, where a layer without a and
+        b has none of the last term: ``y = down(act(gate(x)) * up(x))``. The weights and biases are
+        frozen: backward makes the gradients of a and b by products with r columns or rows, and of x
+        in one buffer; it computes ``x @ a.T`` and ``act(gate) * up`` again.
+
+    Shapes:
+        x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
+        ``(D, F)``, biases as in ``gated_mlp``; gate_a and up_a ``(r, H)``, gate_b and up_b
+        ``(F, r)``, down_a ``(r, F)``, down_b ``(D, r)``, each with an r of its own; y ``(..., D)``,
+        contiguous.
+
+    Dtypes:
+        In: x, weights and biases of one floating dtype, adapters of one, which may be wider; any
+        under autocast, which then sets the dtype of all. Inside: as ``gated_mlp`` and
+        ``lora_update``. Out: that of x.
+
+    Memory:
+        Kept for backward: x, gate and up. PEFT's layers around an activation keep the activation
+        and the product besides, each ``(..., F)``, and copies of x and of the product in the dtype
+        of the adapters.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, an a without its
+            b, or a weight that requires a gradient.
+
+    Source:
+        Hu et al. 2021 (arXiv:2106.09685) in Shazeer 2020 (arXiv:2002.05202); ``peft`` around
+        transformers ``LlamaMLP``.
+    """
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    pairs = {"gate": (gate_a, gate_b), "up": (up_a, up_b), "down": (down_a, down_b)}
+    checks.floating("lora_mlp", x=x)
+    for name, weight in weights.items():
+        checks.floating("lora_mlp", **{name: weight})
+    thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
+    checks.floating("lora_mlp", x=x, **weights, **biases, **thin)
+    checks.one_of("lora_mlp", "activation", activation, ACTIVATIONS)
+    shapes_fit(x, gate_weight, up_weight, down_weight)
+    for name, bias in biases.items():
+        rows = f"{name.removesuffix('bias')}weight"
+        checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
+    _frozen({**weights, **biases})
+    adapted: list[Tensor | None] = []
+    inner = x.shape[:-1] + gate_weight.shape[:1]
+    for name, (a, b) in pairs.items():
+        if (a is None) != (b is None):
+            given, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(f"lora_mlp: {name}_{given} needs {name}_{missing} beside it, got None")
+        if a is not None and b is not None:
+            source = x.new_empty(inner, device="meta") if name == "down" else x
+            out = (*x.shape[:-1], weights[f"{name}_weight"].shape[0])
+            fit("lora_mlp", source, out, a, b, f"{name}_")
+            _, a, b = adapter_dtypes("lora_mlp", {"x": x}, a, b, f"{name}_")
+        adapted += [a, b]
+    x, *wide = checks.one_dtype("lora_mlp", {"x": x, **weights, **biases})  # type: ignore[assignment]
+    scales = (float(gate_scale), float(up_scale), float(down_scale))
+    if checks.in_checkpoint():
+        return _in_steps(x, wide, adapted, scales, activation)
+    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation)  # type: ignore[no-any-return]
+
+
+def _frozen(weights: dict[str, Tensor | None]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad:
+            raise ValueError(
+                f"lora_mlp: the layers must be frozen, got a {name} that requires a gradient; call "
+                "gated_mlp, or the layers themselves with lora_update"
+            )
+
+
+def _in_steps(
+    x: Tensor,
+    wide: list[Tensor | None],
+    thin: list[Tensor | None],
+    scales: tuple[float, ...],
+    activation: str,
+) -> Tensor:
+    """The same as steps of their own, of which checkpointing does not compute the last again."""
+    from liger_multi.ops import geglu, swiglu
+
+    def layer(i: int, x: Tensor) -> Tensor:
+        weight = wide[i]
+        assert weight is not None
+        y = torch.nn.functional.linear(x, weight, wide[3 + i])
+        a, b = thin[2 * i], thin[2 * i + 1]
+        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i])
+
+    gate, up = layer(0, x), layer(1, x)
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate=approximate)
+    return layer(2, inner)
+
+
+def _case(
+    rows: tuple[int, ...], hidden: int, inner: int, rank: int, layers: tuple[str, ...] = LAYERS,
+    out: int = 0, dtype: torch.dtype | None = None, **frozen: bool,
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
+    sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (out or hidden, inner)}
+    made = {"x": T((*rows, hidden), grad=not frozen.get("x", False))}
+    for name, size in sizes.items():
+        made[f"{name}_weight"] = T(size, scale=size[1] ** -0.5, grad=False)
+    for name in layers:
+        wide, narrow = sizes[name]
+        shapes = {"a": (rank, narrow), "b": (wide, rank)}
+        for part, shape in shapes.items():
+            key = f"{name}_{part}"
+            scale = shape[1] ** -0.5
+            made[key] = T(shape, dtype, scale, grad=not frozen.get(key, False))
+    return made
+
+
+def _bias(inner: int, out: int) -> dict[str, T]:
+    sizes = {"gate_bias": inner, "up_bias": inner, "down_bias": out}
+    return {name: T((size,), scale=0.3, grad=False) for name, size in sizes.items()}
+
+
+_FROZEN: Any = {f"{layer}_{part}": True for layer in LAYERS for part in "ab"}
+_SCALES = {"gate_scale": 2.0, "up_scale": 0.5, "down_scale": 1.5}
+SAMPLES = (
+    Sample("rows", _case((2, 5), 16, 24, 4), _SCALES),
+    Sample("gelu", _case((6,), 16, 24, 4), {"activation": "gelu"}),
+    Sample("gelu-tanh", _case((6,), 16, 24, 4), {"activation": "gelu_tanh"}),
+    Sample("biases", _case((3, 4), 8, 12, 2, out=6) | _bias(12, 6), _SCALES),
+    Sample("gate-and-down", _case((5,), 8, 12, 2, ("gate", "down")), _SCALES),
+    Sample("only-down", _case((5,), 8, 12, 2, ("down",)), _SCALES),
+    Sample("odd-widths-rank-1", _case((7,), 13, 19, 1)),
+    Sample("one-axis", _case((), 8, 12, 2)),
+    Sample("no-rows", _case((0,), 8, 12, 2)),
+    Sample("sliced", _case((6,), 16, 24, 4) | {"x": T((6, 16), layout="sliced")}),
+    Sample("frozen-x", _case((6,), 16, 24, 4, x=True)),
+    Sample("frozen-a", _case((6,), 16, 24, 4, gate_a=True, up_a=True, down_a=True)),
+    Sample(
+        "past-65535-rows",
+        _case((65537,), 4, 4, 2, **_FROZEN),
+        size="thin",
+    ),
+    Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),
+    Sample(
+        "8192x4096x14336-r16-fp32",
+        _case((8192,), 4096, 14336, 16, dtype=torch.float32),
+        _SCALES,
+        size="bench",
+    ),
+)

@@ -1,0 +1,139 @@
+"""Contract of ``lora_update``."""
+
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+op = Op("lora_update", rows=("base", "x", "dy"), replicated=("a", "b"))
+
+
+@op.forward(returns="y")
+def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Shape rule."""
+    return base.new_empty(base.shape)
+
+
+@op.backward(returns="dx da db", passed={"base": "y"})
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    needs_x: bool,
+    needs_a: bool,
+    needs_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape rule."""
+    return (
+        x.new_empty(x.shape if needs_x else (0,)),
+        a.new_empty(a.shape if needs_a else (0,)),
+        b.new_empty(b.shape if needs_b else (0,)),
+    )
+
+
+def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """What a LoRA adapter adds to the output of a linear layer.
+
+    Math:
+        ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
+        may be of any kind, such as one with quantised weights. Backward computes ``x @ a.T`` again;
+        every product has r columns, rows or terms.
+
+    Shapes:
+        base ``(..., F)``, x ``(..., H)``, of the same leading axes and with any strides, a
+        ``(r, H)``, b ``(F, r)``; y ``(..., F)``, contiguous.
+
+    Dtypes:
+        In: base and x of one floating dtype, a and b of one, which may be another; under autocast
+        x, a and b take its dtype. Inside: the products are in the dtype of a and b, as PEFT's are,
+        sums at least fp32; with two dtypes, some rows are converted at a time. Out: that of base.
+
+    Memory:
+        Kept for backward: x, a, b. PEFT keeps x in the dtype of a besides, once a layer.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
+        ValueError: Shapes do not fit together, or mixed devices.
+
+    Source:
+        Hu et al. 2021 (arXiv:2106.09685); ``peft.tuners.lora.Linear``.
+    """
+    checks.floating("lora_update", base=base, x=x, a=a, b=b)
+    fit("lora_update", x, base.shape, a, b)
+    x, a, b = adapter_dtypes("lora_update", {"base": base, "x": x}, a, b)
+    return op(base, x, a, b, float(scale))  # type: ignore[no-any-return]
+
+
+def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str = "") -> None:
+    """``(x @ a.T) @ b.T`` has the shape ``out``."""
+    a_name, b_name = f"{of}a", f"{of}b"
+    if x.ndim == 0 or x.shape[:-1] != out[:-1]:
+        raise ValueError(
+            f"{op}: x and base must have the same leading axes, got {tuple(x.shape)} and "
+            f"{tuple(out)}"
+        )
+    if a.ndim != 2 or a.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: {a_name} must have shape (r, {x.shape[-1]}), a column for each of the layer's "
+            f"inputs, got {checks.describe(a)}"
+        )
+    if b.shape != (out[-1], a.shape[0]):
+        raise ValueError(
+            f"{op}: {b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer by rows "
+            f"of {a_name}, got {checks.describe(b)}"
+        )
+
+
+def adapter_dtypes(
+    op: str, base: dict[str, Tensor], a: Tensor, b: Tensor, of: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """X (the last of ``base``), a and b, in autocast's dtype where it is on.
+
+    Raises:
+        TypeError: Outside of autocast, tensors of the base differ among themselves, or a and b.
+    """
+    x = list(base.values())[-1]
+    if checks.autocast_dtype(x.device.type) is not None:
+        x, a, b = checks.one_dtype(op, {"x": x, "a": a, "b": b})  # type: ignore[assignment]
+        return x, a, b
+    checks.one_dtype(op, base)
+    checks.one_dtype(op, {f"{of}a": a, f"{of}b": b})
+    if a.dtype.itemsize < x.dtype.itemsize:
+        kinds = [str(t.dtype).removeprefix("torch.") for t in (x, a)]
+        raise TypeError(
+            f"{op}: adapters must not be narrower than the layer, got a layer of {kinds[0]} with "
+            f"{of}a of {kinds[1]}"
+        )
+    return x, a, b
+
+
+def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:
+    """Tensors of a sample; ``specs`` replace some."""
+    made = {
+        "base": T((*rows, out)),
+        "x": T((*rows, width)),
+        "a": T((rank, width), scale=max(1, width) ** -0.5),
+        "b": T((out, rank), scale=max(1, rank) ** -0.5),
+    }
+    return made | specs
+
+
+SAMPLES = (
+    Sample("rows", case((2, 5), 16, 24, 4), {"scale": 2.0}),
+    Sample("odd-widths", case((7,), 13, 19, 3), {"scale": 0.3}),
+    Sample("rank-1", case((5,), 8, 12, 1), {"scale": 4.0}),
+    Sample("one-axis", case((), 8, 12, 2)),
+    Sample("no-rows", case((0,), 8, 12, 2)),
+    Sample("sliced-x", case((4,), 8, 12, 2, x=T((4, 8), layout="sliced"))),
+    Sample("transposed-x", case((2, 4), 8, 12, 2, x=T((2, 4, 8), layout="transposed"))),
+    Sample("expanded-base", case((4,), 8, 12, 2, base=T((4, 12), layout="expanded"))),
+    Sample("frozen-x", case((4,), 8, 12, 2, x=T((4, 8), grad=False))),
+    Sample("only-b", case((4,), 8, 12, 2, x=T((4, 8), grad=False), a=T((2, 8), grad=False))),
+    Sample("past-65535-rows", case((65537,), 4, 4, 2), {"scale": 2.0}, size="thin"),
+    Sample("8192x4096x4096-r16", case((8192,), 4096, 4096, 16), {"scale": 2.0}, size="bench"),
+    Sample("8192x4096x14336-r16", case((8192,), 4096, 14336, 16), {"scale": 2.0}, size="bench"),
+)

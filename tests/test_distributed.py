@@ -1,0 +1,107 @@
+"""Patched models on two ranks train as stock ones in one process do.
+
+Gloo on the CPU; with ``--backend cuda`` NCCL, on the first two devices. All cases share two
+processes; distributed_cases.py has them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import distributed_cases
+
+import harness
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch is built without gloo", allow_module_level=True)
+
+NEEDS = {"adapters": "peft", "deepspeed": "deepspeed"}
+
+
+class Ranks:
+    """Two processes that run cases; what became of each is read from their files."""
+
+    def __init__(self, folder, kind, names):
+        script = Path(distributed_cases.__file__)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "2",
+            "DS_ACCELERATOR": kind,
+        }
+        files = [folder / f"{rank}.json" for rank in range(2)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(folder / "meet"), kind, str(file)]
+                + names,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, file in enumerate(files)
+        ]
+        try:
+            self.output = "".join(p.communicate(timeout=600)[0] for p in started)
+        except subprocess.TimeoutExpired:
+            self.output = "no answer within ten minutes"
+        finally:
+            for p in started:
+                p.kill()
+        self.results = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+
+    def check(self, name):
+        for rank, results in enumerate(self.results):
+            assert name in results, f"rank {rank} did not come to it:\n{self.output[-3000:]}"
+            assert not results[name], f"rank {rank}: {results[name]}"
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory, request):
+    """Two ranks for the fast cases, and two for each slow one, when a test asks for them."""
+    device, made = harness.selected_device(request.config), {}
+    if device.type not in ("cpu", "cuda"):
+        pytest.skip(f"no collectives to test on {device.type}")
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device; these need two")
+
+    def ranks(name):
+        fast = [n for n in distributed_cases.CASES if n not in distributed_cases.SLOW]
+        names = [name] if name in distributed_cases.SLOW else [n for n in fast if not missing(n)]
+        key = tuple(names)
+        if key not in made:
+            made[key] = Ranks(tmp_path_factory.mktemp("ranks"), device.type, names)
+        return made[key]
+
+    return ranks
+
+
+def missing(name):
+    """A package that a case needs and this environment lacks."""
+    from importlib.util import find_spec
+
+    return [p for word, p in NEEDS.items() if word in name and find_spec(p) is None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in distributed_cases.SLOW else ())
+        for n in distributed_cases.CASES
+    ],
+)
+def test_two_ranks(name, started):
+    absent = missing(name)
+    if absent:
+        pytest.skip(f"{absent[0]} is not installed")
+    started(name).check(name)
