@@ -57,7 +57,9 @@ setattr(short_offsets, "__triton_builtin__", True)  # noqa: B010
 
 @triton.jit
 def assume_rows(ptr, stride, ROWS: tl.constexpr):
-    """Say what :func:`as_rows` makes true: no tile of rows reaches 2 GiB past its first element.
+    """Say that no tile of rows reaches 2 GiB past its first element.
+
+    :func:`as_rows` makes that true of tiles of whole rows, :func:`tile_rows` of others.
 
     Without it the compiler must take 64-bit addresses for tensors of more than 2 GiB.
     """
@@ -166,6 +168,11 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
     if near and (rows.stride(1) == 1 or cols == 1):
         return rows
     return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
+
+
+def tile_rows(wanted: int, *strides: int) -> int:
+    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first (see assume_rows)."""
+    return wanted if wanted * max(strides) < 2**28 else 1
 
 
 def checked_cols(cols: int) -> int:
