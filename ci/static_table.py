@@ -48,7 +48,6 @@ BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
 # kernels, by how their names begin, that may address tensors of more than 2 GiB by 64 bits a thread
 ADDRESSED = {
     "_sum_partials_": "partials are some programs a core of fp32 rows, far from 2 GiB",
-    "_attention_": "rows of a tile stand any distance apart: heads may be slices of anything",
     "_embedding_": "every row of a tile is gathered from another place",
     "_rope_": "tokens of a tile may stand in two sequences, so they have no common base",
     "_moe_": "rows stand in the order of their experts, and are gathered",

@@ -57,9 +57,7 @@ setattr(short_offsets, "__triton_builtin__", True)  # noqa: B010
 
 @triton.jit
 def assume_rows(ptr, stride, ROWS: tl.constexpr):
-    """Say that no tile of rows reaches 2 GiB past its first element.
-
-    :func:`as_rows` makes that true of tiles of whole rows, :func:`tile_rows` of others.
+    """Say what :func:`as_rows` makes true: no tile of rows reaches 2 GiB past its first element.
 
     Without it the compiler must take 64-bit addresses for tensors of more than 2 GiB.
     """
@@ -171,7 +169,10 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
 
 
 def tile_rows(wanted: int, *strides: int) -> int:
-    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first (see assume_rows)."""
+    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first.
+
+    It makes :func:`assume_rows` true of tiles that are parts of wide rows.
+    """
     return wanted if wanted * max(strides) < 2**28 else 1
 
 

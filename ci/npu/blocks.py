@@ -11,10 +11,10 @@ with today's sources, and compiles some of it again.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ entries:
 """  # noqa: E501
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Found:
     """What a search says of a kernel and a type of elements.
 
@@ -94,7 +94,7 @@ def compiled(
     launches: list[Launch], chip: Chip
 ) -> tuple[list[tuple[Launch, vendor.Verdict]], tuple[Launch, vendor.Verdict] | None]:
     """Verdicts of forms up to the first that does not fit, and that one."""
-    made = []
+    made: list[tuple[Launch, vendor.Verdict]] = []
     for launch in launches:
         verdict = vendor.compile(launch, chip)
         if not fits(verdict):
@@ -103,26 +103,16 @@ def compiled(
     return made, None
 
 
-def search(name: str, chip: Chip, size: int, start: int = 4096) -> Found:
-    """The largest block of a kernel, from a guess up or down."""
-    best: Found | None = None
+def search(name: str, chip: Chip, size: int) -> Found:
+    """The largest block of a kernel: down from where its hungriest form still compiles."""
     refused = None
-    block = start
-    while block in SIZES:
-        made, refused_here = compiled(forms(name, chip, size, block), chip)
-        if refused_here is None:
-            best = Found(block, tuple(made), refused)
-            if refused is not None:
-                return best
-            block *= 2
-        else:
-            refused = refused_here
-            if best is not None:
-                return dataclasses.replace(best, refused=refused)
-            block //= 2
-    if best is None:
-        raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
-    return best
+    for block in reversed(SIZES):
+        every = forms(name, chip, size, block)
+        made, refusal = compiled(every, chip)
+        if refusal is None:
+            return Found(block, tuple(made), refused)
+        refused = refusal
+    raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
 
 
 def constants(launch: Launch) -> str:
