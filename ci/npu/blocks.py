@@ -11,6 +11,7 @@ with today's sources, and compiles some of it again.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterable
@@ -85,10 +86,10 @@ def why(verdict: vendor.Verdict) -> str:
     return said + (f", {loops} scalar loops" if loops else "")
 
 
-def forms(name: str, chip: Chip, size: int, block: int) -> list[Launch]:
-    """Forms of a kernel at a block, the hungriest first."""
-    launches = cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block))
-    return grouped(launches.values())[name]
+@functools.cache
+def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
+    """Forms of every kernel at a block, the hungriest first."""
+    return grouped(cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block)).values())
 
 
 def compiled(
@@ -108,8 +109,7 @@ def search(name: str, chip: Chip, size: int) -> Found:
     """The largest block of a kernel: down from where its hungriest form still compiles."""
     refused = None
     for block in reversed(SIZES):
-        every = forms(name, chip, size, block)
-        made, refusal = compiled(every, chip)
+        made, refusal = compiled(forms(chip, size, block)[name], chip)
         if refusal is None:
             return Found(block, tuple(made), refused)
         refused = refusal
