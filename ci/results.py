@@ -85,8 +85,9 @@ def device_facts(device: Any) -> dict[str, str]:
 
 
 def write(
-    path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float
-) -> None:
+    path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float,
+    note: str = "",
+) -> None:  # fmt: skip
     """Write the result of the session that ends."""
     from liger_multi.cli import doctor
 
@@ -102,6 +103,7 @@ def write(
         now.isoformat(timespec="seconds"),
         {name: counts[name] for name in OUTCOMES if counts.get(name)},
         round(seconds, 1),
+        note,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

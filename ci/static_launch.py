@@ -199,7 +199,8 @@ def _entry(
 
 
 def _modelled(entry: Mapping[str, Any]) -> bool:
-    return str(entry.get("source")).startswith(MODEL)
+    said = str(entry.get("source"))
+    return said.startswith(MODEL) and not said.startswith(f"{MODEL}: by hand")
 
 
 def write(info: DeviceInfo, made: Mapping[str, list[dict[str, Any]]]) -> Path:

@@ -48,17 +48,12 @@ BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
 # kernels, by how their names begin, that may address tensors of more than 2 GiB by 64 bits a thread
 ADDRESSED = {
     "_sum_partials_": "partials are some programs a core of fp32 rows, far from 2 GiB",
-    "_attention_": "rows of a tile stand any distance apart: heads may be slices of anything",
     "_embedding_": "every row of a tile is gathered from another place",
     "_rope_": "tokens of a tile may stand in two sequences, so they have no common base",
-    "_modulated_rms_norm_": "rows of a tile may have modulations from two places",
-    "_gated_rms_norm_": "tiles are parts of wide rows, which as_rows lets stand any distance apart",
-    "_dyt_": "likewise",
     "_moe_": "rows stand in the order of their experts, and are gathered",
     "_grouped_": "likewise",
     "_streams_": "streams and rows of a tile have strides of their own",
     "_squash_": "rows of a tile are matrices of a few numbers each",
-    "_group_norm_": "likewise; not written for scalar bases yet",
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_squash_")

@@ -79,17 +79,22 @@ def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shap
 
 
 def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
-    made = formula(info, **shape)
-    known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
-    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
-    for entry in entries.get(name, ()):
-        if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
-            made = dataclasses.replace(made, **entry["knobs"])
-            break
+    made = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
     warps = getattr(made, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
         made = dataclasses.replace(made, num_warps=info.max_threads // info.warp_size)
     return made
+
+
+def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
+    """What a device's launch table says of kernel ``name`` and a shape; empty for the formula."""
+    known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
+    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
+    for entry in entries.get(name, ()):
+        if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
+            found: dict[str, int] = entry["knobs"]
+            return found
+    return {}
 
 
 @functools.cache

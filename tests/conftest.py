@@ -89,7 +89,9 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {n: len(terminalreporter.stats.get(n, ())) for n in results.OUTCOMES}
     backends, device = harness.selected_backends(config), harness.selected_device(config)
     seconds = time.monotonic() - config.stash[STARTED]
-    results.write(path, backends, device, counts, seconds)
+    simulated = config.pluginmanager.hasplugin("ci.npu.plugin")
+    note = "on a simulated NPU (docs/ascend.md)" if simulated else ""
+    results.write(path, backends, device, counts, seconds, note)
     terminalreporter.write_line(f"wrote {path}")
 
 

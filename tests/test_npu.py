@@ -5,9 +5,11 @@ Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin`
 
 import importlib.util
 import os
+import re
 
 import pytest
 import torch
+import yaml
 
 if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
     pytest.skip("needs the environment of make test-npu", allow_module_level=True)
@@ -158,21 +160,64 @@ def test_a_patched_model_trains_as_on_the_cpu():
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def listed(chip):
+    """What ci/npu/forms has of a chip: for every form its kernel, type, block and verdict."""
+    lines = (blocks.HERE / "forms" / f"{chip}.txt").read_text().splitlines()
+    rows = [line.split(maxsplit=4) for line in lines if line[0] != "#"]
+    return {key: (name, kind, int(block), said) for name, kind, block, key, said in rows}
+
+
 @compiled
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("kind", DTYPES)
-def test_every_kernel_compiles_at_models_widths(request, chip, kind):
+def test_every_form_is_listed_as_todays_sources_have_it(chip, kind):
+    known = listed(chip)
     found = cases.launches(CHIPS[chip], DTYPES[kind])
     assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
-    forms = list(found.values())
-    if not request.config.getoption("--slow-npu"):
-        forms = [max(same, key=cases.appetite) for same in blocks.grouped(forms).values()]
-    for launch in forms:
-        verdict = vendor.compile(launch, CHIPS[chip])
-        assert not verdict.error, verdict
-        assert verdict.scalar_loops == verdict.unstructured == 0, verdict
-        assert 0 < verdict.buffer <= CHIPS[chip].buffer, verdict
+    for launch in found.values():
+        said = known.get(launch.key[:16])
+        assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
+        assert said[:3] == (blocks.key(launch), kind, launch.constants["BLOCK"])
+        taken = re.match(rf"(\d+) of {CHIPS[chip].buffer} bytes  ", said[3])
+        assert taken, f"{launch}: {said}"
+        assert 0 < int(taken[1]) <= CHIPS[chip].buffer
         assert launch.grid[0] <= CHIPS[chip].cores <= LARGEST_GRID
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_block_is_from_a_finished_search(chip):
+    table = yaml.safe_load(
+        (blocks.FOLDER / f"{'a5' if CHIPS[chip].a5 else 'a2'}.yaml").read_text()
+    )["entries"]
+    assert set(table) == set(blocks.NAMES)
+    for name, entries in table.items():
+        for entry in entries:
+            (size, _), block = entry["when"]["bytes"], entry["knobs"]["block"]
+            assert entry["source"].startswith("finished search, "), entry
+            assert chip in entry["source"]
+            # one more step was refused, or there is none
+            kind = vendor.KINDS[blocks.TYPES[size]]
+            more = [
+                s for n, k, b, s in listed(chip).values() if (n, k, b) == (name, kind, 2 * block)
+            ]
+            refused = [s for s in more if not re.match(r"\d+ of \d+ bytes  ", s)]
+            assert refused or block == max(blocks.SIZES), (name, entry, more)
+
+
+@compiled
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_kernels_compile_as_listed(request, chip, kind):
+    """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
+    known, grouped = (
+        listed(chip),
+        blocks.grouped(cases.launches(CHIPS[chip], DTYPES[kind]).values()),
+    )
+    every = request.config.getoption("--slow-npu")
+    for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
+        verdict = vendor.compile(launch, CHIPS[chip])
+        assert blocks.fits(verdict), verdict
+        assert blocks.why(verdict) == known[launch.key[:16]][3].partition("  ")[0]
 
 
 @compiled

@@ -47,3 +47,21 @@ def rotation(
     if style == "interleaved" and (cos.shape[0] != 1 or x.shape[0] * min(x.shape[1:3]) >= 1000):
         return "takes interleaved pairs with angles that all sequences share"
     return None
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, softcap: float,
+) -> Optional[str]:  # fmt: skip
+    """Of npu_fusion_attention_v3 and its gradient."""
+    if sinks is not None or ranges is not None or softcap != 0.0:
+        return "takes no sinks, no softcap, and of masks the causal one"
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in FLOATS):
+        return "takes q, k and v of one dtype: fp32, fp16 or bf16"
+    if not (v.shape[3] <= q.shape[3] <= 768 and q.shape[1] <= 256):
+        return "takes 256 heads of 768 elements, and values that are no wider"
+    if not (q.numel() and k.numel() and v.numel()) or max(q.shape[2], k.shape[2]) > 2**20:
+        return "takes 1 to 1048576 tokens"
+    if causal and q.shape[2] > k.shape[2]:
+        return "takes no query that sees no key"
+    return None

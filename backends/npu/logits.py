@@ -2,7 +2,6 @@
 
 from typing import Optional
 
-import torch
 from torch import Tensor
 
 from liger_multi.backends.npu import row_kernels
@@ -20,13 +19,28 @@ class AscendRows:
     scale = staticmethod(scale_to)
 
     @staticmethod
+    def gradient_into(
+        out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+        objective: Objective, scales: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``scales``' cross entropies and z-losses; ``out`` may be raw."""
+        cols = raw.shape[1]
+        numbers = row_kernels.coefficients(target, weight, lse, objective, cols, *scales)
+        room = as_rows(out)
+        given = room if out is raw else raw
+        row_kernels.gradient_into(room, given, target, weight, lse, objective, numbers)
+        if room is not out:
+            out.copy_(room)
+
+    @staticmethod
     def statistics_and_gradient_(
         raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
         scales: Tensor, outputs: str,
     ) -> Rows:  # fmt: skip
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = row_kernels.statistics(raw, target, weight, objective, outputs)
-        gradient_(raw, target, weight, rows.lse, objective, scales[0], scales[1])
+        by = (scales[0], scales[1])
+        AscendRows.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
         return rows
 
     @staticmethod
@@ -35,7 +49,7 @@ class AscendRows:
         dloss: Tensor,
     ) -> None:  # fmt: skip
         """``raw`` becomes its gradient for one upstream gradient a row."""
-        gradient_(raw, target, weight, lse, objective, dloss, dloss)
+        AscendRows.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
     @staticmethod
     def log_prob_gradient_(
@@ -45,26 +59,3 @@ class AscendRows:
         parts = (None if p is None else p.float() for p in upstream)
         numbers = Coefficients._make((*parts, None))
         row_kernels.gradient_into(raw, raw, target, None, lse, objective, numbers)
-
-
-def gradient_(
-    raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor, goal: Objective,
-    ce: Tensor, zl: Tensor,
-) -> None:  # fmt: skip
-    """Overwrite raw logits by the gradient of ``ce`` cross entropies and ``zl`` z-losses."""
-    numbers = row_kernels.coefficients(target, weight, lse, goal, raw.shape[1], ce, zl)
-    wide = as_rows(raw)
-    row_kernels.gradient_into(wide, wide, target, weight, lse, goal, numbers)
-    if wide is not raw:
-        raw.copy_(wide)
-
-
-def gradient(
-    raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor, goal: Objective,
-    ce: Tensor, zl: Tensor,
-) -> Tensor:  # fmt: skip
-    """The same in a tensor of its own."""
-    numbers = row_kernels.coefficients(target, weight, lse, goal, raw.shape[1], ce, zl)
-    out = torch.empty_like(raw, memory_format=torch.contiguous_format)
-    row_kernels.gradient_into(out, raw, target, weight, lse, goal, numbers)
-    return out

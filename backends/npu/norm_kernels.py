@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start, summed
 from liger_multi.launch import device_info
 
 
@@ -48,7 +48,7 @@ def _norm_forward_kernel(
                 tl.store(s_ptr + row * cols + col, rounded, mask=mask)
                 s = rounded.to(tl.float32)
             total += s * s
-        rstd = 1.0 / tl.sqrt(tl.sum(total, 0) / cols + eps)
+        rstd = 1.0 / tl.sqrt(summed(total, BLOCK) / cols + eps)
         tl.store(rstd_ptr + row, rstd)
         for at in range(0, cols, BLOCK):
             col = at + lane
@@ -86,7 +86,7 @@ def _norm_backward_kernel(
             if weight_ptr is not None:
                 g = g * _weight(weight_ptr, col, mask, offset, not EXACT)
             total += g * n
-        mean = tl.sum(total, 0) / cols
+        mean = summed(total, BLOCK) / cols
         for at in range(0, cols, BLOCK):
             col = at + lane
             mask = col < cols

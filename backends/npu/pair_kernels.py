@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start, summed
 from liger_multi.backends.npu.row_kernels import normalisers
 from liger_multi.reference.divergence_rows import Goal, Rows
 
@@ -86,9 +86,9 @@ def _pair_sums_kernel(
             )  # fmt: skip
             loss += tl.where(mask, part, 0.0)
             slope += tl.where(mask, weighted, 0.0)
-        tl.store(loss_ptr + row, tl.sum(loss, 0))
+        tl.store(loss_ptr + row, summed(loss, BLOCK))
         if FORM == 0:
-            tl.store(slope_ptr + row, tl.sum(slope, 0))
+            tl.store(slope_ptr + row, summed(slope, BLOCK))
 
 
 @jitted

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start
+from liger_multi.backends.npu.launching import as_rows, block_of, jitted, start, summed
 from liger_multi.reference.rows import Objective, Rows, asks_for_winners
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
@@ -82,7 +82,7 @@ def _row_statistics_kernel(
             most = new
         top = tl.max(most, 0)
         shrink = tl.exp(most - top)
-        every = tl.sum(total * shrink, 0)
+        every = summed(total * shrink, BLOCK)
         log_total = tl.log(every)
         tl.store(lse_ptr + row, top + log_total)
         if log_prob_ptr is not None:
@@ -91,11 +91,11 @@ def _row_statistics_kernel(
             tl.store(log_prob_ptr + row, _logit(own, scale, cap, CAPPED) - top - log_total)
         if spread_ptr is not None:
             # sum w (lse - z), with no difference of large numbers but the unavoidable one
-            gaps = tl.sum(weights * top - weighted, 0)
-            tl.store(spread_ptr + row, gaps + tl.sum(weights, 0) * log_total)
+            gaps = summed(weights * top - weighted, BLOCK)
+            tl.store(spread_ptr + row, gaps + summed(weights, BLOCK) * log_total)
         if entropy_ptr is not None:
             below = tl.where(total == 0.0, 0.0, shrink * (spread + total * (most - top)))
-            tl.store(entropy_ptr + row, log_total - tl.sum(below, 0) / every)
+            tl.store(entropy_ptr + row, log_total - summed(below, BLOCK) / every)
         if argmax_ptr is not None:
             first = tl.min(tl.where(most == top, place + lane.to(tl.float32), 0.0 + cols), 0)
             tl.store(argmax_ptr + row, first.to(tl.int32))

@@ -17,9 +17,9 @@ from liger_multi.backends.triton.attention_kernels import (
     _attention_backward_keys_kernel,
     _attention_forward_kernel,
 )
-from liger_multi.backends.triton.common import cdiv, power_of_2
+from liger_multi.backends.triton.common import cdiv, power_of_2, tile_rows
 from liger_multi.backends.triton.launching import launch
-from liger_multi.launch import DeviceInfo, device_info, knobs
+from liger_multi.launch import DeviceInfo, device_info, knobs, tabled
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class AttentionKnobs:
 # launch: (forward, backward, backward of the keys) by kind of core and widest head. What operands,
 # sums and the compiler's copies of them take follows no rule across kinds. Launch
 # tables have what single architectures hold beyond their kind.
+LARGEST_TILE, MANY = 128, 2**20  # rows of a tile, rows of a long sequence
 SMALL, SMALLEST = (32, 32, 1, 4), (16, 16, 1, 4)
 TILES = {
     ("waves of 64", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
-    ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (32, 64, 1, 4)),
+    ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (16, 64, 1, 4)),
     ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
     ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
     ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 1, 8)),
@@ -65,8 +66,15 @@ def _class(dim: int, value_dim: int) -> int:
 def supports(q: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
     info, widest = device_info(q.device), max(q.shape[3], v.shape[3])
+    if tile_rows(LARGEST_TILE, q.shape[1] * widest) == 1:  # what the results are stored by
+        return f"takes tokens of less than 16 MiB, got {q.shape[1]} heads of {widest} elements"
     if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
         return None
+    halves = ("forward", "backward", "backward_keys")
+    shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
+    shape["item"] = q.element_size()
+    if all(tabled(f"attention.{half}", info, **shape) for half in halves):
+        return None  # a kind's registers, and more: this architecture's hold them
     limit = max(size for kind, size in TILES if kind == _kind(info))
     return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
@@ -127,8 +135,9 @@ def backward_keys_knobs(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Heads of adjacent elements."""
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    """Heads of adjacent elements, a tile of whose rows is no 2 GiB long (see assume_rows)."""
+    near = tile_rows(LARGEST_TILE, x.stride(2)) > 1
+    return x if near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from liger_multi.backends.triton.attention_walks import (
     query_walk,
     whole_blocks,
 )  # fmt: skip
-from liger_multi.backends.triton.common import LN2, LOG2E, round_to
+from liger_multi.backends.triton.common import LN2, LOG2E, assume_rows, round_to
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def _store_rows(
 ):
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
     mask = (start + row < count)[:, None] & (col < DIM)[None, :]
+    assume_rows(ptr, stride, ROWS)
     ptr += tl.cast(start, tl.int64) * stride
-    at = ptr + row[:, None] * stride + col[None, :]
+    at = ptr + (row[:, None] * stride + col[None, :])
     tl.store(at, round_to(value, ptr.dtype.element_ty), mask=mask)
 
 

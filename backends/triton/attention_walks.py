@@ -7,7 +7,7 @@ steps whose block every query of the tile sees whole are taken without a mask.
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import INTERPRETED, LOG2E, round_to, tanh
+from liger_multi.backends.triton.common import INTERPRETED, LOG2E, assume_rows, round_to, tanh
 
 SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
 
@@ -45,8 +45,9 @@ def load_rows(
 ):  # fmt: skip
     """A tile of rows of DIM columns, zero past them; past ``count`` rows too, where CHECKED."""
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    assume_rows(ptr, stride, ROWS)
     ptr += tl.cast(start, tl.int64) * stride
-    at = ptr + row[:, None] * stride + col[None, :]
+    at = ptr + (row[:, None] * stride + col[None, :])
     if CHECKED:
         mask = (start + row < count)[:, None]
         if DIM < SIZE:
@@ -142,11 +143,12 @@ def _key_steps(
     VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK)
+        lane = tl.arange(0, BLOCK)
+        rows = start + lane
         q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK, DIM, SIZE)
         dy = load_rows(dy_ptr, start, dy_stride, queries, True, BLOCK, VALUE_DIM, VALUE_SIZE)
-        lse = tl.load(lse_ptr + rows, mask=rows < queries, other=float("inf"))
-        inner = tl.load(inner_ptr + rows, mask=rows < queries, other=0.0)
+        lse = tl.load(lse_ptr + start + lane, mask=rows < queries, other=float("inf"))
+        inner = tl.load(inner_ptr + start + lane, mask=rows < queries, other=0.0)
         s, t = score(product(k, tl.trans(q)), scale, softcap, CAPPED)
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if MASKED:

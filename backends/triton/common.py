@@ -168,6 +168,14 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
     return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
 
 
+def tile_rows(wanted: int, *strides: int) -> int:
+    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first.
+
+    It makes :func:`assume_rows` true of tiles that are parts of wide rows.
+    """
+    return wanted if wanted * max(strides) < 2**28 else 1
+
+
 def checked_cols(cols: int) -> int:
     """Refuse rows whose offsets would leave what kernels take for granted."""
     if cols > LONGEST_ROW.value:

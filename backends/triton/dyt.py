@@ -24,6 +24,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common import (
     as_rows,
+    assume_rows,
     cdiv,
     power_of_2,
     round_to,
@@ -31,6 +32,7 @@ from liger_multi.backends.triton.common import (
     sum_partials,
     tanh,
     tanh_and_slope,
+    tile_rows,
     warps,
 )
 from liger_multi.backends.triton.launching import launch
@@ -72,16 +74,23 @@ def _dyt_forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) % tiles) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    col = start + lane
     row = tl.arange(0, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(y_ptr, cols, ROWS)
     mask = (first + row < rows)[:, None] & (col < cols)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
     weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
     bias = _load_or(bias_ptr, col, col < cols, 0.0)[None, :]
-    x_offset = row[:, None] * x_stride + col[None, :]
-    x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+    x_offset = row[:, None] * x_stride + lane[None, :]
+    x_ptr += first * x_stride + start
+    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
     y = round_to(tanh(x * alpha) * weight + bias, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + first * cols + row[:, None] * cols + col[None, :], y, mask=mask)
+    y_ptr += first * cols + start
+    y_offset = row[:, None] * cols + lane[None, :]
+    tl.store(y_ptr + y_offset, y, mask=mask)
 
 
 @triton.jit
@@ -90,13 +99,20 @@ def _dyt_backward_kernel(
     x_stride, rows, cols, groups, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % groups
-    col = (tl.program_id(0) // groups) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) // groups) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    col = start + lane
     row = tl.arange(0, ROWS)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(dx_ptr, cols, ROWS)
+    dy_ptr += start
+    x_ptr += start
     alpha = tl.load(alpha_ptr).to(tl.float32)
     weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
-    x_offset = row[:, None] * x_stride + col[None, :]
-    dy_offset = row[:, None] * dy_stride + col[None, :]
-    dx_offset = row[:, None] * cols + col[None, :]
+    x_offset = row[:, None] * x_stride + lane[None, :]
+    dy_offset = row[:, None] * dy_stride + lane[None, :]
+    dx_offset = row[:, None] * cols + lane[None, :]
     dalpha = tl.zeros([ROWS, BLOCK], tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -115,14 +131,14 @@ def _dyt_backward_kernel(
             dalpha += slope * x
         if dx_ptr is not None:
             dx = round_to(slope * alpha, dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
-    at = group.to(tl.int64) * cols + col
+            tl.store(dx_ptr + (first * cols + start) + dx_offset, dx, mask=mask)
+    at = group.to(tl.int64) * cols + start
     if dalpha_ptr is not None:
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(dalpha))
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + at, tl.sum(dweight, axis=0), mask=col < cols)
+        tl.store(dweight_ptr + at + lane, tl.sum(dweight, axis=0), mask=col < cols)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + at, tl.sum(dbias, axis=0), mask=col < cols)
+        tl.store(dbias_ptr + at + lane, tl.sum(dbias, axis=0), mask=col < cols)
 
 
 def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
@@ -137,10 +153,10 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
         rows, cols = x.shape
         size = x.element_size()
         k = knobs("dyt.forward", dyt_knobs, x.device, rows=rows, cols=cols, element_bytes=size)
-        tiles = cdiv(cols, k.block)
+        tiles, each = cdiv(cols, k.block), tile_rows(k.rows, x.stride(0), cols)
         launch(
-            _dyt_forward_kernel, cdiv(rows, k.rows) * tiles,
-            (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles), (k.rows, k.block),
+            _dyt_forward_kernel, cdiv(rows, each) * tiles,
+            (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles), (each, k.block),
             k.num_warps,
         )  # fmt: skip
     return y
@@ -186,7 +202,7 @@ def _gradients(
     launch(
         _dyt_backward_kernel, programs,
         (dy, x, alpha, weight, dx, da, dw, db, *strides, rows, cols, k.groups),
-        (k.rows, k.block, k.stages), k.num_warps,
+        (tile_rows(k.rows, *strides, cols), k.block, k.stages), k.num_warps,
     )  # fmt: skip
     sums = list(sum_all_partials(partial, *wanted)) if wanted else []
     return sums, None if da is None else sum_partials(da, alpha.dtype)

@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, sum_partials, warps
+from liger_multi.backends.triton.common import as_rows, cdiv, sum_partials, tile_rows, warps
 from liger_multi.backends.triton.gated_rms_norm_kernels import (
     _gated_rms_norm_backward_kernel,
     _gated_rms_norm_backward_wide_kernel,
@@ -76,9 +76,10 @@ def forward(
     strides = (x.stride(0), 0 if gate is None else gate.stride(0))
     tensors = (x, gate, weight, y, rstd)
     if k.block >= group_size:
+        each = tile_rows(k.rows, *strides, group_size * groups)
         launch(
-            _gated_rms_norm_forward_kernel, cdiv(rows, k.rows) * groups,
-            (*tensors, *strides, rows, group_size, groups, eps), (*how, k.rows, k.block),
+            _gated_rms_norm_forward_kernel, cdiv(rows, each) * groups,
+            (*tensors, *strides, rows, group_size, groups, eps), (*how, each, k.block),
             k.num_warps,
         )  # fmt: skip
     else:
@@ -132,7 +133,7 @@ def _launch(
         launch(
             _gated_rms_norm_backward_kernel, walkers * groups,
             (dy, x, gate, weight, rstd, *made, partial, *strides, rows, size, groups),
-            (*how, k.rows, k.block, k.stages), k.num_warps,
+            (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages), k.num_warps,
         )  # fmt: skip
         return partial
     if made != (None, None):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import round_to, sigmoid
+from liger_multi.backends.triton.common import assume_cols, assume_rows, round_to, sigmoid
 
 
 @triton.jit
@@ -65,12 +65,17 @@ def _gated_rms_norm_forward_kernel(
     col = group * size + inner
     row_mask = first + row < rows
     mask = row_mask[:, None] & (inner < size)[None, :]
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(gate_ptr, gate_stride, ROWS)
+    assume_rows(y_ptr, size * groups, ROWS)
     weight = _load_weight(weight_ptr, col, inner < size, OFFSET, EXACT)[None, :]
-    x_offset = row[:, None] * x_stride + col[None, :]
-    u = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+    x_ptr += first * x_stride + group * size
+    x_offset = row[:, None] * x_stride + inner[None, :]
+    u = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
     if gate_ptr is not None:
-        gate_offset = row[:, None] * gate_stride + col[None, :]
-        gate = tl.load(gate_ptr + first * gate_stride + gate_offset, mask=mask, other=0.0)
+        gate_at = gate_ptr + (first * gate_stride + group * size)
+        gate_offset = row[:, None] * gate_stride + inner[None, :]
+        gate = tl.load(gate_at + gate_offset, mask=mask, other=0.0)
         act, _ = _activate(gate.to(tl.float32), SILU)
         if FIRST:
             u *= act
@@ -79,9 +84,9 @@ def _gated_rms_norm_forward_kernel(
     y = _scaled(u * rstd[:, None], weight, x_ptr, weight_ptr, ROUND)
     if gate_ptr is not None and not FIRST:
         y *= act
-    y_offset = row[:, None] * (size * groups) + col[None, :]
-    y = round_to(y, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + first * (size * groups) + y_offset, y, mask=mask)
+    y_ptr += first * (size * groups) + group * size
+    y_offset = row[:, None] * (size * groups) + inner[None, :]
+    tl.store(y_ptr + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -92,14 +97,17 @@ def _gated_rms_norm_forward_wide_kernel(
 ):  # fmt: skip
     group = tl.program_id(0) % groups
     row = (tl.program_id(0) // groups).to(tl.int64)
+    assume_cols(size)
+    x_ptr += row * x_stride + group * size
+    y_ptr += row * (size * groups) + group * size
+    gate_at = row * gate_stride + group * size
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, size, BLOCK):
         inner = start + tl.arange(0, BLOCK)
-        col = group * size + inner
         mask = inner < size
-        u = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(x_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         if FIRST:
-            gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+            gate = tl.load(gate_ptr + gate_at + inner, mask=mask, other=0.0)
             act, _ = _activate(gate.to(tl.float32), SILU)
             u *= act
         squares += u * u
@@ -109,9 +117,9 @@ def _gated_rms_norm_forward_wide_kernel(
         inner = start + tl.arange(0, BLOCK)
         col = group * size + inner
         mask = inner < size
-        u = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(x_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         if gate_ptr is not None:
-            gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+            gate = tl.load(gate_ptr + gate_at + inner, mask=mask, other=0.0)
             act, _ = _activate(gate.to(tl.float32), SILU)
             if FIRST:
                 u *= act
@@ -119,9 +127,7 @@ def _gated_rms_norm_forward_wide_kernel(
         y = _scaled(u * rstd, weight, x_ptr, weight_ptr, ROUND)
         if gate_ptr is not None and not FIRST:
             y *= act
-        tl.store(
-            y_ptr + row * (size * groups) + col, round_to(y, y_ptr.dtype.element_ty), mask=mask
-        )
+        tl.store(y_ptr + inner, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -138,14 +144,23 @@ def _gated_rms_norm_backward_kernel(
     col = group * size + inner
     width = size * groups
     weight = _load_weight(weight_ptr, col, inner < size, OFFSET, EXACT)[None, :]
-    x_offset = row[:, None] * x_stride + col[None, :]
-    dy_offset = row[:, None] * dy_stride + col[None, :]
-    gate_offset = row[:, None] * gate_stride + col[None, :]
-    out_offset = row[:, None] * width + col[None, :]
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(gate_ptr, gate_stride, ROWS)
+    assume_rows(dx_ptr, width, ROWS)
+    assume_rows(dgate_ptr, width, ROWS)
+    place = group * size
+    x_ptr += place
+    dy_ptr += place
+    x_offset = row[:, None] * x_stride + inner[None, :]
+    dy_offset = row[:, None] * dy_stride + inner[None, :]
+    gate_offset = row[:, None] * gate_stride + inner[None, :]
+    out_offset = row[:, None] * width + inner[None, :]
     partial = tl.zeros([ROWS, BLOCK], tl.float32)
     walkers = tl.num_programs(0) // groups
     for tile in tl.range(walker, tl.cdiv(rows, ROWS), walkers, num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * ROWS
+        out = first * width + place
         row_mask = first + row < rows
         mask = row_mask[:, None] & (inner < size)[None, :]
         g = tl.load(dy_ptr + first * dy_stride + dy_offset, mask=mask, other=0.0).to(tl.float32)
@@ -153,7 +168,8 @@ def _gated_rms_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + (first + row) * groups + group, mask=row_mask, other=0.0)[:, None]
         n = x * rstd
         if gate_ptr is not None:
-            gate = tl.load(gate_ptr + first * gate_stride + gate_offset, mask=mask, other=0.0)
+            gate_at = gate_ptr + (first * gate_stride + place)
+            gate = tl.load(gate_at + gate_offset, mask=mask, other=0.0)
             act, slope = _activate(gate.to(tl.float32), SILU)
             if FIRST:
                 n *= act
@@ -161,7 +177,7 @@ def _gated_rms_norm_backward_kernel(
                 if dgate_ptr is not None:
                     dgate = g * _scaled(n, weight, x_ptr, weight_ptr, ROUND) * slope
                     dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
-                    tl.store(dgate_ptr + first * width + out_offset, dgate, mask=mask)
+                    tl.store(dgate_ptr + out + out_offset, dgate, mask=mask)
                 g *= act
         if partial_ptr is not None:
             partial += g * _scaled(n, 1.0, x_ptr, x_ptr, ROUND)
@@ -171,14 +187,14 @@ def _gated_rms_norm_backward_kernel(
             if FIRST:
                 if dgate_ptr is not None:
                     dgate = round_to(du * x * slope, dgate_ptr.dtype.element_ty)
-                    tl.store(dgate_ptr + first * width + out_offset, dgate, mask=mask)
+                    tl.store(dgate_ptr + out + out_offset, dgate, mask=mask)
                 du *= act
             if dx_ptr is not None:
                 du = round_to(du, dx_ptr.dtype.element_ty)
-                tl.store(dx_ptr + first * width + out_offset, du, mask=mask)
+                tl.store(dx_ptr + out + out_offset, du, mask=mask)
     if partial_ptr is not None:
-        partial_ptr += tl.cast(walker, tl.int64) * width
-        tl.store(partial_ptr + col, tl.sum(partial, axis=0), mask=inner < size)
+        partial_ptr += tl.cast(walker, tl.int64) * width + place
+        tl.store(partial_ptr + inner, tl.sum(partial, axis=0), mask=inner < size)
 
 
 @triton.jit
@@ -190,17 +206,21 @@ def _gated_rms_norm_backward_wide_kernel(
     group = tl.program_id(0) % groups
     row = (tl.program_id(0) // groups).to(tl.int64)
     rstd = tl.load(rstd_ptr + row * groups + group)
-    out = row * (size * groups)
+    assume_cols(size)
+    out = row * (size * groups) + group * size
+    dy_ptr += row * dy_stride + group * size
+    x_ptr += row * x_stride + group * size
+    gate_at = row * gate_stride + group * size
     products = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, size, BLOCK):
         inner = start + tl.arange(0, BLOCK)
         col = group * size + inner
         mask = inner < size
-        g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + inner, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         g *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
         if gate_ptr is not None:  # the activation multiplies one factor, whichever it is
-            gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+            gate = tl.load(gate_ptr + gate_at + inner, mask=mask, other=0.0)
             act, _ = _activate(gate.to(tl.float32), SILU)
             g *= act
         products += g * (x * rstd)
@@ -209,12 +229,12 @@ def _gated_rms_norm_backward_wide_kernel(
         inner = start + tl.arange(0, BLOCK)
         col = group * size + inner
         mask = inner < size
-        g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + inner, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         weight = _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
         n = x * rstd
         if gate_ptr is not None:
-            gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+            gate = tl.load(gate_ptr + gate_at + inner, mask=mask, other=0.0)
             act, slope = _activate(gate.to(tl.float32), SILU)
             if FIRST:
                 n *= act
@@ -224,12 +244,12 @@ def _gated_rms_norm_backward_wide_kernel(
                 g *= act
             if dgate_ptr is not None:
                 dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
-                tl.store(dgate_ptr + out + col, dgate, mask=mask)
+                tl.store(dgate_ptr + out + inner, dgate, mask=mask)
         if dx_ptr is not None:
             du = (g * weight - n * along) * rstd
             if FIRST:
                 du *= act
-            tl.store(dx_ptr + out + col, round_to(du, dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + out + inner, round_to(du, dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -241,21 +261,23 @@ def _gated_rms_norm_backward_wide_weight_kernel(
     walker = tl.program_id(0) % walkers
     place = tl.program_id(0) // walkers
     group = place % groups
-    inner = (place // groups) * BLOCK + tl.arange(0, BLOCK)
-    col = group * size + inner
-    mask = inner < size
+    start = (place // groups) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    mask = start + lane < size
+    start += group * size
     partial = tl.zeros([BLOCK], tl.float32)
     for index in tl.range(walker, rows, walkers, num_stages=STAGES):
         row = tl.cast(index, tl.int64)
-        g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + (row * dy_stride + start) + lane, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (row * x_stride + start) + lane, mask=mask, other=0.0).to(tl.float32)
         n = x * tl.load(rstd_ptr + row * groups + group)
         if gate_ptr is not None:
-            gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+            gate = tl.load(gate_ptr + (row * gate_stride + start) + lane, mask=mask, other=0.0)
             act, _ = _activate(gate.to(tl.float32), SILU)
             if FIRST:
                 n *= act
             else:
                 g *= act
         partial += g * _scaled(n, 1.0, x_ptr, x_ptr, ROUND)
-    tl.store(partial_ptr + tl.cast(walker, tl.int64) * (size * groups) + col, partial, mask=mask)
+    partial_ptr += tl.cast(walker, tl.int64) * (size * groups) + start
+    tl.store(partial_ptr + lane, partial, mask=mask)

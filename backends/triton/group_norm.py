@@ -12,7 +12,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, sum_all_partials, warps
+from liger_multi.backends.triton.common import (
+    cdiv,
+    checked_cols,
+    power_of_2,
+    sum_all_partials,
+    tile_rows,
+    warps,
+)
 from liger_multi.backends.triton.group_norm_kernels import (
     _group_norm_apply_kernel,
     _group_norm_backward_apply_kernel,
@@ -50,12 +57,13 @@ def backward_knobs(info: DeviceInfo, each: int, cols: int) -> GroupKnobs:
 
 
 def _knobs(info: DeviceInfo, each: int, cols: int, largest: int) -> GroupKnobs:
-    rows, block = power_of_2(each), power_of_2(cols)
+    rows, block = power_of_2(checked_cols(each)), power_of_2(checked_cols(cols))
     if rows * block <= largest:
         threads = min(max(32, rows * block // 16), info.max_threads)
         return GroupKnobs(rows, block, warps(threads, info.warp_size), 1)
     block = min(block, 2048)
-    return GroupKnobs(4096 // block, block, warps(256, info.warp_size), 0)
+    rows = tile_rows(4096 // block, cols)
+    return GroupKnobs(rows, block, warps(256, info.warp_size), 0)
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import round_to
+from liger_multi.backends.triton.common import assume_cols, assume_rows, round_to
 
 
 @triton.jit
@@ -34,8 +34,10 @@ def _group_norm_forward_kernel(
     channel = tl.arange(0, CHANNELS)
     col = tl.arange(0, BLOCK)
     mask = (channel < each)[:, None] & (col < cols)[None, :]
-    at = group * each * cols + channel[:, None] * cols + col[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    assume_cols(cols, BLOCK)
+    base = group * each * cols
+    at = channel[:, None] * cols + col[None, :]
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     place = (group % groups) * each + channel
     weight = _load_or(weight_ptr, place, channel < each, 1.0)[:, None]
     bias = _load_or(bias_ptr, place, channel < each, 0.0)[:, None]
@@ -46,7 +48,7 @@ def _group_norm_forward_kernel(
     tl.store(mean_ptr + group, mean)
     tl.store(rstd_ptr + group, rstd)
     y = centered * rstd * weight + bias
-    tl.store(y_ptr + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + base + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -54,14 +56,18 @@ def _group_norm_moments_kernel(
     x_ptr, moments_ptr, rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Mean and sum of squares around it of every channel: Welford in each lane, then merged."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    lane = tl.arange(0, ROWS)
+    row = first + lane
+    assume_rows(x_ptr, cols, ROWS)
+    at = lane[:, None] * cols + tl.arange(0, BLOCK)[None, :]
     means = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     count = 0.0
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
-        x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + (first * cols + start) + at, mask=mask, other=0.0)
         count += 1.0
         before = x.to(tl.float32) - means
         means += tl.where(mask, before / count, 0.0)
@@ -82,7 +88,9 @@ def _group_norm_statistics_kernel(
 ):
     """Mean and rstd of a group, from those of its channels, which have as many values each."""
     group = tl.program_id(0).to(tl.int64)
+    assume_cols(group_stride)
     moments_ptr += group * group_stride
+    squares_ptr = moments_ptr + rows
     means = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
@@ -93,7 +101,7 @@ def _group_norm_statistics_kernel(
         channel = start + tl.arange(0, BLOCK)
         mask = channel < group_stride
         apart = tl.load(moments_ptr + channel, mask=mask, other=0.0) - mean
-        inside = tl.load(moments_ptr + rows + channel, mask=mask, other=0.0)
+        inside = tl.load(squares_ptr + channel, mask=mask, other=0.0)
         squares += tl.where(mask, inside + cols * apart * apart, 0.0)
     tl.store(mean_ptr + group, mean)
     tl.store(rstd_ptr + group, tl.rsqrt(tl.sum(squares, axis=0) * per_value + eps))
@@ -104,17 +112,21 @@ def _group_norm_apply_kernel(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, y_ptr, rows, cols, channels, each, tiles,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    start = (tl.program_id(0) % tiles) * BLOCK
+    row = first + tl.arange(0, ROWS)
+    col = start + tl.arange(0, BLOCK)
+    assume_rows(x_ptr, cols, ROWS)
+    base = first * cols + start
     inside = row < rows
     mask = inside[:, None] & (col < cols)[None, :]
-    at = row[:, None] * cols + col[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    at = tl.arange(0, ROWS)[:, None] * cols + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + row // each, mask=inside, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // each, mask=inside, other=0.0)[:, None]
     y = (x - mean) * rstd * _load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
     y += _load_or(bias_ptr, row % channels, inside, 0.0)[:, None]
-    tl.store(y_ptr + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + base + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,9 +138,11 @@ def _group_norm_backward_kernel(
     channel = tl.arange(0, CHANNELS)
     col = tl.arange(0, BLOCK)
     mask = (channel < each)[:, None] & (col < cols)[None, :]
-    at = group * each * cols + channel[:, None] * cols + col[None, :]
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    assume_cols(cols, BLOCK)
+    base = group * each * cols
+    at = channel[:, None] * cols + col[None, :]
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.load(rstd_ptr + group)
     n = tl.where(mask, (x - tl.load(mean_ptr + group)) * rstd, 0.0)
     dw = tl.sum(dy * n, axis=1)
@@ -142,7 +156,7 @@ def _group_norm_backward_kernel(
         c1 = tl.sum(weight * db, axis=0) * per_value
         c2 = tl.sum(weight * dw, axis=0) * per_value
         dx = round_to((dy * weight[:, None] - c1 - n * c2) * rstd, dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + at, dx, mask=mask)
+        tl.store(dx_ptr + base + at, dx, mask=mask)
 
 
 @triton.jit
@@ -150,7 +164,11 @@ def _group_norm_sums_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, rows, cols, each, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    lane = tl.arange(0, ROWS)
+    row = first + lane
+    assume_rows(x_ptr, cols, ROWS)
+    at = lane[:, None] * cols + tl.arange(0, BLOCK)[None, :]
     inside = row < rows
     mean = tl.load(mean_ptr + row // each, mask=inside, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // each, mask=inside, other=0.0)[:, None]
@@ -159,9 +177,8 @@ def _group_norm_sums_kernel(
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = inside[:, None] & (col < cols)[None, :]
-        at = row[:, None] * cols + col[None, :]
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + (first * cols + start) + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (first * cols + start) + at, mask=mask, other=0.0).to(tl.float32)
         dw += dy * ((x - mean) * rstd)
         db += dy
     tl.store(sums_ptr + row, tl.sum(dw, axis=1), mask=inside)
@@ -174,14 +191,16 @@ def _group_norm_means_kernel(
 ):
     """c1 and c2 of a group."""
     group = tl.program_id(0).to(tl.int64)
+    assume_cols(group_stride)
     sums_ptr += group * group_stride
+    other_ptr = sums_ptr + rows
     c1 = tl.zeros([BLOCK], tl.float32)
     c2 = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
         mask = channel < group_stride
         weight = _load_or(weight_ptr, (group % groups) * group_stride + channel, mask, 1.0)
-        c1 += tl.load(sums_ptr + rows + channel, mask=mask, other=0.0) * weight
+        c1 += tl.load(other_ptr + channel, mask=mask, other=0.0) * weight
         c2 += tl.load(sums_ptr + channel, mask=mask, other=0.0) * weight
     tl.store(means_ptr + 2 * group, tl.sum(c1, axis=0) * per_value)
     tl.store(means_ptr + 2 * group + 1, tl.sum(c2, axis=0) * per_value)
@@ -192,18 +211,22 @@ def _group_norm_backward_apply_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, rows, cols, channels, each,
     tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    start = (tl.program_id(0) % tiles) * BLOCK
+    row = first + tl.arange(0, ROWS)
+    col = start + tl.arange(0, BLOCK)
+    assume_rows(x_ptr, cols, ROWS)
+    base = first * cols + start
     inside = row < rows
     mask = inside[:, None] & (col < cols)[None, :]
-    at = row[:, None] * cols + col[None, :]
+    at = tl.arange(0, ROWS)[:, None] * cols + tl.arange(0, BLOCK)[None, :]
     group = row // each
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + group, mask=inside, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + group, mask=inside, other=0.0)[:, None]
     c1 = tl.load(means_ptr + 2 * group, mask=inside, other=0.0)[:, None]
     c2 = tl.load(means_ptr + 2 * group + 1, mask=inside, other=0.0)[:, None]
     weight = _load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
     dx = (dy * weight - c1 - (x - mean) * rstd * c2) * rstd
-    tl.store(dx_ptr + at, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + base + at, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -16,8 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import round_to
+from liger_multi.backends.triton.common import assume_cols, assume_rows, round_to, short_offsets
 from liger_multi.backends.triton.rms_norm_kernels import _load_weight, _normalized
+
+
+@triton.jit
+def _modulation(place, each, ROWS: tl.constexpr):
+    """Which of a tile's modulations a row has."""
+    found = place // each
+    if short_offsets():  # as the compiler of AMD cannot see
+        found = tl.minimum(tl.maximum(found, 0), ROWS)
+    return found
 
 
 @triton.jit
@@ -31,16 +40,20 @@ def _modulated_rms_norm_forward_kernel(
     col = tl.arange(0, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)[None, :]
     x_offset = row[:, None] * x_stride + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
-    at = ((first + row) // each)[:, None] * cols + col[None, :]
-    scale = tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    # modulations from that of the first row on
+    which = (first // each) * cols
+    at = _modulation((first % each).to(tl.int32) + row, each, ROWS)[:, None] * cols + col[None, :]
+    scale = tl.load(scale_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / cols + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
     y = _normalized(x, rstd[:, None], x_ptr.dtype.element_ty, ROUND) * weight * (1.0 + scale)
     if shift_ptr is not None:
-        y += tl.load(shift_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y += tl.load(shift_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
     y_offset = row[:, None] * cols + col[None, :]
     tl.store(y_ptr + first * cols + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
@@ -51,24 +64,27 @@ def _modulated_rms_norm_forward_wide_kernel(
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
     at = (row // each) * cols
+    x_ptr += row * x_stride
+    y_ptr += row * cols
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + col, mask=col < cols, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
     tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
         y = _normalized(x, rstd, x_ptr.dtype.element_ty, ROUND) * (1.0 + scale)
         y *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
         if shift_ptr is not None:
             y += tl.load(shift_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * cols + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -82,6 +98,9 @@ def _modulated_rms_norm_backward_kernel(
     split = program % splits
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
     weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)[None, :]
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
@@ -89,8 +108,9 @@ def _modulated_rms_norm_backward_kernel(
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     for which in tl.range(program // splits, modulations, tl.num_programs(0) // splits):
         begin = tl.cast(which, tl.int64) * each
-        at = tl.cast(which, tl.int64) * cols + col
-        scale = 1.0 + tl.load(scale_ptr + at, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+        at = tl.cast(which, tl.int64) * cols
+        scale = tl.load(scale_ptr + at + col, mask=col < cols, other=0.0).to(tl.float32)
+        scale = 1.0 + scale[None, :]
         dscale = tl.zeros([ROWS, BLOCK], tl.float32)
         dshift = tl.zeros([ROWS, BLOCK], tl.float32)
         for tile in tl.range(split, tl.cdiv(each, ROWS), splits, num_stages=STAGES):
@@ -117,10 +137,10 @@ def _modulated_rms_norm_backward_kernel(
         at += tl.cast(split, tl.int64) * modulations * cols
         if dscale_ptr is not None:
             total = round_to(tl.sum(dscale, axis=0), dscale_ptr.dtype.element_ty)
-            tl.store(dscale_ptr + at, total, mask=col < cols)
+            tl.store(dscale_ptr + at + col, total, mask=col < cols)
         if dshift_ptr is not None:
             total = round_to(tl.sum(dshift, axis=0), dshift_ptr.dtype.element_ty)
-            tl.store(dshift_ptr + at, total, mask=col < cols)
+            tl.store(dshift_ptr + at + col, total, mask=col < cols)
     if dweight_ptr is not None:
         dweight_ptr += program.to(tl.int64) * cols
         tl.store(dweight_ptr + col, tl.sum(dweight, axis=0), mask=col < cols)
@@ -132,22 +152,25 @@ def _modulated_rms_norm_backward_wide_kernel(
     OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
     scale_ptr += (row // each) * cols
+    dy_ptr += row * dy_stride
+    x_ptr += row * x_stride
     rstd = tl.load(rstd_ptr + row)
     products = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
-        g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
         g *= 1.0 + tl.load(scale_ptr + col, mask=mask, other=0.0).to(tl.float32)
         products += g * _load_weight(weight_ptr, col, mask, OFFSET, EXACT) * (x * rstd)
     along = tl.sum(products, axis=0) / cols
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
-        g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
         g *= 1.0 + tl.load(scale_ptr + col, mask=mask, other=0.0).to(tl.float32)
         g *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
         dx = round_to((g - x * rstd * along) * rstd, dx_ptr.dtype.element_ty)
@@ -162,27 +185,34 @@ def _modulated_rms_norm_backward_wide_sums_kernel(
 ):  # fmt: skip
     program = tl.program_id(0) % programs
     split = program % splits
-    col = (tl.program_id(0) // programs) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) // programs) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    col = start + lane
     mask = col < cols
+    dy_ptr += start
+    x_ptr += start
     weight = _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
     dweight = tl.zeros([BLOCK], tl.float32)
     for which in tl.range(program // splits, modulations, programs // splits):
-        at = tl.cast(which, tl.int64) * cols + col
-        scale = 1.0 + tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        at = tl.cast(which, tl.int64) * cols + start
+        scale = 1.0 + tl.load(scale_ptr + at + lane, mask=mask, other=0.0).to(tl.float32)
         dscale = tl.zeros([BLOCK], tl.float32)
         dshift = tl.zeros([BLOCK], tl.float32)
         for index in tl.range(split, each, splits, num_stages=STAGES):
             row = tl.cast(which, tl.int64) * each + index
-            g = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+            g = tl.load(dy_ptr + row * dy_stride + lane, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * x_stride + lane, mask=mask, other=0.0).to(tl.float32)
             n = _normalized(x, tl.load(rstd_ptr + row), x_ptr.dtype.element_ty, ROUND)
             dshift += g
             dscale += g * n * weight
             dweight += g * n * scale
         at += tl.cast(split, tl.int64) * modulations * cols
         if dscale_ptr is not None:
-            tl.store(dscale_ptr + at, round_to(dscale, dscale_ptr.dtype.element_ty), mask=mask)
+            dscale = round_to(dscale, dscale_ptr.dtype.element_ty)
+            tl.store(dscale_ptr + at + lane, dscale, mask=mask)
         if dshift_ptr is not None:
-            tl.store(dshift_ptr + at, round_to(dshift, dshift_ptr.dtype.element_ty), mask=mask)
+            dshift = round_to(dshift, dshift_ptr.dtype.element_ty)
+            tl.store(dshift_ptr + at + lane, dshift, mask=mask)
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + program.to(tl.int64) * cols + col, dweight, mask=mask)
+        dweight_ptr += program.to(tl.int64) * cols + start
+        tl.store(dweight_ptr + lane, dweight, mask=mask)

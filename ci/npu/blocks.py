@@ -1,28 +1,60 @@
 """Columns a step of every Ascend kernel, found with the vendor's compiler.
 
-``python -m ci.npu.blocks`` writes ``backends/npu/launch/<family>.yaml``: for every kernel, family
-of chips and bytes of an element, the largest block with which the form that takes the most room
-still compiles within the unified buffer, double buffers included.
+``python -m ci.npu.blocks`` searches and writes two things, of every kernel, chip and type of
+elements: ``backends/npu/launch/<family>.yaml``, the largest block with which every form of the
+kernel compiles within the unified buffer, double buffers included; and ``ci/npu/forms/<chip>.txt``,
+what each of those forms takes there, and which one refuses the next larger block. A search is
+finished when both ends are known, and an entry says so. tests/test_npu.py compares the second file
+with today's sources, and compiles some of it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
 from ci.npu import cases, vendor
 from ci.npu.lowering import CHIPS, Chip, Launch
+from liger_multi import launch as launching
 
-FOLDER = Path(__file__).parent.parent.parent / "backends" / "npu" / "launch"
-SIZES = (1024, 2048, 4096, 8192, 16384)
+HERE = Path(__file__).parent
+FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"
+SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 TYPES = {2: torch.bfloat16, 4: torch.float32}
-HEAD = """# Written by `python -m ci.npu.blocks` with bishengir-compile {version}, for {chip}:
-# the largest blocks that leave room for double buffers in {buffer} bytes. Never run on a chip.
-"""
+NAMES = (
+    "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
+    "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
+    "dyt_backward",
+)  # fmt: skip
+HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:
+# the largest with which every form of a kernel leaves room for double buffers in the {buffer}
+# bytes of its unified buffer; ci/npu/forms/{chip}.txt has what each takes. Never run on a chip.
+entries:
+"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search says of a kernel and a type of elements.
+
+    Attributes:
+        block: The largest that every form compiles with.
+        forms: The forms with it, and the compiler's verdicts.
+        refused: The form that does not compile with the next larger one, and why; None where the
+            largest block of the search fits.
+    """
+
+    block: int
+    forms: tuple[tuple[Launch, vendor.Verdict], ...]
+    refused: tuple[Launch, vendor.Verdict] | None
 
 
 def key(launch: Launch) -> str:
@@ -31,57 +63,121 @@ def key(launch: Launch) -> str:
 
 
 def grouped(launches: Iterable[Launch]) -> dict[str, list[Launch]]:
-    """Forms of each kernel."""
+    """Forms of each kernel, the ones that want the most room first."""
     found = defaultdict(list)
-    for launch in launches:
+    for launch in sorted(launches, key=cases.appetite, reverse=True):
         found[key(launch)].append(launch)
     return dict(found)
 
 
 def fits(verdict: vendor.Verdict) -> bool:
     """Whether a form compiled within the buffer, with double buffers and no scalar loops."""
-    return not verdict.error and verdict.multibuffer and not verdict.scalar_loops
+    clean = not (verdict.scalar_loops or verdict.unstructured)
+    return not verdict.error and verdict.multibuffer and clean
 
 
-def largest(chip: Chip, size: int, hungriest: int = 2) -> dict[str, int]:
-    """Blocks by kernel, for elements of ``size`` bytes; the suite compiles the other forms."""
-    found: dict[str, int] = {}
-    for block in SIZES:
-        launches = cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block))
-        for name, forms in grouped(launches.values()).items():
-            if block != SIZES[0] and found.get(name) != block // 2:
-                continue  # a smaller block failed already
-            chosen = sorted(forms, key=cases.appetite)[-hungriest:]
-            if all(fits(vendor.compile(form, chip)) for form in chosen):
-                found[name] = block
-    return found
+def why(verdict: vendor.Verdict) -> str:
+    """What the compiler made of a form, in a few words."""
+    if verdict.error:
+        return verdict.error
+    loops = verdict.scalar_loops + verdict.unstructured
+    said = f"{verdict.buffer} of {verdict.room} bytes"
+    said += "" if verdict.multibuffer else ", without double buffers"
+    return said + (f", {loops} scalar loops" if loops else "")
 
 
-NAMES = (
-    "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
-    "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
-    "dyt_backward",
-)  # fmt: skip
+@functools.cache
+def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
+    """Forms of every kernel at a block, the hungriest first."""
+    return grouped(cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block)).values())
 
 
-def write(chip: Chip) -> Path:
-    """The table of a chip's family."""
-    import importlib.metadata
+def compiled(
+    launches: list[Launch], chip: Chip
+) -> tuple[list[tuple[Launch, vendor.Verdict]], tuple[Launch, vendor.Verdict] | None]:
+    """Verdicts of forms up to the first that does not fit, and that one."""
+    made: list[tuple[Launch, vendor.Verdict]] = []
+    for launch in launches:
+        verdict = vendor.compile(launch, chip)
+        if not fits(verdict):
+            return made, (launch, verdict)
+        made.append((launch, verdict))
+    return made, None
 
-    import yaml
 
-    entries: dict[str, list[dict[str, object]]] = {name: [] for name in NAMES}
-    for size in TYPES:
-        for name, block in largest(chip, size).items():
-            entries[name].append({"when": {"bytes": [size, size]}, "knobs": {"block": block}})
-    file = FOLDER / f"{'a5' if chip.a5 else 'a2'}.yaml"
-    head = HEAD.format(
-        version=importlib.metadata.version("ascendnpu-ir"), chip=chip.name, buffer=chip.buffer
+def search(name: str, chip: Chip, size: int) -> Found:
+    """The largest block of a kernel: down from where its hungriest form still compiles."""
+    refused = None
+    for block in reversed(SIZES):
+        made, refusal = compiled(forms(chip, size, block)[name], chip)
+        if refusal is None:
+            return Found(block, tuple(made), refused)
+        refused = refusal
+    raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
+
+
+def constants(launch: Launch) -> str:
+    """How a form differs from others."""
+    given = launch.constants.items()
+    parts = [f"{n}={v}" for n, v in given if v is not None and n != "BLOCK"]
+    absent = [n.removesuffix("_ptr") for n, v in given if v is None]
+    kinds = sorted({v for v in launch.signature.values() if v[0] == "*"} - {"*i8", "*i64"})
+    return " ".join([*parts, *kinds, *(["without " + ",".join(absent)] if absent else [])])
+
+
+def row(size: int, launch: Launch, verdict: vendor.Verdict) -> str:
+    """One line of a chip's file."""
+    kind, block = vendor.KINDS[TYPES[size]], launch.constants["BLOCK"]
+    said = f"{key(launch):<16}{kind:<6}{block:>6}  {launch.key[:16]}  "
+    return f"{said}{why(verdict):<32}  {constants(launch)}"
+
+
+def entry(size: int, found: Found, chip: Chip) -> str:
+    """One entry of a launch table."""
+    version = importlib.metadata.version("ascendnpu-ir")
+    most = max(verdict.buffer for _, verdict in found.forms)
+    said = f"finished search, bishengir-compile {version}, {chip.name}: {len(found.forms)} forms, "
+    said += f"at most {most} of {chip.buffer} bytes"
+    if found.refused is not None:
+        said += f"; {2 * found.block}: {why(found.refused[1])}"
+    text = yaml.safe_dump(said, width=10**6).splitlines()[0]
+    return (
+        f"  - when: {{bytes: [{size}, {size}]}}\n    knobs: {{block: {found.block}}}\n"
+        f"    source: {text}\n"
     )
-    FOLDER.mkdir(exist_ok=True)
-    body = yaml.safe_dump({"entries": entries}, sort_keys=True, default_flow_style=None)
-    file.write_text(head + body, encoding="utf-8")
-    return file
+
+
+def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
+    """The table of a chip's family, and what the compiler said of every form."""
+    table = FOLDER / f"{'a5' if chip.a5 else 'a2'}.yaml"
+    listed = HERE / "forms" / f"{chip.name}.txt"
+    lines, entries = [], []
+    for name in sorted(names):
+        entries.append(f"  {name}:\n")
+        for size in TYPES:
+            found = search(name, chip, size)
+            entries.append(entry(size, found, chip))
+            lines += [row(size, *each) for each in found.forms]
+            if found.refused is not None:
+                lines.append(row(size, *found.refused))
+            print(lines[-1], flush=True)
+    version = importlib.metadata.version("ascendnpu-ir")
+    head = HEAD.format(version=version, chip=chip.name, buffer=chip.buffer)
+    table.write_text(head + "".join(entries), encoding="utf-8")
+    launching.table.cache_clear()
+    # rows narrower than a block take a smaller one: what models launch beside the search
+    kept = {text.split()[3] for text in lines}
+    for size, dtype in TYPES.items():
+        for launch in cases.launches(chip, dtype).values():
+            if launch.key[:16] not in kept:
+                lines.append(row(size, launch, vendor.compile(launch, chip)))
+    listed.parent.mkdir(exist_ok=True)
+    head = (
+        f"# Written by `python -m ci.npu.blocks` with bishengir-compile {version}: kernel, type,\n"
+    )
+    head += "# columns a step, hash of source and arguments, the compiler's verdict, form.\n"
+    listed.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    return [table, listed]
 
 
 def main() -> None:
@@ -89,7 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chips", nargs="*", default=list(CHIPS))
     for chip in parser.parse_args().chips:
-        print(write(CHIPS[chip]))
+        for file in write(CHIPS[chip]):
+            print(file)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,14 @@ CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
     "npu_swiglu_backward": ((_t(3, 64), _t(3, 128), -1), [(3, 128)]),
     "npu_geglu": ((_t(3, 128), -1, 1, True), [(3, 64), (3, 64)]),
     "npu_rotary_mul": ((_t(2, 4, 5, 64), _t(*ANGLES), _t(*ANGLES), "half"), [(2, 4, 5, 64)]),
+    "npu_fusion_attention_v3": (
+        (_t(2, 5, 4, 64), _t(2, 5, 2, 64), _t(2, 5, 2, 64), 4, "BSND"),
+        [(2, 5, 4, 64), (2, 4, 5, 8), (2, 4, 5, 8), (0,), (1,), (1,)],
+    ),
+    "npu_fusion_attention_grad_v3": (
+        (*(_t(2, 5, n, 64) for n in (4, 2, 2, 4)), 4, "BSND"),
+        [(2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 2, 64), (0,), ()],
+    ),
 }  # fmt: skip
 
 

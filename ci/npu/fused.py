@@ -163,6 +163,76 @@ def npu_rotary_mul_backward(
     return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
 
 
+def _attention_scores(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, mask: Tensor | None, sparse: int,
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Heads before tokens in fp32, keys and values repeated; what is hidden."""
+    limit(not any(x is not None for x in others.values()), f"options {sorted(others)}")
+    limit(layout == "BSND" and q.dim() == 4 and q.shape[2] == heads, f"layout {layout!r}")
+    limit(q.dtype == k.dtype == v.dtype and q.dtype in FLOATS, "dtypes")
+    limit(v.shape[3] <= q.shape[3] == k.shape[3] <= 768 and heads <= 256, "D and N")
+    limit(heads % k.shape[2] == 0 and k.shape[:3] == v.shape[:3], f"k {k.shape} of {heads} heads")
+    limit(q.numel() > 0 and k.numel() > 0, "an empty tensor")
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+    if sparse == 3:
+        wanted = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        limit(mask is not None and torch.equal(mask.bool(), wanted), "the mask of sparse_mode 3")
+        hidden = torch.ones_like(hidden).triu(k.shape[2] - q.shape[2] + 1)
+        limit(not bool(hidden.all(1).any()), "a query that sees no key wants inner_precise 2")
+    else:
+        limit(sparse == 0 and mask is None, f"sparse_mode {sparse} and its mask")
+    each = heads // k.shape[1]
+    return q, k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), hidden
+
+
+@reference
+def npu_fusion_attention_v3(
+    q: Tensor, k: Tensor, v: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
+    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0,
+    keep_prob: float = 1.0, pre_tockens: int = 2147483647, next_tockens: int = 2147483647,
+    inner_precise: int = 0, prefix: Any = None, actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The result, eight copies of every row's maximum and sum, and what dropout would leave."""
+    given = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)
+    limit(all(x is None for x in given) and keep_prob == 1.0, "options that nothing here wants")
+    wide, keys, values, hidden = _attention_scores(
+        q, k, v, head_num, input_layout, atten_mask, sparse_mode, others
+    )
+    s = (wide @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    p = torch.exp(s - top)
+    total = p.sum(-1, keepdim=True)
+    y = (p / total @ values).transpose(1, 2).to(q.dtype).contiguous()
+    copies = [x.expand(*x.shape[:3], 8).contiguous() for x in (top, total)]
+    return y, *copies, q.new_empty(0), *(torch.zeros(1, dtype=torch.int64) for _ in range(2))
+
+
+@reference
+def npu_fusion_attention_grad_v3(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    softmax_max: Tensor, softmax_sum: Tensor, attention_in: Tensor, scale_value: float = 1.0,
+    atten_mask: Tensor | None = None, sparse_mode: int = 0, **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k and v from the statistics; of a bias and of sinks, nothing."""
+    wide, keys, values, hidden = _attention_scores(
+        q, k, v, head_num, input_layout, atten_mask, sparse_mode, others
+    )
+    limit(dy.dtype == q.dtype and dy.shape == attention_in.shape, f"dy {dy.shape}")
+    limit(softmax_max.shape == softmax_sum.shape == (*wide.shape[:3], 8), "statistics")
+    limit(softmax_max.dtype == softmax_sum.dtype == torch.float32, "dtypes of statistics")
+    s = (wide @ keys.mT * scale_value).masked_fill(hidden, -torch.inf)
+    p = torch.exp(s - softmax_max[..., :1]) / softmax_sum[..., :1]
+    up, y = (x.transpose(1, 2).float() for x in (dy, attention_in))
+    ds = p * (up @ values.mT - (up * y).sum(-1, keepdim=True)) * scale_value
+    groups = (k.shape[2], head_num // k.shape[2])
+    made = [ds @ keys, *((x.mT @ w).unflatten(1, groups).sum(2) for x, w in ((ds, wide), (p, up)))]
+    found = [x.transpose(1, 2).to(q.dtype).contiguous() for x in made]
+    return *found, q.new_empty(0), torch.zeros(())
+
+
 # Of autograd's formulas that torch_npu replaces.
 
 

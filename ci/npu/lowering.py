@@ -45,6 +45,23 @@ CHIPS = {
 LARGEST_GRID = 65535
 
 
+@functools.cache
+def source_of(kernel: Any) -> str:
+    """The source of a kernel and of the functions and constants that it names."""
+    parts: dict[str, str] = {}
+    left = [kernel]
+    while left:
+        function = left.pop()
+        parts[function.__name__] = function.src
+        for used in re.findall(r"\b[A-Za-z_]\w*", function.src):
+            other = function.fn.__globals__.get(used)
+            if isinstance(other, JITFunction) and other.__name__ not in parts:
+                left.append(other)
+            elif hasattr(other, "value"):  # a constexpr of the module
+                parts[used] = repr(other.value)
+    return repr(sorted(parts.items()))
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel: what Triton would compile, and the arguments by name."""
@@ -63,9 +80,9 @@ class Launch:
 
     @property
     def key(self) -> str:
-        """What a compiled kernel depends on."""
+        """A hash of the source, with all that it calls, and of the arguments that are compiled."""
         text = f"{self.name} {self.signature} {self.constants} {self.attributes.hash()}"
-        return hashlib.sha256((text + str(self.kernel.cache_key)).encode()).hexdigest()
+        return hashlib.sha256((text + source_of(self.kernel)).encode()).hexdigest()
 
 
 class Driver:

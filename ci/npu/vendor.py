@@ -6,15 +6,22 @@ and finds none, the kernel has passed. Nothing about speed or results follows fr
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
+import json
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ci.npu.execute import BIN
+import torch
+
+from ci.npu.execute import BIN, CACHE
 from ci.npu.lowering import Chip, Launch, first_error, lower
 
+KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 BITS = {"f32": 32, "i32": 32, "bf16": 16, "f16": 16, "i16": 16, "i8": 8, "i1": 1, "i64": 64}
 OVERFLOW = re.compile(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available", re.I)
 CAST = re.compile(
@@ -63,8 +70,24 @@ def scalar_loops(code: str) -> int:
     return sum("scf.for" not in b and "memref.store" in b and "memref.load" in b for b in bodies)
 
 
+@functools.cache
+def _told() -> str:
+    """What a verdict depends on beside the launch and the chip."""
+    versions = [importlib.metadata.version(name) for name in ("triton-ascend", "ascendnpu-ir")]
+    return repr((versions, Path(__file__).read_text(encoding="utf-8")))
+
+
 def compile(launch: Launch, chip: Chip) -> Verdict:
-    """Compile for a chip."""
+    """Compile for a chip, or read what was said of the same before."""
+    text = repr((launch.key, chip, _told()))
+    kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    if not kept.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(asdict(_compiled(launch, chip))), encoding="utf-8")
+    return Verdict(**json.loads(kept.read_text(encoding="utf-8")))
+
+
+def _compiled(launch: Launch, chip: Chip) -> Verdict:
     try:
         lowered = lower(launch, chip)
     except Exception as error:
