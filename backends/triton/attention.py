@@ -72,7 +72,7 @@ def supports(q: Tensor, v: Tensor) -> str | None:
         return None
     halves = ("forward", "backward", "backward_keys")
     shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
-    shape["item"] = q.element_size()
+    shape |= {"item": q.element_size(), "extra": 2}
     if all(tabled(f"attention.{half}", info, **shape) for half in halves):
         return None  # a kind's registers, and more: this architecture's hold them
     limit = max(size for kind, size in TILES if kind == _kind(info))
