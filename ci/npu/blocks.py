@@ -34,6 +34,12 @@ NAMES = (
     "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
     "dyt_backward",
 )  # fmt: skip
+# by whose elements a kernel's block is chosen
+ASKED = {
+    "row": "raw", "pair": "student", "norm_forward": "y", "norm_backward": "dx", "norm_weight": "x",
+    "gated_forward": "y", "gated_backward": "dy", "dyt": "x",
+}  # fmt: skip
+SIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:
 # the largest with which every form of a kernel leaves room for double buffers in the {buffer}
 # bytes of its unified buffer; ci/npu/forms/{chip}.txt has what each takes. Never run on a chip.
@@ -86,10 +92,24 @@ def why(verdict: vendor.Verdict) -> str:
     return said + (f", {loops} scalar loops" if loops else "")
 
 
+def size_of(launch: Launch) -> int:
+    """Bytes of an element of the tensor whose block was asked for."""
+    name = key(launch)
+    asked = next(tensor for start, tensor in ASKED.items() if name.startswith(start))
+    return SIZE[launch.signature[f"{asked}_ptr"]]
+
+
 @functools.cache
+def _launched(chip: Chip, block: int) -> list[Launch]:
+    made: dict[str, Launch] = {}
+    for dtype in TYPES.values():  # some tensors of a call may be wider than others
+        made |= cases.launches(chip, dtype, dict.fromkeys(NAMES, block))
+    return list(made.values())
+
+
 def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
     """Forms of every kernel at a block, the hungriest first."""
-    return grouped(cases.launches(chip, TYPES[size], dict.fromkeys(NAMES, block)).values())
+    return grouped(launch for launch in _launched(chip, block) if size_of(launch) == size)
 
 
 def compiled(
@@ -167,10 +187,11 @@ def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
     launching.table.cache_clear()
     # rows narrower than a block take a smaller one: what models launch beside the search
     kept = {text.split()[3] for text in lines}
-    for size, dtype in TYPES.items():
+    for dtype in TYPES.values():
         for launch in cases.launches(chip, dtype).values():
             if launch.key[:16] not in kept:
-                lines.append(row(size, launch, vendor.compile(launch, chip)))
+                kept.add(launch.key[:16])
+                lines.append(row(size_of(launch), launch, vendor.compile(launch, chip)))
     listed.parent.mkdir(exist_ok=True)
     head = (
         f"# Written by `python -m ci.npu.blocks` with bishengir-compile {version}: kernel, type,\n"
