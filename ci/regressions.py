@@ -450,7 +450,7 @@ CASES = (
                 "liger_multi/compat/liger_kernel/models.py",
                 "        if name not in known:\n",
                 "        if False:\n",
-                ("tests/test_compat.py", "-k", "option_in_the_arguments"),
+                ("tests/test_compat.py::test_a_wrong_option_in_the_arguments_is_quoted",),
             ),
         ),
     ),

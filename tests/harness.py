@@ -100,6 +100,7 @@ def in_processes(folder: Path, body: str, count: int) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(meeting)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # gloo: a plan would go to devices
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -53,7 +53,7 @@ def test_ranges_say_all_that_options_say():
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (33, 64), (20, 65)])
 def test_spans_of_two_ranges_are_exact(queries, keys):
     pytest.importorskip("triton")
-    from liger_multi.backends.triton.attention import spans
+    from liger_multi.backends.triton.attention_spans import spans
 
     generator = torch.Generator().manual_seed(keys)
     ranges = torch.randint(-2, keys + 3, (2, queries, 4), generator=generator, dtype=torch.int32)
