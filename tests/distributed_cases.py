@@ -438,6 +438,16 @@ def stepped(run, model, options, rate=0.5):
     return loss.detach().clone(), found
 
 
+def alike(run, before, stock, ours):
+    """Losses, and how far parameters moved."""
+    (wanted, right), (got, found) = stock, ours
+    run.close(got, wanted, "loss")
+    for name, p in found.items():
+        moved = (right[name] - before[name].to(right[name])).abs().max()
+        off = (p - right[name]).abs().max()
+        assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
+
+
 def zero(run, stage, offload, adapters=False):
     """Ours against stock in an engine of the same settings."""
     stock, ours = run.pair()
@@ -449,14 +459,30 @@ def zero(run, stage, offload, adapters=False):
     if offload:
         options["offload_optimizer"] = {"device": "cpu"}
         options |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-    (wanted, right), fused = stepped(run, stock, dict(options)), run.fused
-    got, found = stepped(run, ours, dict(options))
+    right, fused = stepped(run, stock, dict(options)), run.fused
+    found = stepped(run, ours, dict(options))
     assert run.fused - fused == (stage < 3)  # ZeRO-3 detaches what the head returns
-    run.close(got, wanted, "loss")
-    for name, p in found.items():
-        moved = (right[name] - before[name].to(right[name])).abs().max()
-        off = (p - right[name]).abs().max()
-        assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
+    alike(run, before, right, found)
+
+
+class OnHiddenStates(nn.Module):
+    """A model whose loss is computed on its hidden states and head, or on its logits."""
+
+    def __init__(self, model, stock):
+        super().__init__()
+        self.model, self.stock = model, stock
+
+    def forward(self, input_ids, labels, num_items_in_batch):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        from liger_multi.losses import Head, sequence_loss
+
+        if self.stock:
+            return self.model(input_ids, labels=labels, num_items_in_batch=num_items_in_batch)
+        hidden = self.model.model(input_ids).last_hidden_state[:, :-1]
+        policy = Head(hidden, self.model.lm_head, chunk=5)
+        loss, _ = sequence_loss(policy, labels[:, 1:], num_items=num_items_in_batch)
+        return CausalLMOutput(loss=loss)
 
 
 @case(slow=True)
@@ -482,6 +508,16 @@ def deepspeed_zero_3_offloaded(run):
 @case(slow=True)
 def deepspeed_zero_3_of_adapters(run):
     zero(run, 3, offload=False, adapters=True)
+
+
+@case(slow=True)
+def deepspeed_zero_3_of_hidden_states(run):
+    """A loss that reaches the weight through the head's call finds it whole, and trains it."""
+    stock, ours = (OnHiddenStates(m, i == 0) for i, m in enumerate(run.pair()))
+    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
+    options = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    right = stepped(run, stock, dict(options))
+    alike(run, before, right, stepped(run, ours, dict(options)))
 
 
 def main():

@@ -406,7 +406,10 @@ def test_times_grow_with_what_is_done():
     ("options", "said"),
     [
         ({"devices": 0}, "devices must be a positive integer, got 0"),
-        ({"batch": 3, "devices": 2}, "batch=3 cannot be divided over 2 devices"),
+        (
+            {"batch": 3, "devices": 2, "space": Space(layouts=((1, 1),))},
+            "batch=3 cannot be divided over 2 devices",
+        ),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
         ({"headroom": 1}, "share from 0 to below 1, got 1"),
