@@ -130,7 +130,8 @@ def table(found: Sequence[Result]) -> str:
     for one in found:
         counts = ", ".join(f"{n} {name}" for name, n in one.counts.items()) or "nothing ran"
         outcome = counts if one.green else f"**{counts}**"
-        device = " ".join(filter(None, (one.device.get("name"), one.device.get("arch"))))
+        known = filter(None, (one.device.get("name"), one.device.get("arch")))
+        device = " ".join(dict.fromkeys(["simulated"] * ("simulated" in one.part) + [*known]))
         cells = (one.part, device, one.versions["torch"], outcome, one.date[:10], one.commit[:7])
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
