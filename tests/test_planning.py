@@ -25,6 +25,7 @@ from liger_multi.memory import (
     measure,
     plan,
 )
+from liger_multi.memory.planning import search
 from liger_multi.memory.planning.cards import CARDS, card_of
 from liger_multi.memory.planning.cost import Traffic, step_seconds
 from liger_multi.memory.planning.files import deepspeed
@@ -400,6 +401,16 @@ def test_times_grow_with_what_is_done():
     assert step_seconds(work, 0, Traffic(host=1e12), card) > plain
     assert step_seconds(work, 0, Traffic(), card, 4) == pytest.approx(4 * plain)
     assert step_seconds(Work({}, 0, 1e6), 0, Traffic(), card) == pytest.approx(6)
+
+
+def test_limits_are_searched_with_few_chunks():
+    """65 536 short sequences in chunks that fit two of them were a search without an end."""
+    short = Settings(sequence=8, micro_batch=2, chunk=16)
+    assert search._coarser(short) == short
+    for long in (replace(short, micro_batch=65536), replace(short, sequence=10**6)):
+        rows = long.micro_batch * long.sequence
+        assert rows / search._coarser(long).chunk <= search.MOST_CHUNKS
+    assert search._coarser(replace(short, chunk=None)).chunk is None
 
 
 @pytest.mark.parametrize(

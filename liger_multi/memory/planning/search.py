@@ -25,6 +25,7 @@ LEAST_ROWS = 1024  # of logits at a time: thinner products are slow
 STEP = 256  # tokens, of the longest sequence
 TRIES = 6
 MOST = 2**16
+MOST_CHUNKS = 256  # of a loss, where limits are searched
 
 
 @dataclass(frozen=True)
@@ -343,8 +344,8 @@ class _Search:
     def limits(self, settings: Settings) -> tuple[int, int]:
         """Largest micro-batch at this sequence, and longest sequence at one at a time."""
         some: list[Callable[[int], Settings]] = [
-            lambda n: replace(settings, micro_batch=n),
-            lambda n: replace(settings, micro_batch=1, sequence=n * STEP),
+            lambda n: _coarser(replace(settings, micro_batch=n)),
+            lambda n: _coarser(replace(settings, micro_batch=1, sequence=n * STEP)),
         ]
         batch = self._largest(some[0], settings.micro_batch)
         length = self._largest(some[1], max(1, settings.sequence // STEP))
@@ -368,6 +369,12 @@ class _Search:
             if at < 1 or at == low or (high and at >= high) or at > MOST:
                 break
         return low
+
+
+def _coarser(settings: Settings) -> Settings:
+    """The same with fewer chunks: those of a short pass would be thousands of a long one."""
+    rows = settings.micro_batch * settings.sequence // MOST_CHUNKS
+    return replace(settings, chunk=settings.chunk and max(settings.chunk, 1 << rows.bit_length()))
 
 
 def _rank(found: Candidate) -> tuple[bool, float]:
