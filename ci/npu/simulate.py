@@ -103,8 +103,9 @@ class Device(TorchDispatchMode):
         reference = REFERENCES.get(func._schema.name.partition("::")[2])
         if reference is None:
             raise NotImplementedError(f"the simulated NPU has no reference for {func}")
-        args, kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
-        return tree_map_only(Tensor, on_device, reference(*args, **kwargs))
+        host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
+        made = reference(*host_args, **host_kwargs)
+        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, on_device, made)
 
     def _aten(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
