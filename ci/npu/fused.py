@@ -325,6 +325,15 @@ def npu_grouped_matmul_add_(
 
 
 @reference
+def _npu_moe_token_unpermute(
+    rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    restore_shape: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What a call outside of operators of ours becomes: the sum, and rows to keep."""
+    return npu_moe_token_unpermute(rows, place, probs, padded_mode, restore_shape), rows
+
+
+@reference
 def matmul_backward(
     dy: Tensor, a: Tensor, b: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
