@@ -75,7 +75,7 @@ def forward(
     ids = torch.where((index < 0) | (index >= experts), experts, index)
     rows, place = torch.ops.npu.npu_moe_token_permute(x.contiguous(), ids.contiguous())
     order = _inverse(place)
-    ids = ids.reshape(-1)[order.long()]
+    ids = ids.reshape(-1).index_select(0, order.long())
     every = torch.arange(experts + 1, device=ids.device)
     offsets = torch.searchsorted(ids, every, out_int32=True)
     gate_up = grouped.product(rows, first, offsets)
@@ -128,9 +128,9 @@ def backward(
             needs_routing, needs_gate_up_bias, needs_down_bias,
         )  # fmt: skip
     experts, at = down_weight.shape[0], order.long()
-    token, ids = at // index.shape[1], index.reshape(-1)[at]
+    token, ids = at // index.shape[1], index.reshape(-1).index_select(0, at)
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
-    upstream, weight = dy[token], routing.reshape(-1)[at].float()
+    upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, at).float()
     dproduct = grouped.product(upstream, down_weight.mT if transposed else down_weight, offsets)
     dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
     dgate_up, share = _through_activation(dproduct, gate_up, weight, how)
@@ -145,11 +145,12 @@ def backward(
     place = _inverse(order)
     made[3] = routing.new_empty(0)
     if needs_routing:
-        made[3] = share[place.long()].to(routing.dtype).view(routing.shape)
+        share = share.index_select(0, place.long())
+        made[3] = share.to(routing.dtype).view(routing.shape)
     if needs_gate_up_bias:
         made[4] = grouped.sums(dgate_up, ids, experts)
     if needs_gate_up_weight and x is not None:
-        made[1] = _weight_gradient(dgate_up, x[token], offsets, transposed)
+        made[1] = _weight_gradient(dgate_up, x.index_select(0, token), offsets, transposed)
     if needs_x and gate_up_weight is not None:
         first = gate_up_weight.mT if transposed else gate_up_weight
         rows = grouped.product(dgate_up, first, offsets)

@@ -45,14 +45,14 @@ def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
     """Add to every row the bias of its group; to those of no group, zeros."""
     bias = torch.nn.functional.pad(bias, (0, 0, 0, 1))
     for block in row_blocks(rows.shape[0], rows.shape[1] * rows.element_size()):
-        rows[block] += bias[ids[block]]
+        rows[block] += bias.index_select(0, ids[block])
 
 
 def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     """The product of every row and the bias of its group, in fp32."""
     bias, found = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
     for block in row_blocks(rows.shape[0], 12 * rows.shape[1]):
-        found.append((rows[block].float() * bias[ids[block]].float()).sum(1))
+        found.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
     return torch.cat(found)
 
 
