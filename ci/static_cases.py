@@ -206,9 +206,13 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
     x, out = _meta(rows, streams, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
     pre, mix = _meta(rows, streams, dtype=FP32), _meta(rows, streams, streams, dtype=FP32)
     z = _meta(rows, streams * (streams + 2), dtype=FP32)
-    squash = hyper_connections.TritonSquash
-    grads = squash.values(z, streams, 20, 1e-6, 2.0)
-    squash.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    parts = hyper_connections.TritonParts
+    grads = parts.values(z, streams, 20, 1e-6, 2.0)
+    parts.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    weight = _meta(streams * (streams + 2), streams * cols, dtype=FP32)
+    rows_of = x.flatten(1)
+    parts.mixes(rows_of, weight, 1e-6)
+    parts.mixes_gradients(rows_of, weight, z, z[:, :1], True, True)
     hyper_connections_pre.forward(x, pre)
     hyper_connections_pre.backward(out, x, pre, True, True)
     y = hyper_connections_post.forward(x, out, pre, mix)
