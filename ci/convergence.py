@@ -34,7 +34,7 @@ from liger_multi.memory.sizes import SIZES, config_of
 
 ROOT = Path(__file__).parent.parent
 
-WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
+WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 3e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
@@ -54,8 +54,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
     "qwen3_moe": {**ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
-    "gpt_oss": {**ROUTED, "num_local_experts": 4, "sliding_window": 16},
-}
+    "gpt_oss": {
+        **ROUTED, "num_local_experts": 4, "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
