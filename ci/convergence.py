@@ -35,7 +35,7 @@ from liger_multi.memory.sizes import SIZES, config_of
 
 ROOT = Path(__file__).parent.parent
 
-WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 3e-3, 2e-4, 1.0
+WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
