@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -312,7 +313,8 @@ def run(
         providers = [name for name in providers if name != "liger"]
     everybody = [*providers, *(f"control-{n + 1}" for n in range(given.controls))]
     jobs = given.jobs if given.jobs is not None else 4 * (device.type != "cpu")
-    data: dict[str, Any] = {"device": report.device_facts(device), "versions": report.versions()}
+    versions = {**report.versions(), "transformers": importlib.metadata.version("transformers")}
+    data: dict[str, Any] = {"device": report.device_facts(device), "versions": versions}
     data |= {"commit": given.commit, "date": datetime.date.today().isoformat(), "rows": []}
     bad = 0
     for row in rows_of(cases, everybody, device, jobs):
