@@ -19,7 +19,8 @@ from liger_multi.reference.chunking import (
     is_whole,
     row_blocks,
 )
-from liger_multi.reference.float8 import Head, logits_dtype
+from liger_multi.reference.float8 import GRADIENT, PLAIN, Rounding
+from liger_multi.reference.float8_head import Head, logits_dtype
 from liger_multi.reference.retry import divided
 from liger_multi.reference.rows import Objective
 
@@ -40,18 +41,22 @@ class Plan:
 
 
 class Chunks:
-    """Iterate over chunks of rows with valid targets; their logits share one buffer."""
+    """Iterate over chunks of rows with valid targets; their logits share one buffer.
+
+    ``rounding`` is how a head in 8 bits rounds, ``wanted`` whether it makes gradients of hidden.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        objective: Objective, plan: Plan,
+        objective: Objective, plan: Plan, rounding: Rounding = PLAIN, wanted: bool = False,
     ) -> None:  # fmt: skip
         kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
         self.kind, self.index = kind, None
-        in_8_bits = plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1
-        self.float8 = Head(self.weight) if in_8_bits else None
+        self.float8: Head | None = None
+        if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
+            self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
         if plan.compact and not capturing(hidden.device):
             # the one read-back: how many rows are valid
             index = (target != objective.ignore_index).nonzero().squeeze(1)

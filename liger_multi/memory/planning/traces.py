@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES, Block
 from liger_multi.memory.simulation import Simulation
 from liger_multi.memory.storages import tensors_in
-from liger_multi.reference.fused_linear import visited
 
 DEPTH = 3  # layers of a short simulation: the first, one that stands for many, and the last
 BEFORE, HEAD, AFTER = "before", "head", "after"
@@ -275,6 +274,8 @@ class Cutting(Simulation):
 
     @contextlib.contextmanager
     def _few_chunks(self) -> Iterator[None]:
+        from liger_multi.reference.fused_linear import visited
+
         token = visited.set(self._differing)
         try:
             yield
