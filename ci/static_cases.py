@@ -20,6 +20,7 @@ from liger_multi.backends.triton import (
     divergence,
     dyt,
     embedding,
+    float8,
     fused_add_rms_norm,
     fused_linear_log_prob,
     fused_moe,
@@ -342,6 +343,12 @@ def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     sparsemax.backward(sparsemax.forward(x), x)
 
 
+def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
+    kinds = float8.TritonRounding()
+    kinds.rounded(_meta(rows, cols), dtype)
+    kinds.both_ways(_meta(cols, rows))
+
+
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
     logits, index = _meta(4096, cols, dtype=dtype), _meta(4096, choices, dtype=torch.int64)
     found, lse = selective_log_softmax.forward(logits, index, scale, -100, False)
@@ -476,6 +483,8 @@ def calls() -> dict[str, Callable[[], None]]:
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     for dtype in (BF16, FP32):
         found[f"scale {_name(dtype)}"] = part(_scale, dtype)
+    for dtype in float8.FORMATS:
+        found[f"8 bits 4096x128256 {_name(dtype)}"] = part(_float8, 4096, 128256, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
         found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
     for rows, cols, dtype in (
