@@ -57,9 +57,12 @@ def _split_kernel(
     out_ptr += row * out_stride
     place = r * out_stride + c
     for k in tl.static_range(COUNT):
-        part: tl.constexpr = (ORDER >> (2 * k)) & 3
-        value = p0 if part == 0 else (p1 if part == 1 else p2)
-        tl.store(out_ptr + place, value, mask=mask)
+        if (ORDER >> (2 * k)) & 3 == 0:
+            tl.store(out_ptr + place, p0, mask=mask)
+        elif (ORDER >> (2 * k)) & 3 == 1:
+            tl.store(out_ptr + place, p1, mask=mask)
+        else:
+            tl.store(out_ptr + place, p2, mask=mask)
         out_ptr += step
 
 
