@@ -47,14 +47,14 @@ def _split_kernel(
     assume_rows(out_ptr, out_stride, ROWS)
     row = (tl.program_id(0) // col_steps).to(tl.int64) * ROWS
     first = (tl.program_id(0) % col_steps) * COLS
-    r, c = tl.arange(0, ROWS)[:, None], first + tl.arange(0, COLS)[None, :]
-    mask = (row + r < rows) & (c < cols)
-    x = tl.load(x_ptr + row * cols + (r * cols + c), mask=mask, other=0.0)
+    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    mask = (row + r < rows) & (first + c < cols)
+    x = tl.load(x_ptr + (row * cols + first) + (r * cols + c), mask=mask, other=0.0)
     p0 = round_to(x, tl.bfloat16)
     rest = x - p0.to(tl.float32)
     p1 = round_to(rest, tl.bfloat16)
     p2 = round_to(rest - p1.to(tl.float32), tl.bfloat16)
-    out_ptr += row * out_stride
+    out_ptr += row * out_stride + first
     place = r * out_stride + c
     for k in tl.static_range(COUNT):
         if (ORDER >> (2 * k)) & 3 == 0:
