@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES, Block
 from liger_multi.memory.planning.cost import OWN
+from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES
 from liger_multi.memory.simulation import Simulation
 from liger_multi.memory.storages import tensors_in
 
@@ -384,11 +384,6 @@ def _entered(target: str) -> tuple[str, ...]:
     from liger_multi.op import OPS
 
     return tuple(OPS) if target == "cpu" else CHUNKED
-
-
-def constant(name: str, size: float) -> Block:
-    """A block that is there for the whole step."""
-    return Block(round(size), role=name)
 
 
 def vector(values: Mapping[str, float]) -> Tensor:
