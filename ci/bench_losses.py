@@ -9,6 +9,7 @@ and the peak without inputs, gradients, and an fp32 gradient of the weight.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
 import sys
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ci import results
 from liger_multi import losses
 from liger_multi.bench import report
 from liger_multi.bench.cases import error
@@ -417,7 +419,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
     if given.out:
-        head = {"device": report.device_facts(device), "versions": report.versions()}
+        head: dict[str, Any] = {"device": report.device_facts(device)}
+        head["versions"] = report.versions()
+        head |= {"commit": results.commit(), "date": datetime.date.today().isoformat()}
         file = given.out / "losses.json" if given.out.is_dir() else given.out
         file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     ours = [row for row in rows if row["provider"].startswith("ours")]

@@ -20,6 +20,7 @@ from typing import Any
 
 from ci import (
     docs_benchmarks,
+    docs_convergence,
     docs_coverage,
     docs_losses,
     docs_memory,
@@ -289,6 +290,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         ROOT / "ci" / "mkdocs.yml": nav,
         docs / "index.md": lambda old: front(),
         docs / "ops" / "index.md": lambda old: operators_page(),
+        docs / "convergence.md": lambda old: docs_convergence.page(),
         docs / "coverage.md": lambda old: docs_coverage.page(),
         docs / "losses.md": docs_losses.page,
         docs / "nn.md": lambda old: modules_page(),

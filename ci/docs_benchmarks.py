@@ -36,6 +36,10 @@ def _versions(data: Mapping[str, Any]) -> str:
     return ", ".join(f"{n} {data['versions'][n]}" for n in names if n in data["versions"])
 
 
+def _file(path: Path, data: Mapping[str, Any]) -> str:
+    return f"`{path.name}`" + (f", {data['commit']}" if data.get("commit") else "")
+
+
 def _size(count: float | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.0f}"
 
@@ -107,6 +111,31 @@ def _models() -> list[str]:
     return lines if newest else []
 
 
+def _losses() -> list[str]:
+    """Whole losses over the products of the head that they cannot do without."""
+    newest: dict[tuple[str, str, str], tuple[str, list[Any]]] = {}
+    for path, data in _files("losses-*.json"):
+        cases: dict[tuple[str, str, str], list[Any]] = {}
+        for row in data["rows"]:
+            shape = "x".join(str(n) for n in row["shape"].values())
+            cases.setdefault((row["case"], shape, data["device"]["name"]), []).append(row)
+        newest |= {key: (_file(path, data), rows) for key, rows in cases.items()}
+    lines = ["\n## Whole losses\n", "| loss | who | fwd+bwd, ms | of the products | extra MiB |"]
+    lines[-1] += " error / tolerance | file |\n|---|---|---|---|---|---|---|"
+    for (case, shape, device), (file, rows) in sorted(newest.items()):
+        floor = next((r["both_ms"] for r in rows if r["provider"] == "products"), None)
+        for row in rows:
+            time, error = row.get("both_ms"), row.get("error")
+            cells = (
+                f"{case} {shape}, {device}", row["provider"],
+                f"{time:.1f}" if time else row["status"],
+                f"{time / floor:.2f}" if time and floor else "-", _size(row.get("extra_bytes")),
+                "-" if error is None else f"{error:.2f}", file,
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines if newest else []
+
+
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD.rstrip(), *_models(), *_operators()]) + "\n"
+    return "\n".join([HEAD.rstrip(), *_models(), *_losses(), *_operators()]) + "\n"

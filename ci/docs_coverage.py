@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "tests" / "sweep" / "results.json"
 GENERATIONS = RESULTS.with_name("generations.json")
+DEVICES = RESULTS.with_name("devices.json")
 NORMS = ("rms_norm", "layer_norm", "gated_rms_norm")
 GATED = ("gated_mlp", "swiglu", "geglu", "swiglu_clamped")
 HEAD = """\
@@ -57,7 +58,27 @@ def page() -> str:
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
     text += "## Left alone, and why\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
+    text += "## On devices\n\n" + "\n".join(_devices()) + "\n\n"
     return text + "## Other generations\n\n" + "\n".join(_generations()) + "\n"
+
+
+def _devices() -> list[str]:
+    """Samples of the sweep whose operators ran on a device: what they called, what is not equal."""
+    lines = []
+    for found in json.loads(DEVICES.read_text(encoding="utf-8")):
+        pairs, where = found["pairs"], [found[k] for k in ("device", "torch", "transformers")]
+        equal = [o for o in pairs if o["status"] == "equal"]
+        calls: Counter[str] = sum((Counter(o["calls"]) for o in equal), Counter())
+        served = ", ".join(f"{op} {n}" for op, n in calls.most_common())
+        lines.append(
+            f"{where[0]}, backend {found['backend']}, torch {where[1]}, transformers {where[2]}, "
+            f"{found['date']}, {found['commit']}: **{len(equal)} of {len(pairs)} pairs equal**. "
+            f"Calls of operators: {served}.\n"
+        )
+        lines.append(f"Equal: {', '.join(sorted({o['type'] for o in equal}))}.\n")
+        others = [o for o in pairs if o["status"] != "equal"]
+        lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in others]
+    return lines
 
 
 def _generations() -> list[str]:

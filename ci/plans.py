@@ -1,79 +1,37 @@
-"""Plans that are executed: ``python -m ci.plans --out F --commit X [--only NAME]``.
+"""Plans that are executed: ``python -m ci.plans --plans F --out G --commit X [--only NAME]``.
 
-For each of some models a plan is made for a part of this device's memory, and three of its
-candidates train some steps, each in a process of its own that gets no more than that part: the
-best one, one of the middle and the slowest that fits. Peaks are compared with the allocator's, and
-the order of times with the measured one. ``--explain`` makes the plan that ``docs/planning.md``
-shows, which needs no device.
+For each of some models a plan is made for a part of this device's memory, and some of its
+candidates train a few steps, each in a process of its own that gets no more than that part: the
+best one, the slowest that fits, one of the middle, and those between while there is time. Peaks are
+compared with the allocator's, and the order of times with the measured one. What is known is
+written after every candidate. ``--write-plans F`` plans and stops, which needs no device;
+``--explain`` makes the plan that ``docs/planning.md`` shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ci.memory_cases import LARGE_MOE
+from ci.plan_runs import ROOT, Case, Worker
 from liger_multi.bench import report
-from liger_multi.memory import Candidate, Plan, Settings, Space, apply, plan
+from liger_multi.memory import Candidate, Plan, Space, plan
 from liger_multi.memory.planning.cards import CARDS
 from liger_multi.memory.sizes import config_of
 
-ROOT = Path(__file__).parent.parent
 EXPLAINED = ROOT / "benchmarks" / "plan-example.json"
 PICTURE = ROOT / "docs" / "plan-example.png"
 LAYOUTS = ((1, 1), (2, 1), (1, 4))  # of the page's plan
 TIE = 0.04  # times nearer than this have no order
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, what it is trained on, and what it gets."""
-
-    model: str
-    sequence: int
-    batch: int
-    memory: str
-    precision: str = "bf16"
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.batch} x {self.sequence} {self.precision} in {self.memory}"
-
-    def config(self) -> Any:
-        """Its configuration, without a network."""
-        import transformers
-
-        if self.model == "moe-1b":
-            config = transformers.MixtralConfig(**LARGE_MOE)
-        else:
-            config = config_of(self.model, self.sequence)
-        config._attn_implementation, config.use_cache = "sdpa", False
-        return config
-
-    def plan(self, card: str) -> Plan:
-        """What is planned for a card of so little memory; only what one process can do."""
-        space = Space(
-            (self.precision,),
-            policies=("none", "norms_and_mlp", "keep_attention", "full"),
-            offload_states=(None,),
-            layouts=((1, 1),),
-            tiled=self.model != "moe-1b",
-        )
-        where = f"{card}:{self.memory}"
-        return plan(self.config(), where, 1, self.batch, self.sequence, space=space, limits=False)
-
-
+HOST_BYTES = 24 * 2**30  # candidates that need more of the host's memory are not executed
 CASES = (
     Case("qwen2-0.5b", 2048, 16, "15GiB"),
     Case("qwen2-0.5b", 2048, 16, "24GiB", "amp"),
@@ -84,76 +42,27 @@ CASES = (
 )
 
 
-def chosen(made: Plan) -> list[Candidate]:
-    """The best, one of the middle and the slowest of those that fit."""
-    fitting = made.fitting
-    places = sorted({0, len(fitting) // 2, len(fitting) - 1})
-    return [fitting[i] for i in places]
-
-
-def executed(case: Case, settings: Settings, steps: int) -> dict[str, Any]:
-    """Train some steps in this process, with no more memory than planned for."""
-    from transformers import AutoModelForCausalLM
-
-    from liger_multi.config_file import parse_bytes
-
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    total = module.get_device_properties(0).total_memory
-    module.set_per_process_memory_fraction(min(1.0, parse_bytes(case.memory, "memory") / total))
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
-    model.tie_weights()
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    shape = (settings.micro_batch, settings.sequence)
-    ids = torch.randint(model.config.vocab_size, shape, device=device)
-    loss = torch.zeros(())
-
-    def step() -> None:
-        nonlocal loss
-        for _ in range(settings.accumulation):
-            with contextlib.ExitStack() as stack:
-                if settings.precision == "amp":
-                    stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            loss = loss.detach()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    with apply(settings, model):
-        for _ in range(2):
-            step()
-        module.synchronize()
-        module.reset_peak_memory_stats()
-        times = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            step()
-            module.synchronize()
-            times.append(time.perf_counter() - begin)
+def planned(case: Case, card: str, device: str = "cuda") -> dict[str, Any]:
+    """A case and its candidates that fit, the fastest first, as plain data."""
+    begin = time.perf_counter()
+    made = case.plan(card, device)
     return {
-        "measured_bytes": module.max_memory_allocated(),
-        "reserved_bytes": module.max_memory_reserved(),
-        "measured_seconds": statistics.median(times),
-        "loss": loss.item(),
+        "case": vars(case),
+        "plan_seconds": time.perf_counter() - begin,
+        "ways": len(made.candidates),
+        "fit": len(made.fitting),
+        "candidates": [one.as_data() for one in made.fitting],
     }
 
 
-def child(case: Case, settings: Settings, steps: int) -> dict[str, Any]:
-    """One candidate in a process of its own; a failure is a row too."""
-    given = json.dumps([vars(case), settings.as_data()])
-    command = [sys.executable, "-m", "ci.plans", "--run", given, "--steps", str(steps)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])  # type: ignore[no-any-return]
-    memory = "OutOfMemoryError" in done.stderr
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"failure": "out of memory" if memory else last[:300]}
+def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The best, the slowest, one of the middle, then those between, as the host's memory allows."""
+    those = [one for one in fitting if one.host_bytes <= HOST_BYTES]
+    if not those:
+        return []
+    last = len(those) - 1
+    places = dict.fromkeys([0, last, last // 2, last // 4, (3 * last + 1) // 4])
+    return [those[i] for i in list(places)[:most]]
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> bool:
@@ -168,40 +77,64 @@ def in_order(rows: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def row_of(case: Case, card: str, steps: int) -> dict[str, Any]:
-    """A case's plan and what came of three of its candidates."""
-    begin = time.perf_counter()
-    made = case.plan(card)
-    row: dict[str, Any] = {
-        "case": vars(case),
-        "plan_seconds": time.perf_counter() - begin,
-        "ways": len(made.candidates),
-        "fit": len(made.fitting),
-        "runs": [],
-    }
-    print(
-        f"{case}: {row['fit']} of {row['ways']} ways fit, {row['plan_seconds']:.0f} s", flush=True
-    )
-    for one in chosen(made):
-        run = {
+def execute(
+    plans: Sequence[dict[str, Any]],
+    worker: Callable[[], Worker],
+    given: argparse.Namespace,
+    write: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """Run candidates in rounds over the cases, so that little time means fewer of each.
+
+    Args:
+        plans: Of :func:`planned`.
+        worker: Starts a process; one is always waiting.
+        given: ``steps``, ``most``, ``limit`` and ``until`` (of ``time.monotonic``).
+        write: Called with the rows after every candidate.
+    """
+    rows: list[dict[str, Any]] = []
+    picks: list[list[Candidate]] = []
+    for data in plans:
+        row = {name: value for name, value in data.items() if name != "candidates"}
+        rows.append({**row, "runs": [], "order_agrees": True})
+        fitting = [Candidate.from_data(one) for one in data["candidates"]]
+        picks.append(chosen(fitting, given.most))
+    queue = [(i, own[n]) for n in range(given.most) for i, own in enumerate(picks) if n < len(own)]
+    waiting = worker() if queue else None
+    for place, (i, one) in enumerate(queue):
+        left = given.until - time.monotonic()
+        assert waiting is not None
+        if left < min(15.0, given.limit):
+            print(f"{len(queue) - place} candidates are left: the time is over", flush=True)
+            break
+        current, waiting = waiting, worker() if place + 1 < len(queue) else None
+        run: dict[str, Any] = {
             "settings": one.settings.as_data(),
             "name": str(one.settings),
             "predicted_bytes": one.peak_bytes,
             "predicted_seconds": one.seconds,
-            **child(case, one.settings, steps),
         }
-        got = run.get("measured_bytes")
-        said = run.get("failure", "")
-        if got:
-            run["error_percent"] = 100 * (one.peak_bytes / got - 1)
-            said = f"{got / 2**30:.2f} GiB ({run['error_percent']:+.1f} %), "
-            said += f"{run['measured_seconds']:.3f} s (told {one.seconds:.3f})"
-        size = f"{one.settings.micro_batch} x {one.settings.accumulation}"
-        print(f"  {one.settings}, {size}: {one.peak_bytes / 2**30:.2f} GiB; {said}", flush=True)
-        row["runs"].append(run)
-    row["order_agrees"] = in_order(row["runs"])
-    print(f"  order of speeds {'agrees' if row['order_agrees'] else 'differs'}", flush=True)
-    return row
+        case = Case(**rows[i]["case"])
+        run |= current.run(case, one.settings, given.steps, min(given.limit, left))
+        if "measured_bytes" in run:
+            run["error_percent"] = 100 * (one.peak_bytes / run["measured_bytes"] - 1)
+        rows[i]["runs"].append(run)
+        rows[i]["order_agrees"] = in_order(rows[i]["runs"])
+        write(rows)
+        print(f"{case}: {told(one, run)}", flush=True)
+    if waiting is not None:
+        waiting.end()
+    return rows
+
+
+def told(one: Candidate, run: dict[str, Any]) -> str:
+    """A finished candidate in a line."""
+    said, got = run.get("failure", ""), run.get("measured_bytes")
+    if got:
+        said = f"{got / 2**30:.2f} GiB ({run['error_percent']:+.1f} %), "
+        said += f"{run['measured_seconds']:.3f} s (told {one.seconds:.3f}), "
+        said += f"loss {run['loss']:.3f}, process {run['process_seconds']:.0f} s"
+    size = f"{one.settings.micro_batch} x {one.settings.accumulation}"
+    return f"{one.settings}, {size}: {one.peak_bytes / 2**30:.2f} GiB told; {said}"
 
 
 def explained() -> Plan:
@@ -211,46 +144,77 @@ def explained() -> Plan:
     return plan(config, "h100", 4, 16, 8192, space=space)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``until`` is when the time is over."""
     parser = argparse.ArgumentParser(prog="python -m ci.plans", description=__doc__)
     parser.add_argument("--out", type=Path, help="file of the results")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--card", default="h200", choices=CARDS, help="whose rates are used")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--most", type=int, default=5, help="candidates of a case")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds of a candidate")
+    parser.add_argument("--seconds", type=float, default=500.0, help="of everything")
+    parser.add_argument("--device", help="device type; cpu tracks storages and limits nothing")
+    parser.add_argument("--plans", type=Path, help="what --write-plans wrote, instead of planning")
+    parser.add_argument("--write-plans", type=Path, help="plan into this file, nothing else")
     parser.add_argument("--explain", action="store_true", help="the plan of the page, nothing else")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.run:
-        case, settings = json.loads(given.run)
-        found = executed(Case(**case), Settings.from_data(settings), given.steps)
-        sys.stdout.write(json.dumps(found) + "\n")
-        return 0
+    given.until = time.monotonic() + given.seconds
+    if not (given.explain or given.out or given.write_plans):
+        parser.error("--out is needed")
+    return given
+
+
+def plans_of(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Read plans, or make them."""
+    if given.plans is not None:
+        known = json.loads(given.plans.read_text(encoding="utf-8"))["plans"]
+        return [one for one in known if given.only in str(Case(**one["case"]))]
+    made = []
+    for case in CASES:
+        if given.only in str(case):
+            made.append(planned(case, given.card, given.device or "cuda"))
+            ways, seconds = (made[-1][name] for name in ("ways", "plan_seconds"))
+            fit = f"{made[-1]['fit']} of {ways} ways fit"
+            print(f"{case}: {fit}, planned in {seconds:.0f} s", flush=True)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
+    given = parsed(arguments)
     if given.explain:
         made = explained()
         EXPLAINED.write_text(json.dumps(made.as_data(), indent=1) + "\n", encoding="utf-8")
         made.draw(PICTURE)
         print(made)
         return 0
-    if given.out is None:
-        parser.error("--out is needed")
-    device = torch.accelerator.current_accelerator()
-    if device is None:
+    data: dict[str, Any] = {"versions": report.versions(), "commit": given.commit}
+    data |= {"date": datetime.date.today().isoformat(), "card": given.card}
+    if given.write_plans is not None:
+        data["plans"] = plans_of(given)
+        given.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        return 0
+    found = torch.accelerator.current_accelerator() if given.device is None else None
+    if found is None and given.device is None:
         raise SystemExit("plans are executed on an accelerator, and there is none")
-    rows = [row_of(case, given.card, given.steps) for case in CASES if given.only in str(case)]
-    data = {
-        "device": report.device_facts(device),
-        "versions": report.versions(),
-        "commit": given.commit,
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+    device = found or torch.device(given.device)
+    data["device"] = report.device_facts(device)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        with report.whole(given.out) as temporary:
+            temporary.write_text(
+                json.dumps({**data, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+            )
+
+    rows = execute(plans_of(given), lambda: Worker(device.type), given, write)
     runs = [run for row in rows for run in row["runs"]]
     bad = [run for run in runs if abs(run.get("error_percent", 100)) > 10]
-    print(f"{len(runs) - len(bad)} of {len(runs)} peaks within a tenth; written to {given.out}")
+    agreed = sum(row["order_agrees"] for row in rows)
+    print(f"{len(runs) - len(bad)} of {len(runs)} peaks within a tenth; order of speeds agrees for")
+    print(f"{agreed} of {len(rows)} cases; written to {given.out}")
     return int(bool(bad))
 
 

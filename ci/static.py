@@ -32,7 +32,7 @@ from liger_multi.launch import DeviceInfo, simulate
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from liger_multi.backends.triton import (
     divergence,
     dyt,
     embedding,
+    float8,
     fused_add_rms_norm,
     fused_linear_log_prob,
     fused_moe,
@@ -206,9 +207,13 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
     x, out = _meta(rows, streams, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
     pre, mix = _meta(rows, streams, dtype=FP32), _meta(rows, streams, streams, dtype=FP32)
     z = _meta(rows, streams * (streams + 2), dtype=FP32)
-    squash = hyper_connections.TritonSquash
-    grads = squash.values(z, streams, 20, 1e-6, 2.0)
-    squash.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    parts = hyper_connections.TritonParts
+    grads = parts.values(z, streams, 20, 1e-6, 2.0)
+    parts.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    weight = _meta(streams * (streams + 2), streams * cols, dtype=FP32)
+    rows_of = x.flatten(1)
+    parts.mixes(rows_of, weight, 1e-6)
+    parts.mixes_gradients(rows_of, weight, z, z[:, :1], True, True)
     hyper_connections_pre.forward(x, pre)
     hyper_connections_pre.backward(out, x, pre, True, True)
     y = hyper_connections_post.forward(x, out, pre, mix)
@@ -336,6 +341,12 @@ def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     if cols < 512:  # one row a program is too narrow for 64 lanes of 16 bytes
         return
     sparsemax.backward(sparsemax.forward(x), x)
+
+
+def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
+    kinds = float8.TritonRounding()
+    kinds.rounded(_meta(rows, cols), dtype)
+    kinds.both_ways(_meta(cols, rows))
 
 
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
@@ -472,6 +483,8 @@ def calls() -> dict[str, Callable[[], None]]:
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     for dtype in (BF16, FP32):
         found[f"scale {_name(dtype)}"] = part(_scale, dtype)
+    for dtype in float8.FORMATS:
+        found[f"8 bits 4096x128256 {_name(dtype)}"] = part(_float8, 4096, 128256, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
         found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
     for rows, cols, dtype in (

@@ -48,7 +48,7 @@ class Configuration:
 
     @property
     def head_products(self) -> str:
-        """How heads with a loss multiply: ``exact`` or ``float8``."""
+        """How heads with a loss multiply: ``exact``, ``float8`` or ``float8_logits``."""
         return next((x.head_products for x in self.layers if x.head_products), "exact")
 
     def scoped(self, choices: Mapping[str, str | list[str]]) -> Configuration:

@@ -4,7 +4,7 @@
 
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
-    head_products: float8               # of heads with a loss, in 8 bits; "exact" by default
+    head_products: float8               # of heads with a loss, in 8 bits; float8_logits; exact
     ops:
       rms_norm: reference               # a name binds: it runs or the call fails with the reason
       cross_entropy: [npu, reference]   # a list is exactly that order
@@ -30,7 +30,7 @@ from liger_multi.errors import ConfigurationError, unknown
 
 AUTO = ("auto",)
 KEYS = ("default", "ops", "devices", "chunk_bytes", "head_products")
-HEAD_PRODUCTS = ("exact", "float8")
+HEAD_PRODUCTS = ("exact", "float8", "float8_logits")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

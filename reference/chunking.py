@@ -97,7 +97,7 @@ def weight_gradient_dtype(
 
 
 @functools.cache
-def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
+def has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of low precision can be written in float32 here (asked once, on 16x16)."""
     try:
         a, out = (torch.zeros(16, 16, dtype=k, device=device_type) for k in (dtype, torch.float32))
@@ -112,7 +112,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
-    elif total.dtype == torch.float32 and _has_out_dtype(total.device.type, a.dtype):
+    elif total.dtype == torch.float32 and has_out_dtype(total.device.type, a.dtype):
         torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     else:
         right = b.to(total.dtype)

@@ -6,7 +6,8 @@ stand here once, and the products of the gradients in gradients.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,15 @@ from liger_multi.reference.chunking import (
     is_whole,
     row_blocks,
 )
-from liger_multi.reference.float8 import Head, logits_dtype
+from liger_multi.reference.float8 import GRADIENT, PLAIN, Rounding
+from liger_multi.reference.float8_head import Head, logits_dtype
 from liger_multi.reference.retry import divided
 from liger_multi.reference.rows import Objective
+
+# which chunks are gone through: a simulation leaves out those that repeat the one before them
+visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
+    "liger_multi_visited", default=iter
+)
 
 
 @dataclass(frozen=True)
@@ -34,18 +41,22 @@ class Plan:
 
 
 class Chunks:
-    """Iterate over chunks of rows with valid targets; their logits share one buffer."""
+    """Iterate over chunks of rows with valid targets; their logits share one buffer.
+
+    ``rounding`` is how a head in 8 bits rounds, ``wanted`` whether it makes gradients of hidden.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        objective: Objective, plan: Plan,
+        objective: Objective, plan: Plan, rounding: Rounding = PLAIN, wanted: bool = False,
     ) -> None:  # fmt: skip
         kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
         self.kind, self.index = kind, None
-        in_8_bits = plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1
-        self.float8 = Head(self.weight) if in_8_bits else None
+        self.float8: Head | None = None
+        if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
+            self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
         if plan.compact and not capturing(hidden.device):
             # the one read-back: how many rows are valid
             index = (target != objective.ignore_index).nonzero().squeeze(1)
@@ -62,7 +73,7 @@ class Chunks:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
-        for place in row_blocks(self.rows, 1, self.step):
+        for place in visited.get()(row_blocks(self.rows, 1, self.step)):
             yield self.at(place, self.buffer[: place.stop - place.start])
 
     def at(

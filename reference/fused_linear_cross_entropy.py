@@ -8,13 +8,14 @@ row kernels.
 """
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi.reference import objective as rows_of
 from liger_multi.reference import reduction as reduction_of
+from liger_multi.reference.float8 import PLAIN, Rounding
 from liger_multi.reference.fused_linear import Chunks, Plan
 from liger_multi.reference.gradients import Accumulator, Gradients, scale_to
 from liger_multi.reference.retry import retried
@@ -26,6 +27,7 @@ class ReferenceRows:
 
     statistics = staticmethod(rows_of.statistics)
     scale = staticmethod(scale_to)
+    rounding: ClassVar[Rounding] = PLAIN
 
     @staticmethod
     def statistics_and_gradient_(
@@ -65,7 +67,7 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
         plan, rowwise = Plan(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
-        chunks = Chunks(hidden, weight, target, bias, goal, plan)
+        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs[0])
         by = reduction_of.denominators(target, class_weight, ignore_index, reduction, chunks.kind)
         scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
         dropped = chunks.index is not None
@@ -97,8 +99,8 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         if hidden is not None and weight is not None:
             goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
             plan = Plan(chunk, budget, compute_dtype, compact)
-            chunks = Chunks(hidden, weight, target, bias, goal, plan)
             needs = (needs_hidden, needs_weight, needs_bias)
+            chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs[0])
             into = Accumulator(chunks, hidden, weight, accumulate, needs)
             for place, where, h, t, raw in chunks:
                 kernels.gradient_(raw, t, class_weight, lse[where], goal, dloss[where].contiguous())

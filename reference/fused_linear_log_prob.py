@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference import objective as rows_of
+from liger_multi.reference.float8 import PLAIN, Rounding
 from liger_multi.reference.fused_linear import Chunks, Plan
 from liger_multi.reference.gradients import Accumulator, scale_to
 from liger_multi.reference.log_prob import Upstream, gradient_, upstream_of, within_range
@@ -21,6 +22,8 @@ from liger_multi.reference.rows import Objective, Rows
 
 class LogProbKernels(Protocol):
     """What a backend's row kernels do with a chunk of raw logits."""
+
+    rounding: Rounding
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
@@ -37,6 +40,7 @@ class ReferenceRows:
     """Row kernels in plain PyTorch."""
 
     scale = staticmethod(scale_to)
+    rounding: Rounding = PLAIN
     statistics = staticmethod(rows_of.statistics)
     log_prob_gradient_ = staticmethod(gradient_)
 
@@ -54,7 +58,7 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         check_targets(target, weight.shape[0], ignore_index, validate)
         goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = Plan(chunk, budget, compute_dtype, compact)
-        chunks = Chunks(hidden, weight, target, bias, goal, plan)
+        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding)
         dropped = chunks.index is not None
         like, count = chunks.buffer, target.numel()
         rows = Rows.room(count, goal, outputs, like, ignored=dropped, loss=False)
@@ -72,8 +76,8 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = Plan(chunk, budget, compute_dtype, compact)
-        chunks = Chunks(hidden, weight, target, bias, goal, plan)
         needs = (needs_hidden, needs_weight, needs_bias)
+        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs_hidden)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         arrived = upstream_of(
             dlog_prob, dentropy, dlse, entropies=entropy, target=target,

@@ -53,7 +53,7 @@ class Accumulator:
             self.gradients.bias.add_(graw.sum(0, dtype=self.gradients.bias.dtype))
 
     def _hidden(self, graw: Tensor, out: Tensor) -> Tensor:
-        if self.chunks.float8 is not None:
+        if self.chunks.float8 is not None and self.chunks.float8.gradients:
             return self.chunks.float8.hidden_gradient(graw, out)
         return torch.mm(graw, self.chunks.weight, out=out)
 

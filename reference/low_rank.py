@@ -1,19 +1,28 @@
 """Products with the two thin matrices of a low-rank update, ``scale (x a') b'``.
 
-A base in bf16 with adapters in fp32 multiplies in fp32, as PEFT does, but some rows at a time: no
-copy of ``x`` in fp32 is ever whole. The scale meets sums, never a rounded factor.
+A base in bf16 with adapters in fp32 multiplies as exactly as in fp32, as PEFT does. Where a device
+writes products of bf16 in fp32, a thin matrix is taken as the sum of three in bf16 (8 bits of its
+24 each): their products with bf16 numbers are exact, so a wide matrix is read as it is, once.
+Elsewhere the wide one is converted, some rows at a time. The scale meets sums, never a rounded
+factor.
 """
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.chunking import row_blocks
+from liger_multi.reference.chunking import has_out_dtype, row_blocks
+
+# Products of parts, first and second; the other three are below fp32's last bit.
+TERMS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 
 
 def narrow(wide: Tensor, thin: Tensor) -> Tensor:
     """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
     if wide.dtype == thin.dtype:
         return wide @ thin
+    if _splits(wide, thin):
+        made = _product(wide, torch.cat(_parts(thin), 1))
+        return made.view(-1, 3, thin.shape[1]).sum(1)
     made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
     for block in _blocks(wide, thin.dtype):
         torch.mm(wide[block].to(thin.dtype), thin, out=made[block])
@@ -24,6 +33,8 @@ def add_(rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
     """``rows += scale low @ thin``, rounded once."""
     if rows.dtype == low.dtype:
         return rows.addmm_(low, thin, alpha=scale)
+    if _splits(rows, low):
+        return rows.addmm_(*_terms(low, thin), alpha=scale)
     for block in _blocks(rows, low.dtype):
         rows[block] = torch.addmm(rows[block].to(low.dtype), low[block], thin, alpha=scale)
     return rows
@@ -34,6 +45,8 @@ def widened(low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tens
     if dtype == low.dtype:
         return (low @ thin).mul_(scale)
     made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
+    if _splits(made, low):
+        return made.addmm_(*_terms(low, thin), beta=0, alpha=scale)
     for block in _blocks(made, low.dtype):
         made[block] = (low[block] @ thin).mul_(scale)
     return made
@@ -43,11 +56,41 @@ def gradient(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> T
     """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
     if left.dtype == right.dtype == dtype:
         return (left.t() @ right).mul_(scale)
+    if _splits(left, right):
+        made = _product(left.t(), torch.cat(_parts(right), 1))
+        return made.view(-1, 3, right.shape[1]).sum(1).mul_(scale)
+    if _splits(right, left):
+        made = _product(torch.cat(_parts(left), 1).t(), right)
+        return made.view(3, -1, right.shape[1]).sum(0).mul_(scale)
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
     wider = left if left.shape[1] > right.shape[1] else right
     for block in _blocks(wider, dtype):
         total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
     return total.mul_(scale)
+
+
+def _splits(wide: Tensor, thin: Tensor) -> bool:
+    kinds = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
+    return kinds and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """Three in bf16 whose sum is ``x``, each the rounded rest of those before."""
+    found = []
+    for _ in range(3):
+        found.append(x.to(torch.bfloat16))
+        x = x - found[-1]
+    return found
+
+
+def _terms(low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
+    """Two in bf16 whose product is that of two in fp32."""
+    left, right = _parts(low), _parts(thin)
+    return torch.cat([left[i] for i, _ in TERMS], 1), torch.cat([right[j] for _, j in TERMS])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _blocks(wide: Tensor, dtype: torch.dtype) -> list[slice]:

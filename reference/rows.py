@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.chunking import statistics_dtype
+from liger_multi.reference.float8 import Rounding
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class Rows(NamedTuple):
 
 
 class RowKernels(Protocol):
-    """What a backend's row kernels do with a chunk of raw logits."""
+    """What a backend's row kernels do with a chunk of raw logits, and how it rounds to 8 bits."""
+
+    rounding: Rounding
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str

@@ -5,9 +5,20 @@ from typing import Optional, Protocol
 import torch
 from torch import Tensor
 
+from liger_multi.reference import hyper_mixes
 
-class Squash(Protocol):
+
+class Parts(Protocol):
     """What a backend supplies; logits are (rows, N (N + 2)), scaled and with bias."""
+
+    def mixes(self, rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]:
+        """See :func:`liger_multi.reference.hyper_mixes.mixes`."""
+
+    def mixes_gradients(
+        self, rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See :func:`liger_multi.reference.hyper_mixes.gradients`."""
 
     def values(
         self, z: Tensor, count: int, steps: int, eps: float, post_scale: float
@@ -32,8 +43,11 @@ def _sinkhorn(z: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-class ReferenceSquash:
-    """The second part in plain PyTorch."""
+class ReferenceParts:
+    """All of them in plain PyTorch."""
+
+    mixes = staticmethod(hyper_mixes.mixes)
+    mixes_gradients = staticmethod(hyper_mixes.gradients)
 
     @staticmethod
     def values(

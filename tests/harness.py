@@ -93,14 +93,23 @@ def in_two_processes(folder: Path, body: str) -> None:
     in_processes(folder, body, 2)
 
 
-def in_processes(folder: Path, body: str, count: int) -> None:
-    """The same with more ranks."""
+def kind_of_ranks(config: pytest.Config, count: int) -> str:
+    """The kind of device under test where every rank can have one, else the CPU."""
+    kind = selected_device(config).type
+    return kind if kind != "cpu" and torch.accelerator.device_count() >= count else "cpu"
+
+
+def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None:
+    """The same with more ranks, or on devices of another kind."""
+    environment = dict(os.environ)
+    if kind == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo: a plan would go to devices
     script, meeting = folder / "rank.py", folder / "meeting"
     script.write_text(textwrap.dedent(body))
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(meeting)],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # gloo: a plan would go to devices
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

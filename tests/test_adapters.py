@@ -16,6 +16,7 @@ from models import Widest, assert_as_exact, assert_same_training, batch, build, 
 
 from liger_multi import ops
 from liger_multi.patching import patch, unpatch
+from liger_multi.reference import low_rank
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -382,3 +383,56 @@ def test_other_adapters_on_the_head_have_real_logits(config):
         return model(**batch()).loss
 
     assert_same_training(stock, ours, run)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Products of bf16 in fp32, as devices have them; the number of them."""
+    calls = Counter()
+
+    def product(a, b):
+        assert a.dtype == b.dtype == torch.bfloat16
+        calls["product"] += 1
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(low_rank, "has_out_dtype", lambda kind, dtype: True)
+    monkeypatch.setattr(low_rank, "_product", product)
+    return calls
+
+
+def test_fp32_factors_are_split_without_loss(split):
+    torch.manual_seed(0)
+    wide, rows = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
+    low, thin = torch.randn(40, 5), torch.randn(5, 64) * torch.logspace(-6, 6, 64)
+    factor = torch.randn(5, 96)
+    kind = torch.float32
+    exact = (
+        (low_rank.narrow(wide, factor.t()), wide.double() @ factor.double().t()),
+        (low_rank.gradient(low, wide, 0.3, kind), 0.3 * low.double().t() @ wide.double()),
+        (low_rank.gradient(wide, low, 0.3, kind), 0.3 * wide.double().t() @ low.double()),
+    )
+    for got, right in exact:
+        assert got.dtype == kind
+        assert (got - right).abs().max() < 1e-6 * right.abs().max()
+    assert split["product"] == 3
+    product = 0.3 * low.double() @ thin.double()
+    size = 0.3 * low.double().abs() @ thin.double().abs()
+    widened = low_rank.widened(low, thin, 0.3, torch.bfloat16)
+    added = low_rank.add_(rows.clone(), low, thin, 0.3)
+    for got, right in ((widened, product), (added, rows.double() + product)):
+        # rounded to bf16 once: half a unit in the last place, and fp32's errors
+        assert (
+            (got.double() - right).abs() <= 2**-8 * right.abs() / (1 + 2**-8) + 2e-7 * size
+        ).all()
+
+
+def test_split_factors_train_as_pefts(split, calls):
+    stock = lora(pair("llama", dtype=torch.bfloat16)[0])
+    for name, parameter in stock.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
+    exact, ours = copy.deepcopy(stock).float(), copy.deepcopy(stock)
+    patch(ours, strict=True)
+    run = lambda m: m(**batch()).loss  # noqa: E731
+    assert_as_exact(stock, ours, exact, run, run)
+    assert calls == {"lora_mlp": 2, "lora_update": 8}
+    assert split["product"] > 50

@@ -6,7 +6,8 @@ import torch
 import liger_multi
 from liger_multi.errors import ConfigurationError
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
-from liger_multi.reference import float8
+from liger_multi.reference import float8, float8_head
+from liger_multi.reference.float8 import PLAIN
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ def head(rows=48, width=64, classes=400, dtype=torch.bfloat16):
 @pytest.mark.parametrize("size", [1.0, 1e-6, 3e4])
 def test_rounded_to_the_nearest_value(dtype, size):
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
-    made = float8.rounded(x, dtype)
+    made = PLAIN.rounded(x, dtype)
     value = made.data.float() * made.scale
     info = torch.finfo(dtype)
     assert made.scale.log2() == made.scale.log2().round()
     assert x.abs().max() / made.scale <= info.max < 2 * x.abs().max() / made.scale
     room = (x.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2 * made.scale)
     assert ((value - x).abs() <= room * 1.0001).all()
-    assert not float8.rounded(torch.zeros(2, 3)).data.float().any()
+    assert not PLAIN.rounded(torch.zeros(2, 3)).data.float().any()
 
 
 def test_the_maths_of_the_emulation(in_8_bits):
@@ -43,17 +44,17 @@ def test_the_maths_of_the_emulation(in_8_bits):
     loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
     loss.backward()
 
-    h, w = (float8.rounded(t.detach()) for t in (hidden, weight))
+    h, w = (PLAIN.rounded(t.detach()) for t in (hidden, weight))
     w = (w.data.float() * w.scale).requires_grad_()
     total, dhidden, dweight = 0.0, [], 0.0
     for part in range(0, 48, 16):
         rows = hidden.detach()[part : part + 16]
-        h = float8.rounded(rows)
+        h = PLAIN.rounded(rows)
         logits = ((h.data.float() * h.scale) @ w.detach().t()).bfloat16().float().requires_grad_()
         one = torch.nn.functional.cross_entropy(logits, target[part : part + 16], reduction="sum")
         (graw,) = torch.autograd.grad(one, logits)
         graw = graw.bfloat16()
-        g = float8.rounded(graw, torch.float8_e5m2)
+        g = PLAIN.rounded(graw, torch.float8_e5m2)
         dhidden.append((g.data.float() * g.scale) @ w.detach())
         dweight = dweight + graw.float().t() @ rows.float()
         total += one.item()
@@ -61,6 +62,24 @@ def test_the_maths_of_the_emulation(in_8_bits):
     expected = torch.cat(dhidden) / 48
     torch.testing.assert_close(hidden.grad.float(), expected, rtol=2**-7, atol=1e-5)
     torch.testing.assert_close(weight.grad.float(), dweight / 48, rtol=2**-7, atol=1e-5)
+
+
+def test_logits_alone():
+    """The loss is that of 8 bits; the gradient of hidden states is one of exact products of it."""
+    found = {}
+    for products in ("exact", "float8", "float8_logits"):
+        liger_multi.configure({"head_products": products})
+        hidden, weight, target = head()
+        loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
+        loss.backward()
+        found[products] = [loss.detach(), hidden.grad.float(), weight.grad.float()]
+    liger_multi.configure(None)
+    both, logits, exact = found["float8"], found["float8_logits"], found["exact"]
+    assert torch.equal(logits[0], both[0])
+    assert torch.equal(logits[2], both[2])
+    assert not torch.equal(logits[0], exact[0])
+    far, near = ((made[1] - exact[1]).norm() / exact[1].norm() for made in (both, logits))
+    assert 0.001 < near < 0.75 * far, "less is rounded"
 
 
 def test_the_error_and_that_chunks_do_not_change_it(in_8_bits):
@@ -107,14 +126,44 @@ def test_what_does_not_offer_it_is_exact(in_8_bits):
     assert torch.equal(inside, fused_linear_jsd(*args))
 
 
+class Watched:
+    """A rounding that notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def rounded(self, x, dtype=float8.FACTOR):
+        self.asked.append((tuple(x.shape), dtype))
+        return PLAIN.rounded(x, dtype)
+
+    def both_ways(self, x):
+        self.asked.append((tuple(x.shape), "both"))
+        return PLAIN.both_ways(x)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wanted", "first"),
+    [(True, True, "both"), (True, False, float8.FACTOR), (False, True, float8.FACTOR)],
+)
+def test_each_factor_is_rounded_once(gradients, wanted, first):
+    """The second layout of the weight is made only where it is multiplied, and with the first."""
+    seen, weight = Watched(), torch.randn(32, 16)
+    made = float8_head.Head(weight, gradients, wanted, seen)
+    out = made.logits(torch.randn(8, 16), None, torch.empty(8, 32))
+    if gradients and wanted:
+        made.hidden_gradient(out, torch.empty(8, 16))
+    rest = [((8, 32), float8.GRADIENT)] * (gradients and wanted)
+    assert seen.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
+
+
 def test_a_device_that_cannot_says_why(monkeypatch):
     weight = torch.zeros(401, 64, device="meta")
-    assert float8.unsupported(weight.device, weight) is None
+    assert float8_head.unsupported(weight.device, weight) is None
     cuda = torch.device("cuda")
-    assert "multiples of 16, got (401, 64)" in float8.unsupported(cuda, weight)
-    monkeypatch.setattr(float8, "unsupported", lambda *_: "no such product")
-    with pytest.raises(RuntimeError, match="head_products: float8: no such product"):
-        float8.Head(torch.zeros(16, 16))
+    assert "multiples of 16, got (401, 64)" in float8_head.unsupported(cuda, weight)
+    monkeypatch.setattr(float8_head, "unsupported", lambda *_: "no such product")
+    with pytest.raises(RuntimeError, match="head_products in 8 bits: no such product"):
+        float8_head.Head(torch.zeros(16, 16), True, True)
 
 
 def test_asked_for_by_a_wrong_word():

@@ -45,7 +45,7 @@ def swept(folder, *arguments):
     command = [sys.executable, str(TESTS / "sweep"), "--json", str(file), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
     assert file.exists(), done.stdout + done.stderr
-    return [Outcome(**o) for o in json.loads(file.read_text())]
+    return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
 
 def test_a_sample_of_all_models_is_equal_to_stock(tmp_path):

@@ -7,6 +7,7 @@ from torch import Tensor
 from liger_multi.backends.npu import row_kernels
 from liger_multi.backends.npu.launching import as_rows
 from liger_multi.backends.npu.row_kernels import Coefficients
+from liger_multi.reference.float8 import PLAIN, Rounding
 from liger_multi.reference.gradients import scale_to
 from liger_multi.reference.log_prob import Upstream
 from liger_multi.reference.rows import Objective, Rows
@@ -17,6 +18,7 @@ class AscendRows:
 
     statistics = staticmethod(row_kernels.statistics)
     scale = staticmethod(scale_to)
+    rounding: Rounding = PLAIN
 
     @staticmethod
     def gradient_into(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton import cross_entropy as rows_of
+from liger_multi.backends.triton.float8 import TritonRounding
 from liger_multi.backends.triton.scaling import scale
+from liger_multi.reference.float8 import Rounding
 from liger_multi.reference.fused_linear_cross_entropy import halves
 from liger_multi.reference.rows import Objective, Rows
 
@@ -23,6 +25,7 @@ class TritonRows:
     """Row kernels over chunks of raw logits."""
 
     scale = staticmethod(scale)
+    rounding: Rounding = TritonRounding()
 
     @staticmethod
     def statistics(

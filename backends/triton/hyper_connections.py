@@ -2,8 +2,7 @@
 
 A program has some rows, each with its N by N matrix in registers. Backward computes the iterates
 again, writes them to a buffer of its own and walks back through them. Sums of rows and columns
-that are masked are 1. The product that reads the streams is PyTorch's, in fp32, as in the
-reference.
+that are masked are 1. The product that reads the streams stands in :mod:`.hyper_mixes`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton import hyper_mixes
 from liger_multi.backends.triton.common import (
     LOG2E,
     LONGEST_ROW,
@@ -159,8 +159,11 @@ def _squash_backward_kernel(
         tl.store(dz_ptr + 2 * N + square, dz, mask=mask)
 
 
-class TritonSquash:
-    """Both launches."""
+class TritonParts:
+    """All launches."""
+
+    mixes = staticmethod(hyper_mixes.mixes)
+    mixes_gradients = staticmethod(hyper_mixes.gradients)
 
     @staticmethod
     def values(
@@ -198,7 +201,7 @@ class TritonSquash:
         return dz
 
 
-forward, backward = halves(TritonSquash())
+forward, backward = halves(TritonParts())
 
 
 def supports(x: Tensor) -> str | None:

@@ -10,6 +10,8 @@ from liger_multi.primitive import constant_in_graphs
 from liger_multi.samples import Tensor as T
 
 IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
+# gradients are in the dtype of the first, where they are in 8 bits at all
+_DTYPES = {"float8": torch.float8_e5m2, "float8_logits": torch.float8_e4m3fn}
 
 
 def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtype) -> None:
@@ -33,8 +35,8 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtyp
 
 
 @constant_in_graphs
-def _in_8_bits() -> bool:
-    return current().head_products == "float8"
+def _in_8_bits() -> torch.dtype | None:
+    return _DTYPES.get(current().head_products)
 
 
 def compute_dtype(
@@ -45,8 +47,10 @@ def compute_dtype(
     The 8 bits that a configuration asks for take the place of both.
     """
     kind = hidden.device.type
-    if name in IN_8_BITS and hidden.dtype != torch.float64 and _in_8_bits():
-        return torch.float8_e4m3fn
+    if name in IN_8_BITS and hidden.dtype != torch.float64:
+        narrow = _in_8_bits()
+        if narrow is not None:
+            return narrow
     asked = checks.autocast_dtype(kind)
     if asked is not None and hidden.dtype != torch.float64:
         return asked

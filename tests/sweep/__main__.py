@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,30 +59,38 @@ def main() -> int:
     seconds = time.monotonic() - started
     counts = Counter(o.status for o in found)
     print(f"{len(found)} pairs in {seconds:.0f} s: {dict(counts)}")
+    result = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "backend": given.backend or "reference",
+        "device": named(str(device)),
+        "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
+        "pairs": [vars(o) for o in found],
+    }
     if given.json:
-        given.json.write_text(json.dumps([vars(o) for o in found]))
+        given.json.write_text(json.dumps(result))
     if given.write:
-        made = {(o.kind, o.type, o.cls): vars(o) for o in found}
-        if given.names:  # the others stay as they were
-            kept = json.loads(RESULTS.read_text())["pairs"]
-            made = {(o["kind"], o["type"], o["cls"]): o for o in kept} | made
-        RESULTS.write_text(
-            json.dumps(
-                {
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "backend": given.backend or "reference",
-                    "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
-                    "pairs": [
-                        {k: v for k, v in o.items() if k != "seconds"} for o in made.values()
-                    ],
-                },
-                indent=1,
-                sort_keys=True,
-            )
-            + "\n"
-        )
+        keep(result, others=bool(given.names))
     return int(counts["different"] > 0)
+
+
+def named(device: str) -> str:
+    """What ran the models, for a reader."""
+    if device == "cpu":
+        return "CPU"
+    import torch
+
+    return str(torch.get_device_module(torch.device(device)).get_device_name())
+
+
+def keep(result: dict[str, Any], others: bool) -> None:
+    """Write the result that the page is made of; pairs that were not asked for stay if they may."""
+    made = {(o["kind"], o["type"], o["cls"]): o for o in result["pairs"]}
+    if others:
+        kept = json.loads(RESULTS.read_text())["pairs"]
+        made = {(o["kind"], o["type"], o["cls"]): o for o in kept} | made
+    pairs = [{k: v for k, v in o.items() if k != "seconds"} for o in made.values()]
+    RESULTS.write_text(json.dumps({**result, "pairs": pairs}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ that other operators move, and launches.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,10 +48,14 @@ class Work:
     moved: float = 0.0
     launches: float = 0.0
 
+    def product(self, size: int, count: float) -> None:
+        """Count operations of a product."""
+        self.flops[size] = self.flops.get(size, 0.0) + count
+
     def add(self, other: Work, times: float = 1.0) -> None:
         """Add another's work ``times``."""
         for size, count in other.flops.items():
-            self.flops[size] = self.flops.get(size, 0.0) + times * count
+            self.product(size, times * count)
         self.moved += times * other.moved
         self.launches += times * other.launches
 
@@ -187,6 +192,7 @@ class Cutting(Simulation):
         self.cuts: list[tuple[int, str, int]] = []  # event, name, layer
         self.works: list[Work] = [Work()]
         self.accumulated: list[tuple[int, int]] = []  # event, bytes
+        self._times = 1.0  # that what runs now is done
 
     def cut(self, name: str, layer: int = 0) -> None:
         """From here on it is another segment."""
@@ -245,20 +251,46 @@ class Cutting(Simulation):
                 self._count_ours(name, args, result)
             return result
         name = func.name()
-        work = self.works[-1]
+        work, times = self.works[-1], self._times
         if name in _PRODUCTS:
             a, b = (args[i] for i in _PRODUCTS[name])
             size = a.element_size()
             if self._ops and "fused_linear" in self._ops[0]:
                 size = min(size, self._narrow)  # fp32 sums of products of 16 bits
             columns = b.shape[0] if name == "aten::linear" else b.shape[-1]
-            work.flops[size] = work.flops.get(size, 0.0) + 2.0 * a.numel() * columns
-            work.launches += 1
+            work.product(size, times * 2.0 * a.numel() * columns)
+            work.launches += times
         elif not (func.is_view or func._schema.name.partition("::")[2] in _FREE):
             moved = sum(map(_bytes, tensors_in((args, *kwargs.values(), (result,)))))
-            work.moved += moved
-            work.launches += 1
+            work.moved += times * moved
+            work.launches += times
         return result
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Where a model can run; of the chunks of a loss only those that differ."""
+        with self._few_chunks(), super().surroundings():
+            yield
+
+    @contextlib.contextmanager
+    def _few_chunks(self) -> Iterator[None]:
+        from liger_multi.reference.fused_linear import visited
+
+        token = visited.set(self._differing)
+        try:
+            yield
+        finally:
+            visited.reset(token)
+
+    def _differing(self, blocks: Iterable[slice]) -> Iterator[slice]:
+        """The first, one that counts for all that repeat it, and the last, which may be shorter."""
+        every = list(blocks)
+        yield from every[:1]
+        if len(every) > 2:
+            self._times *= len(every) - 2
+            yield every[1]
+            self._times /= len(every) - 2
+        yield from every[1:][-1:]
 
     @property
     def _narrow(self) -> int:
@@ -266,25 +298,23 @@ class Cutting(Simulation):
         return min((k.itemsize for k in kinds if k and k.is_floating_point), default=4)
 
     def _count_ours(self, name: str, args: Any, result: Any) -> None:
-        work = self.works[-1]
+        work, times = self.works[-1], self._times
         made = list(tensors_in((result,)))
-        work.moved += sum(map(_bytes, [*tensors_in(args), *made]))
-        work.launches += 1
+        work.moved += times * sum(map(_bytes, [*tensors_in(args), *made]))
+        work.launches += times
         if name == "attention":
             self._count_attention("backward" if len(made) > 2 else "forward", made[0])
         elif name == "fused_moe":
             weights = sorted(tensors_in(args), key=lambda t: -t.numel() * (t.ndim == 3))[:2]
             rows = next(t.numel() for t in tensors_in(args) if not t.is_floating_point())
-            size = weights[0].element_size()
             each = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
-            work.flops[size] = work.flops.get(size, 0.0) + each * (3 if len(made) > 2 else 1)
+            work.product(weights[0].element_size(), each * (3 if len(made) > 2 else 1))
 
     def _count_attention(self, half: str, made: Tensor) -> None:
         """Half of all pairs of positions; backward has five products where forward has two."""
         count = 2.0 * made.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
-        work, size = self.works[-1], made.element_size()
-        work.flops[size] = work.flops.get(size, 0.0) + count
-        work.launches += 1
+        self.works[-1].product(made.element_size(), count)
+        self.works[-1].launches += 1
 
     def named(self, name: str, call: Any) -> Any:
         """Attention is told by its name; everything else is counted where it runs."""
@@ -306,7 +336,7 @@ class Cutting(Simulation):
         )
         ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
         model: Any = self._model
-        with other.surroundings():
+        with self._few_chunks(), other.surroundings():
             other.forward(lambda: model(input_ids=ids, labels=ids).loss)
 
     def standing(self) -> int:

@@ -1,0 +1,229 @@
+"""Logits of hyper-connections: a product whose output has a few columns, and its gradients.
+
+It is bound by the streams that it reads, so forward takes the norm's sum of squares along, and
+backward reads them once for both gradients. Products are of bf16 parts, whose sum is the fp32
+factor: 8 of its bits each, so that a stream of bf16 is one part, and products of matrix units are
+exact. Sums over rows leave as one fp32 partial a chunk of rows, added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import (
+    assume_cols,
+    assume_rows,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    sum_partials,
+    warps,
+)
+from liger_multi.backends.triton.grouped import dot
+from liger_multi.backends.triton.launching import launch
+from liger_multi.launch import DeviceInfo, knobs
+from liger_multi.reference import hyper_mixes as reference
+
+MOST_OUTPUTS = 128  # of a tile; ten streams have 120
+MOST_COLS: tl.constexpr = tl.constexpr(
+    2**22 - 2**16
+)  # so many rows of fp32, as a tile has, stay below 2 GiB
+
+
+@dataclass(frozen=True)
+class MixKnobs:
+    """``rows`` rows by ``block`` columns a step; backward gives ``chunks`` parts of the rows."""
+
+    rows: int
+    block: int
+    stages: int
+    num_warps: int
+    chunks: int = 1
+
+
+def _tall(outputs: int) -> int:
+    return max(16, power_of_2(outputs))
+
+
+def _stages(info: DeviceInfo, tile: int, outputs: int, block: int) -> int:
+    """Steps under way, of fp32 streams and weights, in half of the on-chip memory."""
+    return max(1, min(4, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
+
+
+def mix_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
+    """Steps of 8 KiB of streams, at most four under way; fewer rows where outputs are many."""
+    tile = 64 if _tall(outputs) <= 32 else 32
+    block = max(32, min(power_of_2(checked_cols(cols)), 8192 // (tile * size)))
+    return MixKnobs(tile, block, _stages(info, tile, outputs, block), warps(128, info.warp_size))
+
+
+def gradient_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
+    """Tiles of the weight's gradient as large as registers hold, about eight programs a core."""
+    tall = _tall(outputs)
+    block = max(32, min(power_of_2(checked_cols(cols)), 4096 // size // tall))
+    chunks = max(1, min(cdiv(rows, 256), 8 * info.cores // max(1, cdiv(cols, block))))
+    tile = 64 // size  # fp32 has three times the parts
+    return MixKnobs(tile, block, _stages(info, tile, 0, block), warps(128, info.warp_size), chunks)
+
+
+@triton.jit
+def _parts(x):
+    """Three bf16 numbers whose sum is x: those past the digits of x's type are zeros."""
+    first = x.to(tl.bfloat16)
+    rest = x.to(tl.float32) - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    return first, second, third
+
+
+@triton.jit
+def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr):
+    """``total + a @ b`` of A and B parts; products of parts i and j are left out past DEPTH.
+
+    What is left out is 2^-8 (DEPTH + 1) of a product.
+    """
+    a0, a1, a2 = _parts(a)
+    b0, b1, b2 = _parts(b)
+    if DEPTH > 1:
+        if A > 2:
+            total = dot(a2, b0, total)
+        if B > 2:
+            total = dot(a0, b2, total)
+        if A > 1 and B > 1:
+            total = dot(a1, b1, total)
+    if A > 1:
+        total = dot(a1, b0, total)
+    if B > 1:
+        total = dot(a0, b1, total)
+    return dot(a0, b0, total)
+
+
+@triton.jit
+def _mixes_kernel(
+    x_ptr, w_ptr, mixes_ptr, rstd_ptr, x_stride, rows, cols, outputs, eps, X: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(w_ptr, cols, OUTPUTS)
+    assume_rows(mixes_ptr, outputs, ROWS)
+    assume_cols(cols, MOST_COLS)
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    r, o, c = tl.arange(0, ROWS), tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    inside = row + r < rows
+    x_ptr += row * x_stride
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, cols, BLOCK, num_stages=STAGES):
+        col = start + c
+        x_mask = inside[:, None] & (col < cols)[None, :]
+        x = tl.load(x_ptr + (r[:, None] * x_stride + col[None, :]), mask=x_mask, other=0.0)
+        w_mask = (o < outputs)[:, None] & (col < cols)[None, :]
+        w = tl.load(w_ptr + (o[:, None] * cols + col[None, :]), mask=w_mask, other=0.0)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+        total = _exact_dot(x, tl.trans(w), total, X, W, 2)
+    rstd = tl.rsqrt(squares / cols + eps)
+    tl.store(rstd_ptr + row + r, rstd, mask=inside)
+    place = mixes_ptr + row * outputs + (r[:, None] * outputs + o[None, :])
+    tl.store(place, total * rstd[:, None], mask=inside[:, None] & (o < outputs)[None, :])
+
+
+@triton.jit
+def _mixes_backward_kernel(
+    x_ptr, w_ptr, d_ptr, own_ptr, dx_ptr, partial_ptr, x_stride, rows, cols, outputs, per,
+    col_steps, X: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A chunk of ``per`` rows and a block of columns: dx there, and its part of the weight's."""
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(w_ptr, cols, OUTPUTS)
+    assume_rows(dx_ptr, cols, ROWS)
+    assume_rows(d_ptr, outputs, ROWS)
+    assume_cols(cols, MOST_COLS)
+    chunk = tl.program_id(0) // col_steps
+    col = (tl.program_id(0) % col_steps) * BLOCK + tl.arange(0, BLOCK)
+    r, o = tl.arange(0, ROWS), tl.arange(0, OUTPUTS)
+    w_mask = (o < outputs)[:, None] & (col < cols)[None, :]
+    w_place = o[:, None] * cols + col[None, :]
+    w = tl.load(w_ptr + w_place, mask=w_mask, other=0.0)
+    dw = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    first = chunk.to(tl.int64) * per
+    left = tl.minimum(per, rows - first).to(tl.int32)
+    for start in tl.range(0, left, ROWS, num_stages=STAGES):
+        at = first + start
+        inside = start + r < left
+        x_mask = inside[:, None] & (col < cols)[None, :]
+        d_mask = inside[:, None] & (o < outputs)[None, :]
+        x_place = r[:, None] * x_stride + col[None, :]
+        x = tl.load(x_ptr + at * x_stride + x_place, mask=x_mask, other=0.0)
+        d_place = r[:, None] * outputs + o[None, :]
+        d = tl.load(d_ptr + at * outputs + d_place, mask=d_mask, other=0.0)
+        if partial_ptr is not None:
+            dw = _exact_dot(tl.trans(d), x, dw, 3, X, 2)
+        if dx_ptr is not None:
+            own = tl.load(own_ptr + at + r, mask=inside, other=0.0)
+            dx = _exact_dot(d, w, x.to(tl.float32) * -own[:, None], 3, W, DEPTH)
+            room = r[:, None] * cols + col[None, :]
+            tl.store(dx_ptr + at * cols + room, round_to(dx, dx_ptr.dtype.element_ty), mask=x_mask)
+    if partial_ptr is not None:
+        partial_ptr += chunk.to(tl.int64) * outputs * cols
+        tl.store(partial_ptr + w_place, dw, mask=w_mask)
+
+
+def _digits(x: Tensor) -> int:
+    """Parts of bf16 that hold the digits of a number: 8 of bf16, 11 of fp16, 24 of fp32."""
+    return {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
+
+
+def _fits(rows: Tensor, weight: Tensor) -> bool:
+    """Whether kernels have room for the outputs of a row, and something to do."""
+    small = weight.shape[0] <= MOST_OUTPUTS and rows.shape[1] <= MOST_COLS.value
+    return small and rows.numel() > 0 and weight.element_size() <= 4
+
+
+def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]:
+    """``W v rstd`` and rstd of every row v, in fp32."""
+    if not _fits(rows, weight):
+        return reference.mixes(rows, weight, rms_eps)
+    (count, cols), outputs = rows.shape, weight.shape[0]
+    rows, weight = rows.contiguous(), weight.contiguous()
+    found = rows.new_empty(count, outputs, dtype=torch.float32)
+    rstd = rows.new_empty(count, dtype=torch.float32)
+    shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
+    k = knobs("hyper_mixes.forward", mix_knobs, rows.device, **shape)
+    args = (rows, weight, found, rstd, rows.stride(0), count, cols, outputs, rms_eps)
+    constants = (_digits(rows), _digits(weight), k.rows, _tall(outputs), k.block, k.stages)
+    launch(_mixes_kernel, cdiv(count, k.rows), args, constants, k.num_warps)
+    return found, rstd
+
+
+def gradients(
+    rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Both gradients, of one reading of the streams."""
+    if not _fits(rows, weight) or not (needs_x or needs_weight):
+        return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
+    (count, cols), outputs = rows.shape, weight.shape[0]
+    rows, weight = rows.contiguous(), weight.contiguous()
+    shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
+    k = knobs("hyper_mixes.backward", gradient_knobs, rows.device, **shape)
+    per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
+    chunks = cdiv(count, per)
+    dx = rows.new_empty(rows.shape) if needs_x else None
+    partial = d.new_empty(chunks, outputs * cols) if needs_weight else None
+    args = (rows, weight, d.contiguous(), own.contiguous(), dx, partial)
+    sizes = (rows.stride(0), count, cols, outputs, per, steps)
+    depth = 1 if rows.element_size() == 2 else 2
+    tile = (_digits(rows), _digits(weight), depth, k.rows, _tall(outputs), k.block, k.stages)
+    launch(_mixes_backward_kernel, chunks * steps, (*args, *sizes), tile, k.num_warps)
+    dweight = weight.new_empty(0)
+    if partial is not None:
+        dweight = sum_partials(partial, weight.dtype).view(weight.shape)
+    return rows.new_empty(0) if dx is None else dx, dweight
