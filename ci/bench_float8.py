@@ -1,7 +1,9 @@
 """What a head in 8 bits gains and costs: ``python -m ci.bench_float8 --out F``.
 
-Forward and backward of ``fused_linear_cross_entropy`` with exact products and in 8 bits, side by
-side: median time, peak memory, and how far loss and gradients are from those of fp32.
+Forward and backward of ``fused_linear_cross_entropy`` with exact products, with those of logits in
+8 bits and with those of the gradient of hidden states as well, side by side: median time, peak
+memory, and how far loss and gradients are from those of fp32. ``parts`` are the passes and products
+alone, each as large as it is in a step, which tells what the rest of a step takes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from liger_multi.bench import report
 from liger_multi.memory import measure
 from liger_multi.ops import fused_linear_cross_entropy
 
+PRODUCTS = ("exact", "float8_logits", "float8")
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 151936), (32768, 4096, 32000), (8192, 896, 151936))
 
 
@@ -67,7 +70,7 @@ def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     part = hidden[:few].detach().float().requires_grad_(), weight.detach().float().requires_grad_()
     exact = _step(*part, target[:few])
     made: dict[str, Any] = {"shape": list(shape)}
-    for products in ("exact", "float8"):
+    for products in PRODUCTS:
         liger_multi.configure({"head_products": products})
         small = hidden[:few].detach().requires_grad_()
         errors = _off(_step(small, weight, target[:few]), exact)
@@ -80,7 +83,40 @@ def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
         made[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
         made[products]["error"] = dict(zip(names, errors, strict=True))
     liger_multi.configure(None)
+    hidden.grad = weight.grad = None
+    if device.type != "cpu":
+        made["parts"] = parts(hidden.detach(), weight.detach(), steps)
     return made
+
+
+def parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
+    """Seconds of rounding and products alone; gradients of logits are those of all rows."""
+    from liger_multi.backends.triton.float8 import TritonRounding
+    from liger_multi.reference.float8 import GRADIENT
+    from liger_multi.reference.float8_head import multiply
+
+    to, device = TritonRounding(), hidden.device
+    raw = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=device)
+    raw.uniform_(-1e-3, 1e-3)
+    h, g, (w, across) = to.rounded(hidden), to.rounded(raw, GRADIENT), to.both_ways(weight)
+    out = torch.empty_like(hidden)
+    calls = {
+        "round hidden": lambda: to.rounded(hidden),
+        "round weight": lambda: to.rounded(weight),
+        "round weight both ways": lambda: to.both_ways(weight),
+        "round gradient of logits": lambda: to.rounded(raw, GRADIENT),
+        "logits exact": lambda: torch.mm(hidden, weight.t(), out=raw),
+        "logits in 8 bits, fast sums": lambda: multiply(h, w, raw, fast=True),
+        "logits in 8 bits": lambda: multiply(h, w, raw),
+        "gradient exact": lambda: torch.mm(raw, weight, out=out),
+        "gradient in 8 bits": lambda: multiply(g, across, out),
+    }
+    found = {}
+    for name, call in calls.items():
+        for _ in range(2):
+            call()
+        found[name] = _timed(call, steps, device)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,13 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape in shapes:
         found = row(shape, given.steps)
         data["rows"].append(found)
-        exact, low = found["exact"], found["float8"]
-        errors = ", ".join(f"{n} {e:.4f}" for n, e in low["error"].items())
-        print(
-            f"{shape}: {1e3 * exact['seconds']:.2f} ms exact, {1e3 * low['seconds']:.2f} ms in 8 "
-            f"bits ({low['seconds'] / exact['seconds']:.3f}); off by {errors}",
-            flush=True,
-        )
+        exact = found["exact"]["seconds"]
+        for products in PRODUCTS:
+            one = found[products]
+            errors = ", ".join(f"{n} {100 * e:.3f} %" for n, e in one["error"].items())
+            print(
+                f"{shape} {products}: {1e3 * one['seconds']:.2f} ms "
+                f"({one['seconds'] / exact:.3f}), {one['peak_bytes'] / 2**30:.2f} GiB; off by "
+                f"{errors}",
+                flush=True,
+            )
+        for name, seconds in found.get("parts", {}).items():
+            print(f"    {name}: {1e3 * seconds:.2f} ms", flush=True)
         given.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -228,6 +228,20 @@ def test_chunks_follow_the_capacity():
     assert small_card.profile.largest["logits and loss"] < large.profile.largest["logits and loss"]
 
 
+def test_heads_in_8_bits_keep_their_weight_in_each_layout():
+    wide, found = small(), []
+    wide.vocab_size = 50_000
+    for products in ("exact", "float8_logits", "float8"):
+        liger_multi.configure({"head_products": products})
+        case = estimate(wide, 4, 128, dtype="bfloat16", patched=True, capacity=2**40)
+        found.append(case.profile.largest["logits and loss"])
+    liger_multi.configure(None)
+    exact, one, both = found
+    weight = wide.vocab_size * wide.hidden_size
+    assert one - exact == pytest.approx(weight, rel=0.01)
+    assert both - one >= weight
+
+
 def test_text_and_data():
     found = static(dtype="bfloat16-mixed", zero_stage=3, world=8, offload="cpu")
     text = str(found)

@@ -156,8 +156,22 @@ def _expert_scratch(given: Mapping[str, Any]) -> None:
     second.new_empty(index.numel(), both + 2 * inner if back else both)
 
 
+class _Rounding:
+    """Rounding to 8 bits by a kernel: a copy in one layout, or in two."""
+
+    def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+        from liger_multi.reference.float8 import Rounded
+
+        return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
+
+    def both_ways(self, x: Tensor) -> Any:
+        return self.rounded(x), self.rounded(x.t())
+
+
 class _LossKernels:
     """Row kernels of losses that write into what is there, and numbers of rows."""
+
+    rounding = _Rounding()
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
