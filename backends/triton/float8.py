@@ -147,7 +147,7 @@ class TritonRounding:
 
     @staticmethod
     def both_ways(x: Tensor) -> tuple[Rounded, Rounded]:
-        """Rounded factors, and the same laid out as ``x.t()``; below 16 million rows and columns."""
+        """Rounded factors, and the same laid out as ``x.t()``; less than 2^24 rows and columns."""
         if not x.numel():
             return PLAIN.both_ways(x)
         x = x.contiguous()
