@@ -2,7 +2,8 @@
 
 Triton carries the code generators of both vendors, so this needs no driver. It says that code fits
 the hardware and what it costs there, not that it is right or fast. :mod:`ci.static_code` reads the
-machine code, :mod:`ci.static_table` compiles, judges and prints, ``python -m ci.static`` runs it.
+machine code, :mod:`ci.static_rows` compiles what is asked for once, :mod:`ci.static_table` judges
+and prints, ``python -m ci.static`` runs it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static_cases` calls an operator
 on meta tensors under :func:`liger_multi.launch.simulate`, and the kernels' launches are recorded
@@ -229,8 +230,10 @@ def kernels() -> dict[str, Any]:
     for entry in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{entry.name}")
         for name, value in vars(module).items():
-            if isinstance(value, JITFunction) and re.fullmatch(r"_\w+_kernel", name):
-                found[name] = value
+            if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
+                continue
+            if found.setdefault(name, value) is not value:
+                raise RuntimeError(f"two kernels are called {name}")
     return found
 
 

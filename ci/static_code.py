@@ -95,8 +95,9 @@ class Code:
         resident: Threads that a core holds at a time.
         loads: Global loads by width: ``{16: 4}`` is four instructions of 16 bytes a thread.
         stores: Global stores by width.
-        unbounded: Accesses of 16 bytes that take no part in AMD's bounds checks (buffers): each
+        unbounded_loads: Those of 16 bytes that take no part in AMD's bounds checks (buffers): each
             needs a 64-bit address a thread, and a branch for its mask.
+        unbounded_stores: The same of stores.
         matrix: Matrix instructions.
         instructions: Instructions altogether.
         swaps: Compare-and-swap instructions: an atomic operation that became a loop.
@@ -110,7 +111,8 @@ class Code:
     resident: int
     loads: dict[int, int]
     stores: dict[int, int]
-    unbounded: int
+    unbounded_loads: int
+    unbounded_stores: int
     matrix: tuple[str, ...]
     instructions: int
     swaps: int
@@ -167,7 +169,12 @@ def _amd(text: str) -> dict[str, Any]:
         "spills": number("vgpr_spill_count") * 4 + number("private_segment_fixed_size"),
         "loads": _widths(width for _, kind, width in found if kind == "load"),
         "stores": _widths(width for _, kind, width in found if kind == "store"),
-        "unbounded": sum(space != "buffer" and width == 16 for space, _, width in found),
+        **{
+            f"unbounded_{kind}s": sum(
+                space != "buffer" and width == 16 and kind == which for space, which, width in found
+            )
+            for kind in ("load", "store")
+        },
         "matrix": tuple(sorted({n for n in names if re.match(r"v_(s?mfma|s?wmma)", n)})),
         "instructions": len(names),
         "swaps": sum("cmpswap" in n or "cmpst" in n for n in names),
@@ -205,7 +212,8 @@ def _nvidia(asm: Any) -> dict[str, Any]:
         "spills": int(held[2]),
         "loads": _widths([*widths("LDG."), *widths("LDGSTS.")]),
         "stores": _widths(widths("STG.")),
-        "unbounded": 0,
+        "unbounded_loads": 0,
+        "unbounded_stores": 0,
         "matrix": tuple(
             sorted({m[0] for m in (re.match(r"(?:UTC)?[A-Z]*MMA\b", n) for n in names) if m})
         ),

@@ -1,206 +1,52 @@
 """The table of what every kernel costs on every target: made, judged, printed, kept.
 
-Rows are cached by the source of the kernel and all that the compiler was told, in
-``.cache/static``. ``ci/baseline/<kernel>.txt`` keeps what the suite compiles, one line a launch and
-target: a review sees what a change costs. Such a file also says which source it is made of, so that
-the suite finds a stale one without compiling anything.
+``ci/baseline/<kernel>.txt`` keeps what the suite compiles, one line a launch and target: a review
+sees what a change costs. Such a file also says which source it is made of, so that the suite finds
+a stale one without compiling anything. :mod:`ci.static_rows` compiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import concurrent.futures
-import dataclasses
 import functools
 import hashlib
-import json
-import multiprocessing
-import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import triton
-from triton.runtime.jit import JITFunction
 
-from ci import static_code
-from ci.static import (
-    TARGETS,
-    StaticCase,
-    Target,
-    Variant,
-    kernels,
-    missing,
-    report,
-    static_cases,
-    variants,
-)
+from ci.static import TARGETS, StaticCase, kernels, missing
 from ci.static_code import CORES, Code
+from ci.static_rows import Row, facts_of, parts_of, pool, rows_of, suite
 
 ROOT = Path(__file__).parent.parent
-CACHE = ROOT / ".cache" / "static"
 BASELINE = ROOT / "ci" / "baseline"
-# beside one launch of every kernel on every target, what the committed table has
-SUITE_VARIANTS = {"gfx942": Variant(large=True), "gfx1100": Variant(aligned=False, large=True)}
 BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
-# kernels, by how their names begin, that may address tensors of more than 2 GiB by 64 bits a thread
+
+
+def _given(name: str) -> Callable[[StaticCase], bool]:
+    """Whether a launch has a tensor of this name."""
+    return lambda case: case.signature.get(name, "")[:1] == "*"
+
+
+def _tile_of_rows(case: StaticCase) -> bool:
+    return int(case.constants.get("ROWS", 1)) > 1
+
+
+# kernels, by how their names begin, whose launches may load from tensors of more than 2 GiB by 64
+# bits a thread: which of the launches, and why. Nothing may store so.
 ADDRESSED = {
-    "_sum_partials_": "partials are some programs a core of fp32 rows, far from 2 GiB",
-    "_embedding_": "every row of a tile is gathered from another place",
-    "_rope_": "tokens of a tile may stand in two sequences, so they have no common base",
-    "_moe_": "rows stand in the order of their experts, and are gathered",
-    "_grouped_": "likewise",
-    "_streams_": "streams and rows of a tile have strides of their own",
-    "_squash_": "rows of a tile are matrices of a few numbers each",
+    "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
+    "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of slots says"),
+    "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
+    "_grouped_product_": (_given("order_ptr"), "likewise"),
+    "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_squash_")
-
-
-class Row(NamedTuple):
-    """One compiled launch."""
-
-    case: StaticCase
-    arch: str
-    variant: Variant
-    code: Code
-
-
-def distinct(cases: Iterable[StaticCase]) -> list[StaticCase]:
-    """Cases that the compiler can tell apart; the first of equals."""
-    return list({case.identity: case for case in reversed(list(cases))}.values())[::-1]
-
-
-@functools.cache
-def launches(arch: str) -> tuple[StaticCase, ...]:
-    """The distinct launches of all operators on one target."""
-    from ci.static_cases import calls
-
-    return tuple(distinct(static_cases(TARGETS[arch].info, calls())))
-
-
-def full(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """Every launch in every variant."""
-    return [(case, v) for case in launches(arch) for v in variants(TARGETS[arch])]
-
-
-def suite(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """A launch of every kernel, from the middle of them; on some targets in another variant too."""
-    found = []
-    for name in dict.fromkeys(case.name for case in launches(arch)):
-        mine = [case for case in launches(arch) if case.name == name]
-        middle = mine[len(mine) // 2]
-        found.append((middle, Variant()))
-        if arch in SUITE_VARIANTS:
-            found.append((middle, SUITE_VARIANTS[arch]))
-    return found
-
-
-# NVIDIA, and AMD with waves of 64 and of 32
-FAMILIES = (("sm90", "sm80", "sm100"), ("gfx942", "gfx90a", "gfx950"), ("gfx1100", "gfx1201"))
-
-
-def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """What the tests compile of :func:`suite` in two minutes: a kernel on one target a family."""
-    family = next((f for f in FAMILIES if arch in f), (arch,))
-    names = sorted({case.name for case, _ in suite(arch)})
-    mine = set(names[family.index(arch) :: len(family)])
-    return [(case, variant) for case, variant in suite(arch) if case.name in mine]
-
-
-# --- compiling, once ---
-
-
-@functools.cache
-def _reader() -> str:
-    """What the facts depend on beside the kernel: the compiler and the code that reads them."""
-    tree = ast.dump(ast.parse(Path(static_code.__file__).read_text(encoding="utf-8")))
-    return f"{triton.__version__} {hashlib.sha256(tree.encode()).hexdigest()}"
-
-
-def _key(case: StaticCase, target: Target, variant: Variant) -> str:
-    told = (_reader(), case.kernel.cache_key, case.identity, str(target.gpu), variant)
-    return hashlib.sha256(repr(told).encode()).hexdigest()
-
-
-def _known(arch: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((CACHE / f"{arch}.json").read_text(encoding="utf-8"))
-        return found
-    except (OSError, ValueError):
-        return {}
-
-
-def _to_code(facts: dict[str, Any]) -> Code:
-    widths = {k: {int(w): n for w, n in facts[k].items()} for k in ("loads", "stores")}
-    return Code(**{**facts, **widths, "matrix": tuple(facts["matrix"])})
-
-
-def facts_of(arch: str, case: StaticCase) -> Code:
-    """Facts of one launch, from the cache where it is known."""
-    known, key = _known(arch), _key(case, TARGETS[arch], Variant())
-    if key not in known:
-        known = {key: dataclasses.asdict(report(case, TARGETS[arch]))}
-        _store(arch, known)
-    return _to_code(known[key])
-
-
-def write_table(arch: str) -> str:
-    """Write the launch table of one architecture from the static model."""
-    from ci.static_cases import calls
-    from ci.static_launch import entries, write
-
-    wanted = {label: call for label, call in calls().items() if "float32" not in label}
-    return str(write(TARGETS[arch].info, entries(arch, wanted, facts_of)).relative_to(ROOT))
-
-
-def _wanted(arch: str, which: str, pattern: str) -> list[tuple[StaticCase, Variant]]:
-    pairs = {"full": full, "suite": suite, "turn": turn}[which](arch)
-    return [(case, variant) for case, variant in pairs if re.search(pattern, case.name)]
-
-
-def compile_rows(arch: str, which: str, pattern: str) -> list[dict[str, Any]]:
-    """Facts of one target's part of what is asked for, compiled or from the cache."""
-    target, known, used = TARGETS[arch], _known(arch), 0
-    found = []
-    for case, variant in _wanted(arch, which, pattern):
-        key = _key(case, target, variant)
-        if key not in known:
-            known[key] = dataclasses.asdict(report(case, target, variant))
-            used += 1
-            if used % 50 == 0:
-                _store(arch, known)
-        found.append(known[key])
-    if used:
-        _store(arch, known)
-    return found
-
-
-def _store(arch: str, known: dict[str, Any]) -> None:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    part = CACHE / f"{arch}.{os.getpid()}"
-    part.write_text(json.dumps(_known(arch) | known), encoding="utf-8")
-    part.replace(CACHE / f"{arch}.json")
-
-
-def _pool() -> concurrent.futures.ProcessPoolExecutor:
-    return concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
-
-
-def rows_of(archs: Sequence[str], which: str, pattern: str = "") -> list[Row]:
-    """Rows of several targets, compiled by one process a core."""
-    found = []
-    with _pool() as pool:
-        many = pool.map(compile_rows, archs, [which] * len(archs), [pattern] * len(archs))
-        for arch, facts in zip(archs, many, strict=True):
-            wanted = _wanted(arch, which, pattern)  # jitted functions do not travel
-            found += [
-                Row(case, arch, variant, _to_code(each))
-                for (case, variant), each in zip(wanted, facts, strict=True)
-            ]
-    return found
 
 
 # --- judging ---
@@ -216,6 +62,8 @@ def streamed(case: StaticCase, code: Code) -> int:
 def failures(row: Row) -> list[str]:
     """What a row must not have."""
     case, info, code = row.case, TARGETS[row.arch].info, row.code
+    if row.refused:
+        return [f"does not compile: {row.refused}"]
     wrong = []
     if code.threads > info.max_threads:
         wrong.append(f"{code.threads} threads, at most {info.max_threads}")
@@ -233,9 +81,17 @@ def failures(row: Row) -> list[str]:
         wrong.append(f"{code.swaps} compare-and-swap instructions")
     if code.narrow_atomics:
         wrong.append(f"{code.narrow_atomics} atomic operations on 16 bits")
-    if row.variant.large and code.unbounded and not case.name.startswith(tuple(ADDRESSED)):
-        wrong.append(f"{code.unbounded} 16-byte accesses lost their buffer operation")
+    if row.variant.large and code.unbounded_stores:
+        wrong.append(f"{code.unbounded_stores} 16-byte stores lost their buffer operation")
+    if row.variant.large and code.unbounded_loads and not addressed(case):
+        wrong.append(f"{code.unbounded_loads} 16-byte loads lost their buffer operation")
     return wrong
+
+
+def addressed(case: StaticCase) -> bool:
+    """Whether a launch gathers, so that its loads have no common base."""
+    return any(case.name.startswith(name) and which(case)
+               for name, (which, _) in ADDRESSED.items())  # fmt: skip
 
 
 def verdicts(rows: Iterable[Row]) -> list[str]:
@@ -275,7 +131,8 @@ def _bad(code: Code) -> list[str]:
     said = [f"{code.spills} B spilled"] if code.spills else []
     said += [f"{code.swaps} swaps"] if code.swaps else []
     said += [f"{code.narrow_atomics} 16-bit atomics"] if code.narrow_atomics else []
-    return said + ([f"{code.unbounded} unbounded"] if code.unbounded else [])
+    lost = {"loads": code.unbounded_loads, "stores": code.unbounded_stores}
+    return said + [f"{count} unbounded {kind}" for kind, count in lost.items() if count]
 
 
 def _short(row: Row) -> str:
@@ -315,18 +172,7 @@ def _told() -> dict[str, str]:
 
 def sources(name: str) -> str:
     """A hash of a kernel's source, of what it calls, and of its launches."""
-    parts: dict[str, str] = {}
-    left = [kernels()[name]]
-    while left:
-        function = left.pop()
-        parts[function.__name__] = function.src
-        for used in re.findall(r"\b[A-Za-z_]\w*", function.src):
-            other = function.fn.__globals__.get(used)
-            if isinstance(other, JITFunction) and other.__name__ not in parts:
-                left.append(other)
-            elif hasattr(other, "value"):  # a constexpr of the module
-                parts[used] = repr(other.value)
-    text = repr(sorted(parts.items())) + _told().get(name, "")
+    text = repr(sorted(parts_of(kernels()[name]).items())) + _told().get(name, "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -358,39 +204,93 @@ def write_baseline(rows: Sequence[Row]) -> None:
             print(f"removed {path.relative_to(ROOT)}")
 
 
-def main() -> int:
-    """Compile every Triton kernel for every target; print, judge and keep what it costs."""
+def write_table(arch: str) -> str:
+    """Write the launch table of one architecture from the static model."""
+    from ci.static_cases import calls
+    from ci.static_launch import entries, write
+
+    wanted = {label: call for label, call in calls().items() if "float32" not in label}
+    return str(write(TARGETS[arch].info, entries(arch, wanted, facts_of)).relative_to(ROOT))
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"wants a part such as 1/4, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _progress(every: float) -> Callable[[int, int], None]:
+    """Say on the terminal how far the compilers are, every so many seconds."""
+    began = said = time.monotonic()
+
+    def heard(done: int, of: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if done in (0, of) or now - said >= every:
+            said = now
+            print(f"compiled {done} of {of} rows, {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return heard
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
-    parser.add_argument("--full", action="store_true", help="every launch in every variant "
-                        "(half an hour of a core or more)")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="every launch in every variant (hours "
+                        "of a core; stopped, it goes on where it was)")  # fmt: skip
     parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
-    parser.add_argument("--store", type=Path, help="write the table to a file too")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
+                        help="only every Nth row, from the Ith")  # fmt: skip
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument("--store", type=Path, help="write the table to this file; with --full, "
+                        "print failures alone")  # fmt: skip
+    parser.add_argument("--failures", type=Path, help="write the failures to this file")
     parser.add_argument("--tables", action="store_true", help="write the launch tables of the "
                         "targets that nobody measured on, by a static model (minutes)")  # fmt: skip
     options = parser.parse_args()
+    some = options.full or options.part != (1, 1) or options.target
+    if options.write and some:
+        parser.error("ci/baseline has what the suite compiles, for all targets: without --full, "
+                     "--part and --target")  # fmt: skip
+    return options
+
+
+def _write_lines(path: Path | None, lines: Sequence[str]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{text}\n" for text in lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Compile every Triton kernel for every target; print, judge and keep what it costs."""
+    options = _options()
     archs = [arch for arch in options.target or TARGETS if missing(TARGETS[arch]) is None]
-    for arch in set(options.target or TARGETS) - set(archs):
+    absent = [arch for arch in options.target or TARGETS if arch not in archs]
+    for arch in absent:
         print(f"{arch}: {missing(TARGETS[arch])}")
     if options.tables:
         chosen = [a for a in archs if TARGETS[a].gpu.backend == "hip"]
-        with _pool() as pool:
-            for path in pool.map(write_table, chosen):
+        with pool(options.jobs) as workers:
+            for path in workers.map(write_table, chosen):
                 print(f"wrote {path}")
         return 0
-    rows = rows_of(archs, "full" if options.full else "suite", options.kernel)
-    if options.write:
-        if options.full or archs != list(TARGETS):
-            parser.error("ci/baseline has what the suite compiles, for all targets: without --full")
-        write_baseline(rows)
-    text = "\n".join(f"{r.case.name:<44}{r.case.label:<40}{r.variant.name:<17}{line(r)}"
-                     for r in rows)  # fmt: skip
-    if options.store:
-        options.store.parent.mkdir(parents=True, exist_ok=True)
-        options.store.write_text(text + "\n", encoding="utf-8")
+    which = "full" if options.full else "suite"
+    heard = _progress(15.0)
+    rows = rows_of(archs, which, options.kernel, options.part, options.jobs, heard)
     wrong = verdicts(rows)
-    print("\n".join([*([] if options.write else [text, ""]), *wrong]))
-    print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels, "
-          f"{len(wrong)} failures")  # fmt: skip
-    return 1 if wrong else 0
+    if options.write:
+        if absent or any(row.refused for row in rows):
+            print("\n".join([*wrong, "wrote nothing: some rows are missing"]))
+            return 1
+        write_baseline(rows)
+    table = [f"{r.case.name:<44}{r.case.label:<40}{r.variant.name:<17}{line(r)}" for r in rows]
+    _write_lines(options.store, table)
+    _write_lines(options.failures, wrong)
+    if not options.write and not (options.full and options.store):
+        print("\n".join([*table, ""]))
+    print("\n".join(wrong))
+    print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
+          f"{len(archs)} targets, {len(wrong)} failures")  # fmt: skip
+    return 1 if wrong or absent else 0

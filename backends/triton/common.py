@@ -113,12 +113,14 @@ def tanh(x):
 def _sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    assume_rows(partial_ptr, cols, BLOCK_ROWS)
+    first, lane = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    col = first + lane
     row = tl.arange(0, BLOCK_ROWS)
     which = tl.program_id(1)
-    partial_ptr += which.to(tl.int64) * partials * cols
+    partial_ptr += which.to(tl.int64) * partials * cols + first
     total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
-    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
+    offset = row[:, None] * cols + lane[None, :]
     for start in tl.range(0, partials, BLOCK_ROWS):
         mask = (start + row < partials)[:, None] & (col < cols)[None, :]
         total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
@@ -147,8 +149,8 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
     k = knobs("sum_partials", reduce_knobs, partial.device, rows=count, cols=cols)
     launch(
         _sum_partials_kernel, cdiv(cols, k.block),
-        (partial, outs[0], outs[1] if len(outs) > 1 else None, count, cols),
-        (k.block_rows, k.block), k.num_warps, len(outs),
+        (partial, outs[0], outs[1] if len(outs) > 1 else None, count, checked_cols(cols)),
+        (tile_rows(k.block_rows, cols), k.block), k.num_warps, len(outs),
     )  # fmt: skip
     return outs
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common import (
     assume_cols,
+    assume_rows,
     cdiv,
     checked_cols,
     power_of_2,
@@ -58,13 +59,20 @@ def _embedding_forward_kernel(
     assume_cols(start)
     col = start + tl.arange(0, BLOCK)
     row_mask = first + row < rows
-    index = tl.load(index_ptr + first + row, mask=row_mask, other=0)
-    inside = (index >= 0) & (index < classes)
     mask = row_mask[:, None] & (col < cols)[None, :]
-    place = tl.where(inside, index, 0)[:, None] * weight_stride + col[None, :]
-    y = tl.load(weight_ptr + place, mask=mask & inside[:, None], other=float("nan"))
+    if ROWS == 1:  # a scalar base
+        index = tl.load(index_ptr + first)
+        inside = (index >= 0) & (index < classes)
+        weight_ptr += tl.where(inside, index, 0) * weight_stride
+        y = tl.load(weight_ptr + col[None, :], mask=mask & inside, other=float("nan"))
+    else:
+        index = tl.load(index_ptr + first + row, mask=row_mask, other=0)
+        inside = (index >= 0) & (index < classes)
+        place = tl.where(inside, index, 0)[:, None] * weight_stride + col[None, :]
+        y = tl.load(weight_ptr + place, mask=mask & inside[:, None], other=float("nan"))
     if scale is not None:
         y = y.to(tl.float32) * scale
+    assume_rows(y_ptr, cols, ROWS)
     y_offset = row[:, None] * cols + col[None, :]
     y = y if scale is None else round_to(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + first * cols + y_offset, y, mask=mask)
@@ -75,12 +83,16 @@ def _sum_rows(dy_ptr, order_ptr, dy_stride, start, stop, col, col_mask, total, R
     """Add the rows that sorted places from ``start`` to ``stop`` come from."""
     row = tl.arange(0, ROWS)
     for at in tl.range(start, stop, ROWS):
-        row_mask = at + row < stop
-        place = tl.load(order_ptr + at + row, mask=row_mask, other=0)
-        dy = tl.load(
-            dy_ptr + place[:, None] * dy_stride + col[None, :],
-            mask=row_mask[:, None] & col_mask[None, :], other=0.0,
-        )  # fmt: skip
+        if ROWS == 1:  # a scalar base
+            place = dy_ptr + tl.load(order_ptr + at) * dy_stride
+            dy = tl.load(place + col[None, :], mask=col_mask[None, :], other=0.0)
+        else:
+            row_mask = at + row < stop
+            place = tl.load(order_ptr + at + row, mask=row_mask, other=0)
+            dy = tl.load(
+                dy_ptr + place[:, None] * dy_stride + col[None, :],
+                mask=row_mask[:, None] & col_mask[None, :], other=0.0,
+            )  # fmt: skip
         total += dy.to(tl.float32)
     return total
 
@@ -96,7 +108,9 @@ def _embedding_windows_kernel(
         return
     if tl.load(ids_ptr + start) != tl.load(ids_ptr + start + WINDOW - 1):
         return
-    col = (tl.program_id(0) % steps) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % steps) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     total = _sum_rows(
         dy_ptr, order_ptr, dy_stride, start, start + WINDOW, col, col < cols, total, ROWS
@@ -111,7 +125,9 @@ def _embedding_backward_kernel(
     WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     label = tl.program_id(0) // steps
-    col = (tl.program_id(0) % steps) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % steps) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     col_mask = col < cols
     out_ptr += label.to(tl.int64) * cols
     start = tl.load(bounds_ptr + label)
@@ -124,11 +140,13 @@ def _embedding_backward_kernel(
     tail = tl.maximum(head, stop // WINDOW * WINDOW)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     total = _sum_rows(dy_ptr, order_ptr, dy_stride, start, head, col, col_mask, total, ROWS)
+    assume_rows(partial_ptr, cols, ROWS)
     row = tl.arange(0, ROWS)
+    offset = row[:, None] * cols + col[None, :]
     for window in tl.range(head // WINDOW, tail // WINDOW, ROWS):
         mask = (window + row < tail // WINDOW)[:, None] & col_mask[None, :]
-        offset = (window + row).to(tl.int64)[:, None] * cols + col[None, :]
-        total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
+        partials = partial_ptr + window.to(tl.int64) * cols
+        total += tl.load(partials + offset, mask=mask, other=0.0)
     total = _sum_rows(dy_ptr, order_ptr, dy_stride, tail, stop, col, col_mask, total, ROWS)
     found = tl.sum(total, axis=0) * scale
     tl.store(out_ptr + col, round_to(found, out_ptr.dtype.element_ty), mask=col_mask)

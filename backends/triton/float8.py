@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, warps
+from liger_multi.backends.triton.common import assume_rows, cdiv, warps
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.float8 import FACTOR, PLAIN, Rounded, scale_for
@@ -102,18 +102,23 @@ def _round_both_ways_kernel(
     x_ptr, scale_ptr, out_ptr, across_ptr, rows, cols, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    assume_rows(x_ptr, cols, ROWS)
+    assume_rows(across_ptr, rows, COLS)
     across = tl.cdiv(cols, COLS)
     tile = tl.program_id(0)
-    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = (tile % across).to(tl.int64) * COLS + tl.arange(0, COLS)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    first_row, first_col = (tile // across).to(tl.int64) * ROWS, (tile % across) * COLS
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    row_mask, col_mask = first_row + row < rows, first_col + col < cols
+    mask = row_mask[:, None] & col_mask[None, :]
+    first, at = first_row * cols + first_col, row[:, None] * cols + col[None, :]
     inverse = 1.0 / tl.load(scale_ptr)
-    at = row[:, None] * cols + col[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + first + at, mask=mask, other=0.0).to(tl.float32)
     code = _code(x * inverse, MANTISSA, BIAS)
-    tl.store(out_ptr + at, code, mask=mask)
-    turned = (row < rows)[None, :] & (col < cols)[:, None]
-    tl.store(across_ptr + col[:, None] * rows + row[None, :], tl.trans(code), mask=turned)
+    tl.store(out_ptr + first + at, code, mask=mask)
+    turned = first_col.to(tl.int64) * rows + first_row
+    at = col[:, None] * rows + row[None, :]
+    mask = row_mask[None, :] & col_mask[:, None]
+    tl.store(across_ptr + turned + at, tl.trans(code), mask=mask)
 
 
 def _scale(x: Tensor, dtype: torch.dtype, k: FlatKnobs) -> Tensor:
@@ -142,7 +147,7 @@ class TritonRounding:
 
     @staticmethod
     def both_ways(x: Tensor) -> tuple[Rounded, Rounded]:
-        """Rounded factors, and the same laid out as ``x.t()``."""
+        """Rounded factors, and the same laid out as ``x.t()``; less than 2^24 rows and columns."""
         if not x.numel():
             return PLAIN.both_ways(x)
         x = x.contiguous()

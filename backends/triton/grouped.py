@@ -89,16 +89,25 @@ def product_knobs(
 def fitted(
     info: DeviceInfo, m: int, cols: int, inner: int, element_bytes: int, factors: int = 1
 ) -> ProductKnobs:
-    """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left."""
+    """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left.
+
+    In fp32, waves of 64 with much memory would copy ahead of the sum 4 bytes at a time, and cores
+    of some memory spill with so few threads, or stages, as others take (ci.static, triton 3.9).
+    """
     large = info.shared_bytes > 2**16
+    most, share = 4 if large else 2, 32
     n = max(16, min(128 // factors, power_of_2(cols)))
     k = max(16, min((128 if large else 64) // element_bytes, power_of_2(inner)))
     if element_bytes > 2:  # multiply-adds from registers
         m, n, k = min(m, 64), min(n, 64 // factors), 16
+        if large and info.warp_size == 64:
+            most = 1
+        elif large and info.shared_bytes < 200_000:
+            most, share = 2, 16
     stage = (m + factors * n) * k * element_bytes
     room = info.shared_bytes // (2 if large else 1)
-    stages = max(1, min(4 if large else 2, room // stage))
-    threads = max(info.warp_size, min(256, m * n * factors // 32))
+    stages = max(1, min(most, room // stage))
+    threads = max(info.warp_size, min(256, m * n * factors // share))
     return ProductKnobs(m, n, k, stages, warps(threads, info.warp_size))
 
 

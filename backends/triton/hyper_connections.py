@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import hyper_mixes
-from liger_multi.backends.triton.common import LOG2E, cdiv, power_of_2, sigmoid, warps
+from liger_multi.backends.triton.common import (
+    LOG2E,
+    LONGEST_ROW,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    sigmoid,
+    warps,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.hyper_connections import halves
@@ -61,23 +70,25 @@ def _squash_kernel(
     z_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale, N: tl.constexpr,
     TALL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, TALL)
-    inside = (row < rows)[:, None] & (i < N)[None, :]
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
+    inside = (first + row < rows)[:, None] & (i < N)[None, :]
     mask = inside[:, :, None] & (i < N)[None, None, :]
-    z_ptr += row * (N * (N + 2))
-    pre = sigmoid(tl.load(z_ptr[:, None] + i[None, :], mask=inside, other=0.0)) + eps
-    tl.store(pre_ptr + row[:, None] * N + i[None, :], pre, mask=inside)
-    post = sigmoid(tl.load(z_ptr[:, None] + N + i[None, :], mask=inside, other=0.0)) * post_scale
-    tl.store(post_ptr + row[:, None] * N + i[None, :], post, mask=inside)
-    at = i[:, None] * N + i[None, :]
-    z = tl.load(z_ptr[:, None, None] + 2 * N + at[None, :, :], mask=mask, other=0.0)
+    z_ptr += first * (N * (N + 2))
+    pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
+    pre = sigmoid(tl.load(z_ptr + wide, mask=inside, other=0.0)) + eps
+    tl.store(pre_ptr + first * N + pair, pre, mask=inside)
+    post = sigmoid(tl.load(z_ptr + N + wide, mask=inside, other=0.0)) * post_scale
+    tl.store(post_ptr + first * N + pair, post, mask=inside)
+    at = (i[:, None] * N + i[None, :])[None, :, :]
+    row = row[:, None, None]
+    z = tl.load(z_ptr + 2 * N + (row * (N * (N + 2)) + at), mask=mask, other=0.0)
     m = tl.where(mask, _softmax_rows(z, mask) + eps, 0.0)
     m, _ = _divide(m, True, eps, mask)
     for _step in tl.range(1, steps):
         m, _ = _divide(m, False, eps, mask)
         m, _ = _divide(m, True, eps, mask)
-    tl.store(mix_ptr + row[:, None, None] * (N * N) + at[None, :, :], m, mask=mask)
+    tl.store(mix_ptr + first * (N * N) + (row * (N * N) + at), m, mask=mask)
 
 
 @triton.jit
@@ -95,32 +106,37 @@ def _squash_backward_kernel(
     z_ptr, dpre_ptr, dpost_ptr, dmix_ptr, dz_ptr, kept_ptr, rows, steps, eps, post_scale,
     N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, TALL)
-    inside = (row < rows)[:, None] & (i < N)[None, :]
+    assume_cols(steps, LONGEST_ROW // (2 * ROWS * N * N))
+    base = tl.program_id(0).to(tl.int64) * ROWS
+    row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
+    inside = (base + row < rows)[:, None] & (i < N)[None, :]
     mask = inside[:, :, None] & (i < N)[None, None, :]
-    z_ptr += row * (N * (N + 2))
-    dz_ptr += row * (N * (N + 2))
+    z_ptr += base * (N * (N + 2))
+    dz_ptr += base * (N * (N + 2))
+    pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
     for half in tl.static_range(2):
-        p = sigmoid(tl.load(z_ptr[:, None] + half * N + i[None, :], mask=inside, other=0.0))
+        p = sigmoid(tl.load(z_ptr + half * N + wide, mask=inside, other=0.0))
         d = tl.zeros([ROWS, TALL], tl.float32)
         if half == 0:
             if dpre_ptr is not None:
-                d = tl.load(dpre_ptr + row[:, None] * N + i[None, :], mask=inside, other=0.0)
+                d = tl.load(dpre_ptr + base * N + pair, mask=inside, other=0.0)
         else:
             if dpost_ptr is not None:
-                d = tl.load(dpost_ptr + row[:, None] * N + i[None, :], mask=inside, other=0.0)
+                d = tl.load(dpost_ptr + base * N + pair, mask=inside, other=0.0)
                 d *= post_scale
-        tl.store(dz_ptr[:, None] + half * N + i[None, :], d * p * (1.0 - p), mask=inside)
+        tl.store(dz_ptr + half * N + wide, d * p * (1.0 - p), mask=inside)
     at = (i[:, None] * N + i[None, :])[None, :, :]
+    square = row[:, None, None] * (N * (N + 2)) + at
     if dmix_ptr is None:
-        tl.store(dz_ptr[:, None, None] + 2 * N + at, tl.zeros([ROWS, TALL, TALL], tl.float32), mask)
+        tl.store(dz_ptr + 2 * N + square, tl.zeros([ROWS, TALL, TALL], tl.float32), mask)
     else:
-        z = tl.load(z_ptr[:, None, None] + 2 * N + at, mask=mask, other=0.0)
+        z = tl.load(z_ptr + 2 * N + square, mask=mask, other=0.0)
         first = _softmax_rows(z, mask)
-        d = tl.load(dmix_ptr + row[:, None, None] * (N * N) + at, mask=mask, other=0.0)
+        row = row[:, None, None]
+        d = tl.load(dmix_ptr + base * (N * N) + (row * (N * N) + at), mask=mask, other=0.0)
         # iterate t of a row stands at t N N of the row's part of the buffer
-        kept = kept_ptr + row[:, None, None] * ((2 * steps - 1) * N * N) + at
+        kept_ptr += base * ((2 * steps - 1) * N * N)
+        kept = kept_ptr + (row * ((2 * steps - 1) * N * N) + at)
         m = tl.where(mask, first + eps, 0.0)
         tl.store(kept, m, mask=mask)
         for step in tl.range(1, steps):
@@ -140,7 +156,7 @@ def _squash_backward_kernel(
         m, total = _divide(tl.where(mask, first + eps, 0.0), True, eps, mask)
         d = tl.where(mask, _undivide(d, m, total, True), 0.0)
         dz = first * (d - tl.sum(d * first, axis=2)[:, :, None])
-        tl.store(dz_ptr[:, None, None] + 2 * N + at, dz, mask=mask)
+        tl.store(dz_ptr + 2 * N + square, dz, mask=mask)
 
 
 class TritonParts:
@@ -174,6 +190,7 @@ class TritonParts:
         z, dz = z.contiguous(), z.new_empty(z.shape)
         if rows:
             k = knobs("hyper_connections.backward", squash_knobs, z.device, streams=count)
+            checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
             dense = [None if g is None else g.contiguous() for g in grads]
             kept = z.new_empty(
                 rows * (2 * steps - 1) * count * count if grads[2] is not None else 0

@@ -31,45 +31,63 @@ from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference import hyper_mixes as reference
 
 MOST_OUTPUTS = 128  # of a tile; ten streams have 120
-MOST_COLS: tl.constexpr = tl.constexpr(
-    2**22 - 2**16
-)  # so many rows of fp32, as a tile has, stay below 2 GiB
+# a tile's rows of so many fp32 stay below 2 GiB
+MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 
 
 @dataclass(frozen=True)
 class MixKnobs:
-    """``rows`` rows by ``block`` columns a step; backward gives ``chunks`` parts of the rows."""
+    """``rows`` rows by ``block`` columns a step; backward gives ``chunks`` parts of the rows.
+
+    ``library``: PyTorch's products, as in the reference.
+    """
 
     rows: int
     block: int
     stages: int
     num_warps: int
     chunks: int = 1
+    library: bool = False
 
 
 def _tall(outputs: int) -> int:
     return max(16, power_of_2(outputs))
 
 
-def _stages(info: DeviceInfo, tile: int, outputs: int, block: int) -> int:
+def _stages(info: DeviceInfo, tile: int, outputs: int, block: int, most: int) -> int:
     """Steps under way, of fp32 streams and weights, in half of the on-chip memory."""
-    return max(1, min(4, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
+    return max(1, min(most, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
+
+
+def _threads(outputs: int) -> int:
+    return 256 if _tall(outputs) > 32 else 128
 
 
 def mix_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
-    """Steps of 8 KiB of streams, at most four under way; fewer rows where outputs are many."""
-    tile = 64 if _tall(outputs) <= 32 else 32
-    block = max(32, min(power_of_2(checked_cols(cols)), 8192 // (tile * size)))
-    return MixKnobs(tile, block, _stages(info, tile, outputs, block), warps(128, info.warp_size))
+    """Steps of 8 KiB of streams, at most four under way; of 4 KiB where outputs are many.
+
+    A fourth step of fp32 would spill on cores that have memory for it (ci.static, triton 3.9).
+    """
+    tile, wide = 64, _tall(outputs) > 32
+    block = 32 if wide else min(power_of_2(checked_cols(cols)), 8192 // (tile * size))
+    block, most = max(32, block), 4 if size == 2 else 3
+    stages = _stages(info, tile, outputs, block, most)
+    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size))
 
 
 def gradient_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
-    """Tiles of the weight's gradient as large as registers hold, about eight programs a core."""
-    tall = _tall(outputs)
-    block = max(32, min(power_of_2(checked_cols(cols)), 4096 // size // tall))
+    """Tiles of the weight's gradient as large as registers hold, about eight programs a core.
+
+    Cores of little memory would keep steps under way in registers, which then spill.
+    """
+    tall, large = _tall(outputs), info.shared_bytes > 2**16
+    area = 1024 if not large else 2048 if size == 2 else 512
+    block = max(32, min(power_of_2(checked_cols(cols)), area // tall))
     chunks = max(1, min(cdiv(rows, 256), 8 * info.cores // max(1, cdiv(cols, block))))
-    tile = 64 // size  # fp32 has three times the parts
-    return MixKnobs(tile, block, _stages(info, tile, 0, block), warps(128, info.warp_size), chunks)
+    # fp32 has three times the parts
+    tile, most = 16 if tall > 32 else 64 // size, 4 if size == 2 else 3
+    stages = _stages(info, tile, 0, block, most if large else 1)
+    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
 @triton.jit
@@ -148,7 +166,9 @@ def _mixes_backward_kernel(
     assume_rows(d_ptr, outputs, ROWS)
     assume_cols(cols, MOST_COLS)
     chunk = tl.program_id(0) // col_steps
-    col = (tl.program_id(0) % col_steps) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) % col_steps) * BLOCK
+    assume_cols(start, MOST_COLS)
+    col = start + tl.arange(0, BLOCK)
     r, o = tl.arange(0, ROWS), tl.arange(0, OUTPUTS)
     w_mask = (o < outputs)[:, None] & (col < cols)[None, :]
     w_place = o[:, None] * cols + col[None, :]
@@ -198,6 +218,8 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     rstd = rows.new_empty(count, dtype=torch.float32)
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = knobs("hyper_mixes.forward", mix_knobs, rows.device, **shape)
+    if k.library:
+        return reference.mixes(rows, weight, rms_eps)
     args = (rows, weight, found, rstd, rows.stride(0), count, cols, outputs, rms_eps)
     constants = (_digits(rows), _digits(weight), k.rows, _tall(outputs), k.block, k.stages)
     launch(_mixes_kernel, cdiv(count, k.rows), args, constants, k.num_warps)
@@ -214,6 +236,8 @@ def gradients(
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = knobs("hyper_mixes.backward", gradient_knobs, rows.device, **shape)
+    if k.library:
+        return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
     per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
     chunks = cdiv(count, per)
     dx = rows.new_empty(rows.shape) if needs_x else None

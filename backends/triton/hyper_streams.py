@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import checked_cols, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import (
+    LONGEST_ROW,
+    assume_cols,
+    assume_rows,
+    checked_cols,
+    power_of_2,
+    round_to,
+    tile_rows,
+    warps,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
@@ -45,10 +54,13 @@ def _streams_pre_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     pre = tl.load(pre_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    assume_rows(x_ptr, stream_stride, TALL)
+    x_ptr += row * x_stride
     for start in tl.range(0, cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // TALL - BLOCK)
         col = start + tl.arange(0, BLOCK)
         mask = (i < N)[:, None] & (col < cols)[None, :]
-        at = x_ptr + row * x_stride + i[:, None] * stream_stride + col[None, :]
+        at = x_ptr + (i[:, None] * stream_stride + col[None, :])
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         y = round_to(tl.sum(pre[:, None] * x, axis=0), y_ptr.dtype.element_ty)
         tl.store(y_ptr + row * cols + col, y, mask=col < cols)
@@ -62,17 +74,22 @@ def _streams_pre_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     pre = tl.load(pre_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    assume_rows(x_ptr, stream_stride, TALL)
+    assume_rows(dx_ptr, cols, TALL)
+    x_ptr += row * x_stride
+    dy_ptr += row * dy_stride
     share = tl.zeros([TALL, BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // TALL - BLOCK)
         col = start + tl.arange(0, BLOCK)
         mask = (i < N)[:, None] & (col < cols)[None, :]
-        dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         if dpre_ptr is not None:
-            at = x_ptr + row * x_stride + i[:, None] * stream_stride + col[None, :]
+            at = x_ptr + (i[:, None] * stream_stride + col[None, :])
             share += tl.load(at, mask=mask, other=0.0).to(tl.float32) * dy[None, :]
         if dx_ptr is not None:
             dx = round_to(pre[:, None] * dy[None, :], dx_ptr.dtype.element_ty)
-            room = dx_ptr + (row * N + i)[:, None] * cols + col[None, :]
+            room = dx_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
             tl.store(room, dx, mask=mask)
     if dpre_ptr is not None:
         dpre = round_to(tl.sum(share, axis=1), dpre_ptr.dtype.element_ty)
@@ -87,18 +104,22 @@ def _streams_post_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     post = tl.load(post_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    assume_rows(y_ptr, cols, TALL)
+    x_ptr += row * x_stride
+    out_ptr += row * out_stride
+    mix_ptr += row * (N * N)
     for start in tl.range(0, cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // TALL - BLOCK)
         col = start + tl.arange(0, BLOCK)
-        out = tl.load(out_ptr + row * out_stride + col, mask=col < cols, other=0.0).to(tl.float32)
+        out = tl.load(out_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         y = post[:, None] * out[None, :]
         for j in tl.static_range(N):
-            x = tl.load(
-                x_ptr + row * x_stride + j * stream_stride + col, mask=col < cols, other=0.0
-            ).to(tl.float32)
-            m = tl.load(mix_ptr + (row * N + i) * N + j, mask=i < N, other=0.0).to(tl.float32)
+            place = x_ptr + j * stream_stride + col
+            x = tl.load(place, mask=col < cols, other=0.0).to(tl.float32)
+            m = tl.load(mix_ptr + (i * N + j), mask=i < N, other=0.0).to(tl.float32)
             y += m[:, None] * x[None, :]
         mask = (i < N)[:, None] & (col < cols)[None, :]
-        room = y_ptr + (row * N + i)[:, None] * cols + col[None, :]
+        room = y_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
         tl.store(room, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -111,27 +132,33 @@ def _streams_post_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     post = tl.load(post_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
+    assume_rows(dy_ptr, dy_stream_stride, TALL)
+    dy_ptr += row * dy_stride
+    x_ptr += row * x_stride
+    out_ptr += row * out_stride
+    mix_ptr += row * (N * N)
     dpost = tl.zeros([TALL], tl.float32)
     dmix = tl.zeros([TALL, TALL], tl.float32)
     for start in tl.range(0, cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // TALL - BLOCK)
         col = start + tl.arange(0, BLOCK)
         inside, mask = col < cols, (i < N)[:, None] & (col < cols)[None, :]
-        at = dy_ptr + row * dy_stride + i[:, None] * dy_stream_stride + col[None, :]
+        at = dy_ptr + (i[:, None] * dy_stream_stride + col[None, :])
         dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if dout_ptr is not None:
             dout = round_to(tl.sum(post[:, None] * dy, axis=0), dout_ptr.dtype.element_ty)
             tl.store(dout_ptr + row * cols + col, dout, mask=inside)
         if dpost_ptr is not None:
-            out = tl.load(out_ptr + row * out_stride + col, mask=inside, other=0.0)
+            out = tl.load(out_ptr + col, mask=inside, other=0.0)
             dpost += tl.sum(dy * out.to(tl.float32)[None, :], axis=1)
         for j in tl.static_range(N):
             if dmix_ptr is not None:
-                place = x_ptr + row * x_stride + j * stream_stride + col
+                place = x_ptr + j * stream_stride + col
                 x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 found = tl.sum(dy * x[None, :], axis=1)
                 dmix += tl.where((i == j)[None, :], found[:, None], 0.0)
             if dx_ptr is not None:
-                m = tl.load(mix_ptr + (row * N + i) * N + j, mask=i < N, other=0.0)
+                m = tl.load(mix_ptr + (i * N + j), mask=i < N, other=0.0)
                 dx = tl.sum(m.to(tl.float32)[:, None] * dy, axis=0)
                 room = dx_ptr + (row * N + j) * cols + col
                 tl.store(room, round_to(dx, dx_ptr.dtype.element_ty), mask=inside)
@@ -139,15 +166,17 @@ def _streams_post_backward_kernel(
         dpost = round_to(dpost, dpost_ptr.dtype.element_ty)
         tl.store(dpost_ptr + row * N + i, dpost, mask=i < N)
     if dmix_ptr is not None:
-        room = dmix_ptr + (row * N + i)[:, None] * N + i[None, :]
+        room = dmix_ptr + row * (N * N) + (i[:, None] * N + i[None, :])
         dmix = round_to(dmix, dmix_ptr.dtype.element_ty)
         tl.store(room, dmix, mask=(i < N)[:, None] & (i < N)[None, :])
 
 
 def as_tiles(x: Tensor) -> Tensor:
-    """View (or copy) ``(..., N, C)`` as ``(rows, N, C)`` with adjacent columns."""
+    """View (or copy) ``(..., N, C)`` as ``(rows, N, C)`` with adjacent columns, streams near."""
     rows = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+    tall = power_of_2(checked_cols(rows.shape[1] * rows.shape[2]) and rows.shape[1])
+    near = tile_rows(tall, rows.stride(1)) == tall
+    return rows if near and (rows.stride(2) == 1 or rows.shape[2] == 1) else rows.contiguous()
 
 
 def as_outs(x: Tensor) -> Tensor:

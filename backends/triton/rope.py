@@ -23,8 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import assume_rows, cdiv, power_of_2, round_to, warps
 from liger_multi.backends.triton.launching import launch
+from liger_multi.backends.triton.rope_tiles import (
+    assume_tile,
+    near_angles,
+    near_channels,
+    near_tile,
+    place,
+    strides,
+)
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.rope import dense, output_dtype
 
@@ -60,101 +68,105 @@ def rope_knobs(
 
 @triton.jit
 def _load_pairs(
-    ptr, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+    ptr, at, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Both channels of every pair in fp32; ptr and mask are [heads, tokens, 1]."""
+    """Both channels of every pair in fp32; places and mask are [heads, tokens, 1]."""
     if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
-        ptr += channel.to(tl.int64) * stride
-        x = tl.load(ptr, mask=mask & (channel < ROTARY), other=0.0)
+        x = tl.load(place(ptr, at, channel * stride), mask=mask & (channel < ROTARY), other=0.0)
         return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
     else:
         pair = tl.arange(0, HALF)[None, None, :]
         mask = mask & (pair < ROTARY // 2)
-        pair = pair.to(tl.int64)
-        a = tl.load(ptr + pair * stride, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(ptr + (pair + ROTARY // 2) * stride, mask=mask, other=0.0).to(tl.float32)
-        return a, b
+        a = tl.load(place(ptr, at, pair * stride), mask=mask, other=0.0)
+        b = tl.load(place(ptr, at, (pair + ROTARY // 2) * stride), mask=mask, other=0.0)
+        return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
 def _load_angles(
-    ptr, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ptr, at, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Angles (cos or sin) of both channels of every pair; PAIRS: one value is stored for both."""
     if PAIRS:
         pair = tl.arange(0, HALF)[None, None, :]
-        angle = tl.load(ptr + pair, mask=mask & (pair < ROTARY // 2), other=0.0).to(tl.float32)
-        return angle, angle
+        angle = tl.load(place(ptr, at, pair), mask=mask & (pair < ROTARY // 2), other=0.0)
+        return angle.to(tl.float32), angle.to(tl.float32)
     else:
-        return _load_pairs(ptr, 1, mask, ROTARY, HALF, INTERLEAVED)
+        return _load_pairs(ptr, at, 1, mask, ROTARY, HALF, INTERLEAVED)
 
 
 @triton.jit
 def _store_pairs(
-    ptr, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+    ptr, at, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     a = round_to(a, ptr.dtype.element_ty)
     b = round_to(b, ptr.dtype.element_ty)
     if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
-        tl.store(ptr + channel, x, mask=mask & (channel < ROTARY))
+        tl.store(place(ptr, at, channel), x, mask=mask & (channel < ROTARY))
     else:
         pair = tl.arange(0, HALF)[None, None, :]
         mask = mask & (pair < ROTARY // 2)
-        tl.store(ptr + pair, a, mask=mask)
-        tl.store(ptr + pair + ROTARY // 2, b, mask=mask)
+        tl.store(place(ptr, at, pair), a, mask=mask)
+        tl.store(place(ptr, at, (pair + ROTARY // 2)), b, mask=mask)
 
 
 @triton.jit
 def _rotate_heads(
     x_ptr, out_ptr, batch_stride, head_stride, token_stride, stride,
-    out_batch_stride, out_head_stride, out_token_stride, first, last, heads, batch, token, mask,
+    out_batch_stride, out_head_stride, out_token_stride, first, last, heads, batch, start, mask,
     cos_a, cos_b, sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the blocks of heads from first to last; batch, token and mask are [1, tokens, 1]."""
-    x_ptr += batch * batch_stride + token * token_stride
-    out_ptr += batch * out_batch_stride + token * out_token_stride
+    """Rotate the blocks of heads from first to last, of the tokens from ``start``."""
+    assume_tile(x_ptr, head_stride, token_stride, stride, HEADS, TOKENS, WIDTH)
+    assume_tile(out_ptr, out_head_stride, out_token_stride, 1, HEADS, TOKENS, WIDTH)
+    x_ptr += batch * batch_stride + start.to(tl.int64) * token_stride
+    out_ptr += batch * out_batch_stride + start.to(tl.int64) * out_token_stride
+    head = tl.arange(0, HEADS)[:, None, None]
+    token = tl.arange(0, TOKENS)[None, :, None]
+    at, out_at = head * head_stride + token * token_stride, head * out_head_stride
+    out_at += token * out_token_stride
     for block in tl.range(first, last):
-        head = (block * HEADS + tl.arange(0, HEADS))[:, None, None]
-        here = (head < heads) & mask
-        head = head.to(tl.int64)
-        x = x_ptr + head * head_stride
-        out = out_ptr + head * out_head_stride
-        a, b = _load_pairs(x, stride, here, ROTARY, HALF, INTERLEAVED)
+        here = (block * HEADS + head < heads) & mask
+        x = x_ptr + (block * HEADS).to(tl.int64) * head_stride
+        out = out_ptr + (block * HEADS).to(tl.int64) * out_head_stride
+        a, b = _load_pairs(x, at, stride, here, ROTARY, HALF, INTERLEAVED)
         turned_a = a * cos_a - b * sin_a
         turned_b = b * cos_b + a * sin_b
-        _store_pairs(out, turned_a, turned_b, here, ROTARY, HALF, INTERLEAVED)
+        _store_pairs(out, out_at, turned_a, turned_b, here, ROTARY, HALF, INTERLEAVED)
         if PASS:
             channel = ROTARY + tl.arange(0, PASS)[None, None, :]
             here = here & (channel < WIDTH)
-            x += channel.to(tl.int64) * stride
-            value = tl.load(x, mask=here, other=0.0).to(tl.float32)
-            tl.store(out + channel, round_to(value, out_ptr.dtype.element_ty), mask=here)
+            value = tl.load(place(x, at, channel * stride), mask=here, other=0.0).to(tl.float32)
+            value = round_to(value, out_ptr.dtype.element_ty)
+            tl.store(place(out, out_at, channel), value, mask=here)
 
 
-@triton.jit(do_not_specialize=["seq", "tokens", "groups", "share"])
+@triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_head_stride, q_token_stride, q_stride,
     k_batch_stride, k_head_stride, k_token_stride, k_stride,
     q_out_batch_stride, q_out_head_stride, q_out_token_stride,
     k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-    angle_batch_stride, angle_token_stride, q_heads, k_heads, seq, tokens, groups, share,
+    angle_batch_stride, angle_token_stride, q_heads, k_heads, seq, tiles, groups, share,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     PASS: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) // groups) * TOKENS + tl.arange(0, TOKENS)[None, :, None]
-    mask = token < tokens
-    batch = (token // seq).to(tl.int64)
-    token = (token % seq).to(tl.int64)
-    angle = batch * angle_batch_stride + token * angle_token_stride
-    cos_a, cos_b = _load_angles(cos_ptr + angle, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
-    sin_a, sin_b = _load_angles(sin_ptr + angle, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
+    tile = tl.program_id(0) // groups
+    batch, start = (tile // tiles).to(tl.int64), (tile % tiles) * TOKENS
+    token = tl.arange(0, TOKENS)[None, :, None]
+    mask = start + token < seq
+    assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
+    angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
+    at = token * angle_token_stride
+    cos_a, cos_b = _load_angles(cos_ptr + angle, at, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
+    sin_a, sin_b = _load_angles(sin_ptr + angle, at, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     blocks = tl.cdiv(q_heads, HEADS)
@@ -163,23 +175,16 @@ def _rope_kernel(
     _rotate_heads(
         q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
         q_out_batch_stride, q_out_head_stride, q_out_token_stride, first, tl.minimum(last, blocks),
-        q_heads, batch, token, mask, cos_a, cos_b, sin_a, sin_b,
-        WIDTH, ROTARY, HALF, INTERLEAVED, HEADS, PASS,
+        q_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
+        WIDTH, ROTARY, HALF, INTERLEAVED, TOKENS, HEADS, PASS,
     )  # fmt: skip
     _rotate_heads(
         k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_stride,
         k_out_batch_stride, k_out_head_stride, k_out_token_stride,
         tl.maximum(first, blocks) - blocks, last - blocks,
-        k_heads, batch, token, mask, cos_a, cos_b, sin_a, sin_b,
-        WIDTH, ROTARY, HALF, INTERLEAVED, HEADS, PASS,
+        k_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
+        WIDTH, ROTARY, HALF, INTERLEAVED, TOKENS, HEADS, PASS,
     )  # fmt: skip
-
-
-def _strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
-    """Steps from one sequence, head and token to the next."""
-    if x.ndim == 3:
-        return 0, x.stride(1), x.stride(0)
-    return x.stride(0), x.stride(head_axis), x.stride(3 - head_axis)
 
 
 def _launch(
@@ -189,10 +194,13 @@ def _launch(
     """Rotate q and k into ``made``; one of them may be absent."""
     some = next(x for x in given if x is not None)
     heads = [0 if x is None else x.shape[head_axis] for x in given]
-    pairs = [(some, some) if x is None else (x, out) for x, out in zip(given, made, strict=True)]
+    near = [None if x is None else near_channels(x) for x in given]
+    some = next(x for x in near if x is not None)
+    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, made, strict=True)]
     (q, q_out), (k, k_out) = pairs
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = near_angles(cos), near_angles(sin)
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     if sum(heads) == 0 or tokens == 0:
         return
@@ -202,14 +210,15 @@ def _launch(
         key, rope_knobs, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
         plain=plain,
     )  # fmt: skip
+    n, seq = near_tile(n, head_axis, (q, k, q_out, k_out)), cos.shape[-2]
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     launch(
-        _rope_kernel, cdiv(tokens, n.tokens) * groups,
-        (q, k, cos, sin, q_out, k_out, *_strides(q, head_axis), q.stride(-1),
-         *_strides(k, head_axis), k.stride(-1), *_strides(q_out, head_axis),
-         *_strides(k_out, head_axis), cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
-         cos.stride(-2), *heads, cos.shape[-2], tokens, groups, n.share),
+        _rope_kernel, tokens // seq * cdiv(seq, n.tokens) * groups,
+        (q, k, cos, sin, q_out, k_out, *strides(q, head_axis), q.stride(-1),
+         *strides(k, head_axis), k.stride(-1), *strides(q_out, head_axis),
+         *strides(k_out, head_axis), cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
+         cos.stride(-2), *heads, seq, cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_multi.backends.triton.common import cdiv, power_of_2, warps
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.rope_kinds_kernel import _rope_kinds_kernel
+from liger_multi.backends.triton.rope_tiles import near_angles, near_channels, near_tile, strides
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.rope import dense
 
@@ -82,16 +83,10 @@ def angles(kind: str, cos: Tensor, sin: Tensor, rotary: int, **rest: bool | str 
     """Those of cos and sin, with the axes grids, batch and tokens in front of the channels."""
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = near_angles(cos), near_angles(sin)
     cos, sin = (t.view((1,) * (4 - t.ndim) + t.shape) if t.ndim < 4 else t for t in (cos, sin))
     kind = kind or ("channel" if cos.shape[-1] == rotary else "pair")
     return Angles(kind, cos, sin, rotary, **rest)  # type: ignore[arg-type]
-
-
-def _strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
-    """Steps from one sequence, head and token to the next."""
-    if x.ndim == 3:
-        return 0, x.stride(1), x.stride(0)
-    return x.stride(0), x.stride(head_axis), x.stride(3 - head_axis)
 
 
 def _step(x: Tensor, axis: int) -> int:
@@ -108,26 +103,29 @@ def rotate(
         turn.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
         for x, order, dtype in zip(given, orders, dtypes, strict=True)
     ]
-    some = next((x for x in given if x is not None), None)
+    near = [None if x is None else near_channels(x) for x in given]
+    some = next((x for x in near if x is not None), None)
     if some is None or (some.numel() == 0 and sum(x.numel() for x in made) == 0):
         return made[0], made[1]
     heads = [0 if x is None else x.shape[head_axis] for x in given]
-    pairs = [(some, some) if x is None else (x, out) for x, out in zip(given, made, strict=True)]
+    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, made, strict=True)]
     (q, q_out), (k, k_out) = pairs
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     n = knobs(
         f"{op}.{'backward' if inverse else 'forward'}", kind_knobs, some.device, rows=tokens,
         cols=width, q_heads=heads[0], k_heads=heads[1],
     )  # fmt: skip
+    n = near_tile(n, head_axis, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
     rotary, first = turn.rotary, turn.first
+    tiles = cdiv(first.shape[2], n.tokens)
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
-        _rope_kinds_kernel, cdiv(tokens, n.tokens) * groups,
-        (q, k, first, turn.second, q_out, k_out, *_strides(q, head_axis), q.stride(-1),
-         *_strides(k, head_axis), k.stride(-1), *_strides(q_out, head_axis),
-         *_strides(k_out, head_axis), _step(first, 0), _step(first, 1), first.stride(2), *heads,
-         first.shape[2], tokens, groups, n.share, turn.scaling),
+        _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
+        (q, k, first, turn.second, q_out, k_out, *strides(q, head_axis), q.stride(-1),
+         *strides(k, head_axis), k.stride(-1), *strides(q_out, head_axis),
+         *strides(k_out, head_axis), _step(first, 0), _step(first, 1), first.stride(2), *heads,
+         first.shape[2], tiles, groups, n.share, turn.scaling),
         (width, rotary, turn.kind, turn.beside, *beside, turn.round, *turn.constants(), inverse,
          n.tokens, n.heads, power_of_2(rotary // 2), passed), n.num_warps,
     )  # fmt: skip

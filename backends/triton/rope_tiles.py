@@ -1,0 +1,68 @@
+"""Tiles of rotary kernels: each in one sequence, its elements near a scalar base."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common import assume_rows, short_offsets
+
+# bytes that a tile's heads, tokens and channels may be apart: together less than 2 GiB
+HEADS_APART, APART = 2**30, 2**29
+
+
+@triton.jit
+def assume_tile(ptr, head_stride, token_stride, stride, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
+    """Say what :func:`near_tile` makes true of a tensor of heads."""
+    assume_rows(ptr, head_stride, 2 * HEADS if HEADS > 1 else 1)
+    assume_rows(ptr, token_stride, 4 * TOKENS if TOKENS > 1 else 1)
+    assume_rows(ptr, stride, 4 * WIDTH)
+
+
+@triton.jit
+def place(ptr, at, channel):
+    """Where elements stand: by one 32-bit number from a scalar base, or from pointers of rows."""
+    if short_offsets():
+        return ptr + (at + channel)
+    else:
+        return ptr + at + channel
+
+
+def strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
+    """Steps from one sequence, head and token to the next."""
+    if x.ndim == 3:
+        return 0, x.stride(1), x.stride(0)
+    return x.stride(0), x.stride(head_axis), x.stride(3 - head_axis)
+
+
+def _fits(count: int, stride: int, item: int, most: int) -> bool:
+    return count == 1 or count * stride * item < most
+
+
+def near_tile(knobs: Any, head_axis: int, tensors: tuple[Tensor, ...]) -> Any:
+    """Knobs whose tiles keep their elements near: one head, or one token, where they stand apart.
+
+    A tile of tokens replaces one of heads, so that it stays as large.
+    """
+    steps = [(*strides(x, head_axis)[1:], x.element_size()) for x in tensors]
+    if not all(_fits(knobs.heads, head, item, HEADS_APART) for head, _, item in steps):
+        tokens = min(knobs.heads * knobs.tokens, 32)
+        knobs = dataclasses.replace(knobs, heads=1, tokens=tokens)
+    if not all(_fits(knobs.tokens, token, item, APART) for _, token, item in steps):
+        knobs = dataclasses.replace(knobs, tokens=1)
+    return knobs
+
+
+def near_channels(x: Tensor) -> Tensor:
+    """Heads whose channels keep near, by a copy where they do not."""
+    return x if _fits(x.shape[-1], x.stride(-1), x.element_size(), APART) else x.contiguous()
+
+
+def near_angles(x: Tensor) -> Tensor:
+    """The same of the angles of a tile of tokens, (..., tokens, channels)."""
+    return x if _fits(32, x.stride(-2), x.element_size(), APART) else x.contiguous()
