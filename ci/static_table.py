@@ -36,12 +36,17 @@ def _tile_of_rows(case: StaticCase) -> bool:
     return int(case.constants.get("ROWS", 1)) > 1
 
 
+def _several_slots(case: StaticCase) -> bool:
+    return int(case.constants.get("TOP_K", 1)) > 3
+
+
 # kernels, by how their names begin, whose launches may load from tensors of more than 2 GiB by 64
 # bits a thread: which of the launches, and why. Nothing may store so.
 ADDRESSED = {
     "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
     "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of slots says"),
     "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
+    "_moe_combine_": (_several_slots, "the rows of a token's slots, 4 numbers for all threads"),
     "_grouped_product_": (_given("order_ptr"), "likewise"),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }

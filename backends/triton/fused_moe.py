@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, warps
+from liger_multi.backends.triton.common import cdiv, checked_cols, power_of_2, warps
 from liger_multi.backends.triton.fused_moe_kernels import (
     _moe_activation_backward_kernel,
     _moe_activation_kernel,
@@ -52,9 +52,13 @@ class PieceKnobs:
 
 
 def piece_knobs(info: DeviceInfo, cols: int) -> PieceKnobs:
-    """1024 columns, 8 of them a thread."""
+    """1024 columns, 8 of them a thread; steps under way where they have memory of their own.
+
+    Elsewhere they take registers, and their stores the short addresses of buffer operations.
+    """
     block = max(16, min(1024, power_of_2(cols)))
-    return PieceKnobs(block, 2, warps(block // 8, info.warp_size))
+    stages = 2 if info.shared_bytes > 2**16 and info.warp_size < 64 else 1
+    return PieceKnobs(block, stages, warps(block // 8, info.warp_size))
 
 
 def up_knobs(
@@ -76,6 +80,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _piece(name: str, some: Tensor, cols: int) -> PieceKnobs:
+    checked_cols(2 * cols)  # rows of gate and up
     found: PieceKnobs = knobs(f"fused_moe.{name}", piece_knobs, some.device, cols=cols)
     return found
 
@@ -144,14 +149,15 @@ def combined(
 
 def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> Tensor:
     cols = rows.shape[1]
-    out = rows.new_empty(groups.count, cols)
+    out, tall = rows.new_empty(groups.count, cols), 32
+    checked_cols(2 * tall * cols)
     block = max(16, min(128, power_of_2(cols)))
     tiles = cdiv(cols, block)
     launch(
         _moe_bias_gradient_kernel, groups.count * tiles,
         (rows, routing, groups.order, groups.offsets, out, rows.stride(0), groups.per, cols,
          tiles),
-        (32, block), 4,
+        (tall, block), 4,
     )  # fmt: skip
     return out
 

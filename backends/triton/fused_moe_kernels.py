@@ -15,7 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import round_to, sigmoid
+from liger_multi.backends.triton.common import (
+    LONGEST_ROW,
+    assume_cols,
+    assume_rows,
+    round_to,
+    sigmoid,
+)
 from liger_multi.backends.triton.gated import _share, _slope
 from liger_multi.backends.triton.grouped import dot, load_factor, source_rows
 
@@ -90,8 +96,11 @@ def _moe_up_kernel(
         return
     stop = tl.load(offsets_ptr + group + 1)
     first = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps) + 1)
-    row = first + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+    assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
+    m = tl.arange(0, BLOCK_M)
+    row, first_col = first + m, (tl.program_id(0) % steps) * BLOCK_N
+    assume_cols(first_col, LONGEST_ROW // (2 * BLOCK_M))
+    col = first_col + tl.arange(0, BLOCK_N)
     inside = (col < cols)[None, :]
     k = tl.arange(0, BLOCK_K)
     source = source_rows(order_ptr, row, stop, per)
@@ -117,14 +126,16 @@ def _moe_up_kernel(
         gate += tl.load(bias_ptr, mask=col < cols, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + cols, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     gate, up = round_to(gate, DTYPE), round_to(up, DTYPE)
-    rows, mask = row.to(tl.int64)[:, None], (row < stop)[:, None] & inside
+    mask = (row < stop)[:, None] & inside
     if kept_ptr is not None:
-        kept_ptrs = kept_ptr + rows * (2 * cols) + col[None, :]
-        tl.store(kept_ptrs, gate, mask=mask)
-        tl.store(kept_ptrs + cols, up, mask=mask)
+        kept_ptr += first.to(tl.int64) * (2 * cols)
+        place = m[:, None] * (2 * cols) + col[None, :]
+        tl.store(kept_ptr + place, gate, mask=mask)
+        tl.store(kept_ptr + cols + place, up, mask=mask)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     y = round_to(_activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE), DTYPE)
-    tl.store(out_ptr + rows * cols + col[None, :], y, mask=mask)
+    out_ptr += first.to(tl.int64) * cols
+    tl.store(out_ptr + (m[:, None] * cols + col[None, :]), y, mask=mask)
 
 
 @triton.jit
@@ -133,7 +144,9 @@ def _moe_activation_kernel(
     alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """After somebody else's product: the bias is added to gate_up in place."""
-    row, start = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BLOCK
+    row, piece = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    assume_cols(piece, LONGEST_ROW // (2 * BLOCK))
+    start = piece * BLOCK
     if row >= tl.load(offsets_ptr + groups):
         return
     gate_up_ptr += row.to(tl.int64) * (2 * cols)
@@ -169,6 +182,7 @@ def _moe_activation_backward_kernel(
     DTYPE: tl.constexpr = d_ptr.dtype.element_ty
     share = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK, num_stages=STAGES):
+        assume_cols(start, LONGEST_ROW // 2)
         col = start + tl.arange(0, BLOCK)
         d = tl.load(d_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
         gate, up = _load_pair(gate_up_ptr, start, cols, INTERLEAVED, BLOCK)
@@ -193,7 +207,9 @@ def _moe_combine_kernel(
 ):  # fmt: skip
     """y[t] = the sum over k of routing[t, k] (rows[inverse[t, k]] + bias[index[t, k]])."""
     token = (tl.program_id(0) // tiles).to(tl.int64)
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
     inside = col < cols
     stop = tl.load(offsets_ptr + groups)
     total = tl.zeros([BLOCK], tl.float32)
@@ -229,6 +245,7 @@ def _moe_bias_share_kernel(
         return
     share = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
+        assume_cols(start)
         col = start + tl.arange(0, BLOCK)
         dy = tl.load(dy_ptr + slot // top_k * dy_stride + col, mask=col < cols, other=0.0)
         bias = tl.load(bias_ptr + expert * cols + col, mask=col < cols, other=0.0)
@@ -244,19 +261,23 @@ def _moe_bias_gradient_kernel(
 ):  # fmt: skip
     """Sums over the rows of every group; with routing, of weighted rows that are gathered."""
     group = tl.program_id(0) // tiles
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first, LONGEST_ROW // (2 * ROWS))
+    col, r = first + tl.arange(0, BLOCK), tl.arange(0, ROWS)
     start, stop = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for at in tl.range(start, stop, ROWS):
-        row = at + tl.arange(0, ROWS)
+        row = at + r
         inside = row < stop
-        place = row.to(tl.int64)
         if routing_ptr is not None:
             slot = tl.load(order_ptr + row, mask=inside, other=0).to(tl.int64)
-            place = slot // per
+            ptrs = rows_ptr + (slot // per)[:, None] * row_stride + col[None, :]
+        else:  # rows without gaps, a scalar base
+            assume_rows(rows_ptr, row_stride, 2 * ROWS)
+            ptrs = rows_ptr + at.to(tl.int64) * row_stride
+            ptrs += r[:, None] * row_stride + col[None, :]
         mask = inside[:, None] & (col < cols)[None, :]
-        found = tl.load(rows_ptr + place[:, None] * row_stride + col[None, :], mask=mask, other=0.0)
-        found = found.to(tl.float32)
+        found = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if routing_ptr is not None:
             found *= tl.load(routing_ptr + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += found

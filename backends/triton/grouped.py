@@ -22,10 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton import embedding
-from liger_multi.backends.triton.common import INTERPRETED, cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.common import (
+    INTERPRETED,
+    LONGEST_ROW,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
+MOST_ROWS = 128  # of a tile, all formulas and tables
 _forced: list[bool] = []  # not of a context: backward runs on a thread of autograd's
 
 
@@ -177,8 +187,11 @@ def _grouped_product_kernel(
     if group < 0:
         return
     stop = tl.load(offsets_ptr + group + 1)
-    row = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, m = tl.load(tiles_ptr + 2 * tile + 1), tl.arange(0, BLOCK_M)
+    first_col = (tl.program_id(0) % steps) * BLOCK_N
+    assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
+    assume_cols(first_col, LONGEST_ROW // (2 * BLOCK_M))
+    row, col = first + m, first_col + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     source = source_rows(order_ptr, row, stop, per)
     a_ptrs = a_ptr + source[:, None] * a_stride + k[None, :]
@@ -195,7 +208,7 @@ def _grouped_product_kernel(
         total = dot(a, w, total)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * k_stride
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
+    out_ptrs = out_ptr + first.to(tl.int64) * cols + (m[:, None] * cols + col[None, :])
     mask = (row < stop)[:, None] & (col < cols)[None, :]
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
 
@@ -278,6 +291,7 @@ def choice(
     inner: int,
 ) -> ProductKnobs:
     """Knobs of a product; rows to the next power of two, so that lengths do not fill the cache."""
+    checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
     found: ProductKnobs = knobs(
         name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,
         inner=inner, element_bytes=a.element_size(),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, power_of_2, round_to
+from liger_multi.backends.triton.common import assume_rows, cdiv, power_of_2, round_to
 from liger_multi.backends.triton.grouped import (
     Groups,
     ProductKnobs,
@@ -43,8 +43,8 @@ def _grouped_weight_kernel(
     """out[e, m, n] = sum over rows s of e of p[source(s), m] q[source(s), n]; 0 without rows."""
     group = tl.program_id(0) // (m_steps * n_steps)
     tile = tl.program_id(0) % (m_steps * n_steps)
-    m = (tile // n_steps) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tile % n_steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_m, first_n = (tile // n_steps) * BLOCK_M, (tile % n_steps) * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     start, stop = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     k = tl.arange(0, BLOCK_K)
     p_ptrs, q_ptrs = p_ptr + m[None, :], q_ptr + n[None, :]
@@ -57,8 +57,9 @@ def _grouped_weight_kernel(
         p = tl.load(p_ptrs + p_row[:, None] * p_stride, mask=p_mask, other=0.0)
         q = tl.load(q_ptrs + q_row[:, None] * q_stride, mask=q_mask, other=0.0)
         total = dot(tl.trans(p), q, total)
-    out_ptr += group.to(tl.int64) * m_size * n_size
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * n_size + n[None, :]
+    assume_rows(out_ptr, n_size, 2 * BLOCK_M)
+    out_ptr += (group.to(tl.int64) * m_size + first_m) * n_size + first_n
+    out_ptrs = out_ptr + (tl.arange(0, BLOCK_M)[:, None] * n_size + tl.arange(0, BLOCK_N)[None, :])
     mask = (m < m_size)[:, None] & (n < n_size)[None, :]
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
 
