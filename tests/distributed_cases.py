@@ -465,6 +465,32 @@ def zero(run, stage, offload, adapters=False):
     alike(run, before, right, found)
 
 
+@case(slow=True)
+def deepspeed_zero_3_on_nvme(run):
+    """Parameters and the optimizer's state in files; what is below a megabyte a rank stays."""
+    import pathlib
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    place = {"device": "nvme", "nvme_path": folder[0], "buffer_count": 4}
+    options = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 1 << 20,
+        "offload_optimizer": place,
+        "offload_param": {**place, "buffer_size": 1 << 20},
+    }
+    stock, ours = run.pair(vocab_size=1 << 15)
+    patch(ours)
+    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
+    right = stepped(run, stock, dict(options))
+    found = stepped(run, ours, dict(options))
+    swapped = {f.parent.parent.name for f in pathlib.Path(folder[0]).rglob("*.swp")}
+    assert len(swapped) == 2, swapped  # a folder of parameters, and the optimizer's
+    alike(run, before, right, found)
+
+
 class OnHiddenStates(nn.Module):
     """A model whose loss is computed on its hidden states and head, or on its logits."""
 

@@ -93,6 +93,31 @@ def missing(name):
     return [p for word, p in NEEDS.items() if word in name and find_spec(p) is None]
 
 
+BUILD = """
+import sys
+from deepspeed.accelerator import get_accelerator
+builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+if not builder.is_compatible(verbose=False):
+    sys.exit(7)
+builder.load()
+"""
+
+
+@pytest.fixture
+def files_beside_memory(request):
+    """DeepSpeed's reader and writer of files, which it compiles when first used, for minutes."""
+    kind = harness.selected_device(request.config).type
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD],
+        env={**os.environ, "DS_ACCELERATOR": kind},
+        capture_output=True,
+        text=True,
+    )
+    if built.returncode == 7:
+        pytest.skip("no libaio with its headers, to compile DeepSpeed's async_io with")
+    assert not built.returncode, built.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -100,8 +125,10 @@ def missing(name):
         for n in distributed_cases.CASES
     ],
 )
-def test_two_ranks(name, started):
+def test_two_ranks(name, started, request):
     absent = missing(name)
     if absent:
         pytest.skip(f"{absent[0]} is not installed")
+    if "nvme" in name:
+        request.getfixturevalue("files_beside_memory")
     started(name).check(name)

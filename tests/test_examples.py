@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {"grpo_trl": ("trl", "datasets", "accelerate"), "sft_trainer": ("accelerate",)}
-MINE = ("custom_model", "grpo_trl", "plain_loop", "sft_trainer")
+EVERY = sorted(p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text())
 
 
 @pytest.fixture
@@ -42,8 +42,25 @@ def test_grpo(run, capsys):
     assert "rms_norm" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", MINE)
-def test_each_says_its_command(name):
-    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
-    assert re.search(rf"CPU.*\n\n    python examples/{name}\.py\n", text)
-    assert re.search(rf"GPU.*\n\n    python examples/{name}\.py --\w+", text)
+@pytest.mark.parametrize("name", EVERY)
+def test_each_says_its_commands(name):
+    """One for a CPU and one for GPUs, with arguments that it takes."""
+    source = (FOLDER / f"{name}.py").read_text()
+    text = ast.get_docstring(ast.parse(source))
+    said = re.findall(rf"(.*)\n\n +(.*examples/{name}\.py.*(?:\n +--.*)*)", text)
+    assert len(said) == 2
+    (tiny, cpu), (real, gpu) = said
+    assert "CPU" in tiny
+    assert "GPU" in real
+    assert cpu.endswith(f"examples/{name}.py")
+    options = re.findall(r" (--[\w-]+)", gpu.partition(f"{name}.py")[2])
+    assert options
+    assert [o for o in options if f'"{o}"' not in source] == []
+
+
+def test_every_example_is_run():
+    """By name, here or among those of adapters and of several ranks."""
+    here = Path(__file__).parent
+    tests = "".join((here / f"test_examples{more}.py").read_text() for more in ("", "_parallel"))
+    assert len(EVERY) >= 7
+    assert [name for name in EVERY if f'"{name}"' not in tests.replace("NEEDS", "")] == []
