@@ -119,12 +119,28 @@ if $(RUN) -c 'import triton' 2>/dev/null; then \
 fi;
 endef
 
+# What adapters and ZeRO are tested with, in a folder of its own: the rest of the suite imports what it always does.
+ADAPTERS := $(VENV)/adapters
+$(ADAPTERS): $(ENV)
+	@$(RUN) -m pip install --quiet --no-deps --no-build-isolation --target $@.part \
+	  bitsandbytes deepspeed einops hjson msgpack ninja nvidia-ml-py py-cpuinfo && mv $@.part $@
+
+define ADAPTED
+if $(if $(NO_VENV),true,$(MAKE) --no-print-directory $(ADAPTERS)); then \
+  echo "== DeepSpeed and bitsandbytes"; \
+  PYTHONPATH=$(abspath $(ADAPTERS))$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) $(if $(DEVICE),--backend $(DEVICE)) \
+    $(wildcard tests/test_adapters.py tests/test_distributed.py tests/test_examples_parallel.py tests/test_planning.py) \
+    -k "deepspeed or bitsandbytes" $(call keep,$(addsuffix -,$(DEVICE))adapters) $(ARGS) || failed=1; \
+else echo "== DeepSpeed and bitsandbytes: cannot be installed here, not run"; fi;
+endef
+
 test-full: $(ENV)  ## the suite with the slow tests
 	@failed=0; \
 	$(MAKE) --no-print-directory test || failed=1; \
 	echo "== slow"; \
 	$(PYTEST) -m slow $(if $(DEVICE),--backend $(DEVICE)) $(call keep,$(addsuffix -,$(DEVICE))slow) $(ARGS) || failed=1; \
 	$(if $(DEVICE),,$(SLOW_TRITON)) \
+	$(ADAPTED) \
 	exit $$failed
 
 doctor: $(ENV)  ## what this machine can use, and why not the rest
