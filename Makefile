@@ -83,7 +83,7 @@ $(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
 test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kernels, the vendor's compiler
 	@failed=0; \
 	echo "== Ascend$(comma) simulated"; \
-	$(NPU) tests/test_npu.py tests/test_npu_bugs.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
+	$(NPU) tests/test_npu.py tests/test_npu_bugs.py tests/test_npu_experts.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
 	$(NPU) tests/test_ops.py --share $(NPU_SHARE) $(call keep,npu-simulated-ops) $(ARGS) || failed=1; \
 	echo "== Ascend$(comma) programs in the other order"; \
 	ASCEND_GRID=reversed $(NPU) tests/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
     raw.uniform_(-1e-3, 1e-3)
     h, g, (w, across) = to.rounded(hidden), to.rounded(raw, GRADIENT), to.both_ways(weight)
     out = torch.empty_like(hidden)
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "round hidden": lambda: to.rounded(hidden),
         "round weight": lambda: to.rounded(weight),
         "round weight both ways": lambda: to.both_ways(weight),

@@ -112,7 +112,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
             pair = [axes[2 * (i // across) + k, i % across] for k in (0, 1)]
             _panel(pair, model, [row for row in data["rows"] if row["model"] == model])
             if i == 0:
-                pair[0].legend(loc="upper right")
+                figure.legend(loc="outside upper right", ncols=3)
                 pair[0].set_ylabel("loss")
                 pair[1].set_ylabel("distance from stock")
         figure.suptitle(_title(data), x=0.01, ha="left", fontsize=10)

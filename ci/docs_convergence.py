@@ -32,12 +32,12 @@ are off by as much in every step. The bounds were written (`ci/curves.py`) befor
 
 * **Distance** is the root of the mean square of the relative differences from stock in all steps so
   far. In every step from the {EARLIEST}th on, that of a patched run may be {FACTOR:g} times that of
-  the farther control, for the loss and for the gradient's norm: a patched layer rounds at some ten
-  other places in each direction where a control is rounded once, and independent errors add as a
-  root.
+  the farther control (and 1e-6 more), for the loss and for the gradient's norm: a patched layer
+  rounds at some ten other places in each direction where a control is rounded once, and independent
+  errors add as a root.
 * **The end**: the mean loss of the last {LAST} steps differs by at most
-  {100 * FINAL["float32"]:g} % in fp32 and {100 * FINAL["bfloat16"]:g} % in bf16; other weights
-  at the start move it by about as much as the latter.
+  {100 * FINAL["float32"]:g} % in fp32 and {100 * FINAL["bfloat16"]:g} % in bf16; other weights at
+  the start move it by about as much as the latter.
 
 "Used" is the largest part of the allowed distance that a run took in any step; above 1 is out of
 bounds. bf16 means that weights, gradients and the optimizer's state are bf16.

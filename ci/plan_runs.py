@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 
 from ci.memory_cases import LARGE_MOE
 from liger_multi.memory import Plan, Settings, Space, apply, measure, plan
+from liger_multi.memory.planning.files import ENVIRONMENT
 from liger_multi.memory.sizes import config_of
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +143,7 @@ class Worker:
         given = command or (sys.executable, "-m", "ci.plan_runs", device)
         self._process = subprocess.Popen(
             given, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE, env={**ENVIRONMENT, **os.environ},
         )  # fmt: skip
 
     def run(self, case: Case, settings: Settings, steps: int, limit: float) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from liger_multi.backends.triton import (
     hyper_connections_post,
     hyper_connections_pre,
     layer_norm,
+    low_rank,
     modulated_rms_norm,
     poly_norm,
     relu_squared,
@@ -349,6 +350,11 @@ def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
     kinds.both_ways(_meta(cols, rows))
 
 
+def _split(rows: int, cols: int, axis: int) -> None:
+    x = _meta(rows, cols, dtype=FP32)
+    low_rank.split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
+
+
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
     logits, index = _meta(4096, cols, dtype=dtype), _meta(4096, choices, dtype=torch.int64)
     found, lse = selective_log_softmax.forward(logits, index, scale, -100, False)
@@ -483,6 +489,8 @@ def calls() -> dict[str, Callable[[], None]]:
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     for dtype in (BF16, FP32):
         found[f"scale {_name(dtype)}"] = part(_scale, dtype)
+    for rows, cols, axis in ((8192, 16, 1), (16, 4096, 0)):
+        found[f"parts {rows}x{cols}"] = part(_split, rows, cols, axis)
     for dtype in float8.FORMATS:
         found[f"8 bits 4096x128256 {_name(dtype)}"] = part(_float8, 4096, 128256, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):

@@ -7,6 +7,8 @@ Elsewhere the wide one is converted, some rows at a time. The scale meets sums, 
 factor.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,79 +16,94 @@ from liger_multi.reference.chunking import has_out_dtype, row_blocks
 
 # Products of parts, first and second; the other three are below fp32's last bit.
 TERMS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
+LEFT, RIGHT = (tuple(term[side] for term in TERMS) for side in (0, 1))
+PARTS = (0, 1, 2)
 
 
-def narrow(wide: Tensor, thin: Tensor) -> Tensor:
-    """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
-    if wide.dtype == thin.dtype:
-        return wide @ thin
-    if _splits(wide, thin):
-        made = _product(wide, torch.cat(_parts(thin), 1))
-        return made.view(-1, 3, thin.shape[1]).sum(1)
-    made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
-    for block in _blocks(wide, thin.dtype):
-        torch.mm(wide[block].to(thin.dtype), thin, out=made[block])
-    return made
+def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
+    """Three in bf16 whose sum is ``x``, each the rounded rest of those before, in ``order``."""
+    found = []
+    for _ in PARTS:
+        found.append(x.to(torch.bfloat16))
+        x = x - found[-1]
+    return torch.cat([found[part] for part in order], axis)
 
 
-def add_(rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
-    """``rows += scale low @ thin``, rounded once."""
-    if rows.dtype == low.dtype:
-        return rows.addmm_(low, thin, alpha=scale)
-    if _splits(rows, low):
-        return rows.addmm_(*_terms(low, thin), alpha=scale)
-    for block in _blocks(rows, low.dtype):
-        rows[block] = torch.addmm(rows[block].to(low.dtype), low[block], thin, alpha=scale)
-    return rows
+class LowRank:
+    """The products of both halves.
 
+    Args:
+        split: How a backend makes the parts of a thin matrix.
+    """
 
-def widened(low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``scale low @ thin`` in a dtype of its own."""
-    if dtype == low.dtype:
-        return (low @ thin).mul_(scale)
-    made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
-    if _splits(made, low):
-        return made.addmm_(*_terms(low, thin), beta=0, alpha=scale)
-    for block in _blocks(made, low.dtype):
-        made[block] = (low[block] @ thin).mul_(scale)
-    return made
+    def __init__(self, split: Callable[[Tensor, Sequence[int], int], Tensor] = split) -> None:
+        self._split = split
 
+    def narrow(self, wide: Tensor, thin: Tensor) -> Tensor:
+        """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
+        if wide.dtype == thin.dtype:
+            return wide @ thin
+        if _splits(wide, thin):
+            made = _product(wide, self._split(thin, PARTS, 1))
+            return made.view(-1, 3, thin.shape[1]).sum(1)
+        made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
+        for block in _blocks(wide, thin.dtype):
+            torch.mm(wide[block].to(thin.dtype), thin, out=made[block])
+        return made
 
-def gradient(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
-    if left.dtype == right.dtype == dtype:
-        return (left.t() @ right).mul_(scale)
-    if _splits(left, right):
-        made = _product(left.t(), torch.cat(_parts(right), 1))
-        return made.view(-1, 3, right.shape[1]).sum(1).mul_(scale)
-    if _splits(right, left):
-        made = _product(torch.cat(_parts(left), 1).t(), right)
-        return made.view(3, -1, right.shape[1]).sum(0).mul_(scale)
-    total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
-    wider = left if left.shape[1] > right.shape[1] else right
-    for block in _blocks(wider, dtype):
-        total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
-    return total.mul_(scale)
+    def add_(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
+        """``rows += scale low @ thin``, rounded once."""
+        if rows.dtype == low.dtype:
+            return rows.addmm_(low, thin, alpha=scale)
+        if _splits(rows, low):
+            return rows.addmm_(*self._terms(low, thin), alpha=scale)
+        for block in _blocks(rows, low.dtype):
+            rows[block] = torch.addmm(rows[block].to(low.dtype), low[block], thin, alpha=scale)
+        return rows
+
+    def added(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
+        """``rows + scale low @ thin``, rounded once."""
+        if rows.dtype == low.dtype:
+            return torch.addmm(rows, low, thin, alpha=scale)
+        if _splits(rows, low):
+            return torch.addmm(rows, *self._terms(low, thin), alpha=scale)
+        return self.add_(rows.clone(memory_format=torch.contiguous_format), low, thin, scale)
+
+    def widened(self, low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """``scale low @ thin`` in a dtype of its own."""
+        if dtype == low.dtype:
+            return (low @ thin).mul_(scale)
+        made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
+        if _splits(made, low):
+            return made.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
+        for block in _blocks(made, low.dtype):
+            made[block] = (low[block] @ thin).mul_(scale)
+        return made
+
+    def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
+        if left.dtype == right.dtype == dtype:
+            return (left.t() @ right).mul_(scale)
+        if _splits(left, right):
+            made = _product(left.t(), self._split(right, PARTS, 1))
+            return made.view(-1, 3, right.shape[1]).sum(1).mul_(scale)
+        if _splits(right, left):
+            made = _product(self._split(left, PARTS, 1).t(), right)
+            return made.view(3, -1, right.shape[1]).sum(0).mul_(scale)
+        total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
+        wider = left if left.shape[1] > right.shape[1] else right
+        for block in _blocks(wider, dtype):
+            total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
+        return total.mul_(scale)
+
+    def _terms(self, low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
+        """Two in bf16 whose product is that of two in fp32."""
+        return self._split(low, LEFT, 1), self._split(thin, RIGHT, 0)
 
 
 def _splits(wide: Tensor, thin: Tensor) -> bool:
     kinds = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
     return kinds and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    """Three in bf16 whose sum is ``x``, each the rounded rest of those before."""
-    found = []
-    for _ in range(3):
-        found.append(x.to(torch.bfloat16))
-        x = x - found[-1]
-    return found
-
-
-def _terms(low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
-    """Two in bf16 whose product is that of two in fp32."""
-    left, right = _parts(low), _parts(thin)
-    return torch.cat([left[i] for i, _ in TERMS], 1), torch.cat([right[j] for _, j in TERMS])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

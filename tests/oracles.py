@@ -511,7 +511,8 @@ def sparsemax(x, dim=-1):
     count = torch.arange(1, x.shape[-1] + 1, device=x.device)
     total = fallen.cumsum(-1) - 1
     k = (fallen * count > total).sum(-1, keepdim=True)
-    return (x - total.gather(-1, k - 1) / k).clamp(min=0).movedim(-1, dim)
+    total = total.gather(-1, k - 1)  # an element at tau itself is outside: clamp would give it dy
+    return torch.where(x * k > total, x - total / k, 0).movedim(-1, dim)
 
 
 def embedding(index, weight, padding_idx=None, *, scale=1.0):

@@ -405,11 +405,11 @@ def test_fp32_factors_are_split_without_loss(split):
     wide, rows = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
     low, thin = torch.randn(40, 5), torch.randn(5, 64) * torch.logspace(-6, 6, 64)
     factor = torch.randn(5, 96)
-    kind = torch.float32
+    kind, by = torch.float32, low_rank.LowRank()
     exact = (
-        (low_rank.narrow(wide, factor.t()), wide.double() @ factor.double().t()),
-        (low_rank.gradient(low, wide, 0.3, kind), 0.3 * low.double().t() @ wide.double()),
-        (low_rank.gradient(wide, low, 0.3, kind), 0.3 * wide.double().t() @ low.double()),
+        (by.narrow(wide, factor.t()), wide.double() @ factor.double().t()),
+        (by.gradient(low, wide, 0.3, kind), 0.3 * low.double().t() @ wide.double()),
+        (by.gradient(wide, low, 0.3, kind), 0.3 * wide.double().t() @ low.double()),
     )
     for got, right in exact:
         assert got.dtype == kind
@@ -417,9 +417,13 @@ def test_fp32_factors_are_split_without_loss(split):
     assert split["product"] == 3
     product = 0.3 * low.double() @ thin.double()
     size = 0.3 * low.double().abs() @ thin.double().abs()
-    widened = low_rank.widened(low, thin, 0.3, torch.bfloat16)
-    added = low_rank.add_(rows.clone(), low, thin, 0.3)
-    for got, right in ((widened, product), (added, rows.double() + product)):
+    widened = by.widened(low, thin, 0.3, torch.bfloat16)
+    added = by.add_(rows.clone(), low, thin, 0.3)
+    for got, right in (
+        (widened, product),
+        (added, rows.double() + product),
+        (by.added(rows, low, thin, 0.3), rows.double() + product),
+    ):
         # rounded to bf16 once: half a unit in the last place, and fp32's errors
         assert (
             (got.double() - right).abs() <= 2**-8 * right.abs() / (1 + 2**-8) + 2e-7 * size

@@ -42,13 +42,13 @@ def test_every_call_has_a_probe_and_a_reference():
 @pytest.mark.parametrize("name", calls.CALLS)
 def test_calls_fit_the_live_schema(name):
     args, shapes = calls.CALLS[name]
-    found = getattr(torch.ops.npu, name)(*args)
+    found = getattr(torch.ops.npu, name)(*args, **calls.OPTIONS.get(name, {}))
     found = [found] if isinstance(found, torch.Tensor) else list(found)
     assert [tuple(t.shape) for t in found] == shapes
     assert all(t.is_meta for t in found)
 
 
-@pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_grouped_matmul"])
+@pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_clipped_swiglu"])
 def test_operators_that_lose_gradients_are_not_used(name):
     assert name not in calls.used()
 
@@ -129,14 +129,15 @@ def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
 
 
 @compiled
-def test_a_patched_model_trains_as_on_the_cpu():
+@pytest.mark.parametrize(("name", "ran"), [("llama", "rms_norm"), ("mixtral", "grouped_matmul")])
+def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
     pytest.importorskip("transformers")
     from models import batch, build
 
-    losses = {}
+    losses, before = {}, simulated.calls.copy()
     for device in ("cpu", "npu"):
         torch.manual_seed(0)
-        model = build("llama").to(device)
+        model = build(name).to(device)
         model.set_attn_implementation("eager")
         report = liger_multi.patch(model, strict=True)
         assert report is not None
@@ -153,6 +154,7 @@ def test_a_patched_model_trains_as_on_the_cpu():
         losses[device] = found
     assert losses["npu"][-1] < losses["npu"][0]
     torch.testing.assert_close(losses["npu"], losses["cpu"], rtol=2e-4, atol=0)
+    assert (simulated.calls - before)[f"npu::npu_{ran}"]
 
 
 # --- rung 5: the vendor's compiler ---

@@ -193,6 +193,18 @@ def test_sparsemax_of_extremes(device, cols):
     torch.testing.assert_close(dx.sum(-1), torch.zeros(4, device=device), rtol=0, atol=1e-2)
 
 
+def test_sparsemax_leaves_out_what_is_at_the_threshold(device):
+    """Such an element's y is 0; a gradient that passed there would be that of another support."""
+    x = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.25, -0.125], [0.0, -0.25, -0.25]], device=device)
+    x.requires_grad_()
+    y = ops.sparsemax(x)
+    dy = torch.tensor([1.0, 2.0, 4.0], device=device).expand(3, 3)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert y.tolist() == [[1, 0, 0], [0.625, 0.375, 0], [0.5, 0.25, 0.25]]
+    right = torch.tensor([[0, 0, 0], [-0.5, 0.5, 0], [-4 / 3, -1 / 3, 5 / 3]], device=device)
+    torch.testing.assert_close(dx, right)
+
+
 def test_selective_log_softmax_is_that_of_trainers(device):
     logits, index = torch.randn(2, 5, 40, device=device), torch.randint(40, (2, 5), device=device)
     right = torch.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -65,3 +65,25 @@ def fused_attention(
     if causal and q.shape[2] > k.shape[2]:
         return "takes no query that sees no key"
     return None
+
+
+def experts(
+    x: Tensor, index: Tensor, gate_up: Optional[Tensor], down: Tensor, wide: int, table: str
+) -> Optional[str]:
+    """Of npu_moe_token_permute, its inverse, npu_grouped_matmul and npu_grouped_matmul_add_."""
+    weights = [w for w in (gate_up, down) if w is not None]
+    if table != "a2":
+        return "the page of npu_grouped_matmul names the chips of Atlas A2 alone"
+    if x.dtype not in FLOATS or any(w.dtype != x.dtype for w in weights):
+        return "takes tokens and weights of one dtype: fp32, fp16 or bf16"
+    if not (x.numel() and index.numel() and wide):
+        return "takes tokens that have experts, and experts that have columns"
+    if index.shape[1] > 512 or index.numel() >= 16777215:
+        return f"takes 512 experts a token and 16777214 slots, got {tuple(index.shape)}"
+    if down.shape[0] > 1024:
+        return f"takes 1024 groups, got {down.shape[0]}"
+    if max(x.shape[1], wide) >= 65536:
+        return f"takes rows of 65535 elements, got {x.shape[1]} and {wide}"
+    if not all(w.is_contiguous() or w.mT.is_contiguous() for w in weights):
+        return "takes weights that are contiguous, perhaps with their last axes exchanged"
+    return None

@@ -7,6 +7,8 @@ of x does, which is little beside the layer's own product.
 from __future__ import annotations
 
 from liger_multi.backends.triton.gated_mlp import TritonActivation
+from liger_multi.backends.triton.low_rank import split
 from liger_multi.reference.lora_mlp import halves
+from liger_multi.reference.low_rank import LowRank
 
-forward, backward = halves(TritonActivation())
+forward, backward = halves(TritonActivation(), LowRank(split))

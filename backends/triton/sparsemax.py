@@ -4,8 +4,9 @@
 
 The sum is convex and falls with tau, so that Newton's method from ``max - 1``, which is not above
 the root, comes to it from below and ends at it exactly: each step takes the elements above tau as
-the support, and the support only shrinks. A row is read once; wider ones again a step, from the
-cache. Backward is that of softmax.py.
+the support, and the support only shrinks. Divisions are rounded to nearest: where an element is at
+tau, tau is that element, and the support leaves it out. A row is read once; wider ones again a
+step, from the cache. Backward is that of softmax.py.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr)
     while going > 0:  # the same support has the same sum, so that tau rises until it stands
         above = z > tau
         total = tl.sum(tl.where(above, z, 0.0), axis=0)
-        higher = (total - 1.0) / tl.sum(above.to(tl.float32), axis=0)
+        higher = tl.div_rn(total - 1.0, tl.sum(above.to(tl.float32), axis=0))
         going = (higher > tau).to(tl.int32)
         tau = tl.where(higher > tau, higher, tau)
     y = tl.where(z <= tau, 0.0, z - tau)  # NaN stays
@@ -84,7 +85,7 @@ def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.const
             z = x.to(tl.float32) - largest
             total += tl.where(z > tau, z, 0.0)
             counts += (z > tau).to(tl.int32)
-        higher = (tl.sum(total, axis=0) - 1.0) / tl.sum(counts, axis=0).to(tl.float32)
+        higher = tl.div_rn(tl.sum(total, axis=0) - 1.0, tl.sum(counts, axis=0).to(tl.float32))
         going = (higher > tau).to(tl.int32)
         tau = tl.where(higher > tau, higher, tau)
     for start in tl.range(0, cols, BLOCK):

@@ -15,6 +15,10 @@ def _t(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
 ANGLES = (1, 1, 5, 64)
 # arguments by operator, and the shapes of what it returns
 CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
@@ -37,7 +41,17 @@ CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
         (*(_t(2, 5, n, 64) for n in (4, 2, 2, 4)), 4, "BSND"),
         [(2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 2, 64), (0,), ()],
     ),
+    "npu_moe_token_permute": ((_t(5, 64), _ids(5, 2)), [(10, 64), (10,)]),
+    "npu_moe_token_unpermute": ((_t(10, 64), _ids(10).int(), _t(5, 2)), [(5, 64)]),
+    "npu_grouped_matmul": (([_t(10, 64)], [_t(3, 64, 32)]), [(10, 32)]),
+    "npu_grouped_matmul_add_": (
+        (_t(3, 64, 32).float(), _t(10, 64), _t(10, 32), _ids(3)), [(3, 64, 32)],
+    ),
 }  # fmt: skip
+# what is given by name
+OPTIONS: dict[str, dict[str, Any]] = {
+    "npu_grouped_matmul": {"group_list": _ids(3), "split_item": 3, "group_type": 0},
+}
 
 
 def folder() -> Path:

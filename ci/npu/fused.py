@@ -7,6 +7,7 @@ vendor's documentation does, so that a call which a device would refuse fails in
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -235,7 +236,101 @@ def npu_fusion_attention_grad_v3(
     return *found, q.new_empty(0), torch.zeros(())
 
 
+@reference
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows sorted by expert and the row of every slot; of an expert's slots the last comes first.
+
+    The page promises no order among them.
+    """
+    limit(num_out_tokens is None and not padded_mode, "options that nothing here wants")
+    limit(tokens.dim() == indices.dim() == 2 and tokens.dtype in FLOATS, f"tokens {tokens.dtype}")
+    limit(indices.dtype in (torch.int32, torch.int64), f"indices {indices.dtype}")
+    limit(indices.shape[1] <= 512 and indices.numel() < 16777215, f"indices {indices.shape}")
+    limit(bool(((indices >= 0) & (indices < 16777215)).all()), "a value of indices")
+    flat = indices.reshape(-1)
+    order = flat.numel() - 1 - flat.flip(0).argsort(stable=True)
+    place = torch.empty(flat.numel(), dtype=torch.int32)
+    place[order] = torch.arange(flat.numel(), dtype=torch.int32)
+    return tokens[order // indices.shape[1]], place
+
+
+@reference
+def npu_moe_token_unpermute(
+    rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    restore_shape: Any = None,
+) -> Tensor:  # fmt: skip
+    """The weighted sum over the slots of every token."""
+    limit(restore_shape is None and not padded_mode, "options that nothing here wants")
+    limit(rows.dim() == 2 and rows.dtype in FLOATS, f"rows {rows.dtype} {rows.shape}")
+    limit(place.dtype == torch.int32 and place.shape == rows.shape[:1], f"place {place.shape}")
+    limit(bool((place.sort().values == torch.arange(place.numel())).all()), "no permutation")
+    weights = torch.ones(place.numel(), 1, dtype=rows.dtype) if probs is None else probs
+    # the page lists dtypes, and does not say that they may differ
+    limit(weights.dim() == 2 and weights.dtype == rows.dtype, f"probs {weights.dtype}")
+    limit(weights.numel() == rows.shape[0] and weights.shape[1] <= 512, f"probs {weights.shape}")
+    wide = rows.float()[place.long()].view(*weights.shape, -1)
+    return (wide * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _grouped_limits(x: Tensor, weight: Tensor, group_list: Tensor, kinds: Any) -> list[int]:
+    """What both grouped products want; where groups begin and end."""
+    limit(x.dtype == weight.dtype and x.dtype in kinds, f"x {x.dtype} and weight {weight.dtype}")
+    limit(x.dim() == 2 and x.is_contiguous(), f"x {x.shape} {x.stride()}")
+    limit(group_list.dtype == torch.int64 and group_list.dim() == 1, f"groups {group_list.dtype}")
+    limit(group_list.numel() <= 1024, f"{group_list.numel()} groups")
+    limit(max(*x.shape[1:], *weight.shape[1:]) < 65536, f"x {x.shape} and weight {weight.shape}")
+    ends: list[int] = [0, *group_list.tolist()]
+    limit(ends == sorted(ends), f"groups {ends}")
+    return ends
+
+
+@reference
+def npu_grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], *, group_list: Tensor, split_item: int = 0,
+    group_type: int | None = None, group_list_type: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """The rows of every group times its weight."""
+    limit(len(x) == len(weight) == 1 and split_item in (2, 3) and group_type == 0, "the form")
+    rows, factors = x[0], weight[0]
+    ends = _grouped_limits(rows, factors, group_list, FLOATS)
+    limit(factors.dim() == 3 and factors.shape[1] == rows.shape[1], f"weight {factors.shape}")
+    limit(factors.is_contiguous() or factors.mT.is_contiguous(), f"strides {factors.stride()}")
+    limit(len(ends) == factors.shape[0] + 1 and group_list_type == 0, f"{len(ends) - 1} groups")
+    limit(ends[-1] == rows.shape[0], f"groups end at {ends[-1]}, of {rows.shape[0]} rows")
+    groups = zip(pairwise(ends), factors, strict=True)
+    parts = [rows[a:b].float() @ w.float() for (a, b), w in groups]
+    return [torch.cat(parts).to(rows.dtype)]
+
+
+@reference
+def npu_grouped_matmul_add_(
+    total: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, *, transpose_x: bool = True,
+    transpose_weight: bool = False, group_type: int = 2, group_list_type: int = 0,
+) -> Tensor:  # fmt: skip
+    """Products of both sides' rows of every group, added in place."""
+    limit(transpose_x and not transpose_weight and group_type == 2, "the form")
+    ends = _grouped_limits(x, weight, group_list, FLOATS[1:])
+    limit(weight.dim() == 2 and weight.is_contiguous(), f"weight {weight.shape}")
+    limit(weight.shape[0] == x.shape[0] and ends[-1] <= x.shape[0], f"groups end at {ends[-1]}")
+    limit(total.dtype == torch.float32 and group_list_type == 0, f"total {total.dtype}")
+    limit(total.shape == (len(ends) - 1, x.shape[1], weight.shape[1]), f"total {total.shape}")
+    for e, (a, b) in enumerate(pairwise(ends)):
+        total[e] += x[a:b].float().mT @ weight[a:b].float()
+    return total
+
+
 # Of autograd's formulas that torch_npu replaces.
+
+
+@reference
+def _npu_moe_token_unpermute(
+    rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    restore_shape: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What a call outside of operators of ours becomes: the sum, and rows to keep."""
+    return npu_moe_token_unpermute(rows, place, probs, padded_mode, restore_shape), rows
 
 
 @reference

@@ -38,7 +38,7 @@ ROWS: dict[str, Row] = {
     "fused_linear_kl_div": HEAD,
     "fused_linear_log_prob": HEAD,
     "fused_linear_tvd": HEAD,
-    "fused_moe": PLAIN,
+    "fused_moe": FUSED,
     "fused_scaled_add_rms_norm": PLAIN,
     "gated_mlp": PLAIN,
     "gated_rms_norm": PLAIN,

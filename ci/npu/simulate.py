@@ -32,6 +32,16 @@ NATIVE = {
     aten.detach.default,
     aten.alias.default,
 }
+READ = "read by the host"
+
+
+def is_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for numbers of the device."""
+    if func in (aten._local_scalar_dense.default, aten.nonzero.default):
+        return True
+    if func is aten.copy_.default:
+        return not _is_npu(args[0].device)
+    return kwargs.get("device") is not None and not _is_npu(kwargs["device"])
 
 
 def on_host(t: Any) -> Any:
@@ -65,7 +75,7 @@ def _is_npu(device: Any) -> bool:
 
 
 class Device(TorchDispatchMode):
-    """The mode; ``calls`` counts what ran, by name."""
+    """The mode; ``calls`` counts what ran by name, and ``READ`` what the host waited for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,6 +101,7 @@ class Device(TorchDispatchMode):
         if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             with self:  # torch_npu has kernels of its own for some, which return views
                 return func.decompose(*args, **kwargs)
+        self.calls[READ] += is_read(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return on_host(args[0]).item()
         if func in NATIVE or func.is_view:
@@ -103,8 +114,9 @@ class Device(TorchDispatchMode):
         reference = REFERENCES.get(func._schema.name.partition("::")[2])
         if reference is None:
             raise NotImplementedError(f"the simulated NPU has no reference for {func}")
-        args, kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
-        return tree_map_only(Tensor, on_device, reference(*args, **kwargs))
+        host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
+        made = reference(*host_args, **host_kwargs)
+        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, on_device, made)
 
     def _aten(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))

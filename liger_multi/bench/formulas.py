@@ -296,7 +296,7 @@ def _sparsemax(x: Tensor) -> Tensor:
     count = torch.arange(1, z.shape[-1] + 1, device=z.device)
     total = fallen.cumsum(-1) - 1
     k = (fallen * count > total).sum(-1, keepdim=True)
-    return (z - total.gather(-1, k - 1) / k).clamp(min=0).to(x.dtype)
+    return F.relu(z - total.gather(-1, k - 1) / k).to(x.dtype)
 
 
 def _selective(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:

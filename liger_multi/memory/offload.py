@@ -219,10 +219,12 @@ class Offload:
 
     Attributes:
         offloaded_bytes: What the last forward with gradients sent to the host.
+        offloaded_tensors: How many that were.
         kept_bytes: What it left on the device: small tensors, parameters, tensors with gaps.
     """
 
     offloaded_bytes = 0
+    offloaded_tensors = 0
     kept_bytes = 0
 
     def __init__(self, stack: nn.Module, min_bytes: int, in_flight_bytes: int) -> None:
@@ -272,6 +274,7 @@ class Offload:
             step, hooks = opened
             hooks.__exit__()
             self.offloaded_bytes, self.kept_bytes = step.offloaded, step.kept
+            self.offloaded_tensors = len(step.parked)
 
     def _how(self, module: nn.Module) -> _Plain:
         device = next(module.parameters()).device

@@ -1,7 +1,8 @@
 """How long a step takes, told simply.
 
 Time of a device: products at a share of the card's rate, and the bytes that everything else moves
-at a share of its bandwidth, one after the other; at least what a host needs to launch it all.
+at a share of its bandwidth, one after the other; at least what a host needs to launch it all, which
+rules steps of few tokens.
 Gradients and shards travel while products run, so the longer of both counts; sums within layers of
 tensor parallelism do not, nor do pipelines that fill. Offloaded activations cross to the host and
 back while products run. Only ratios of these times mean something.
@@ -10,12 +11,19 @@ back while products run. Only ratios of these times mean something.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from liger_multi.memory.planning.cards import Card
-from liger_multi.memory.planning.traces import Work
+if TYPE_CHECKING:
+    from liger_multi.memory.planning.cards import Card
+    from liger_multi.memory.planning.traces import Work
 
 PRODUCTS, STREAM, LINK = 0.65, 0.8, 0.7  # reached shares of published rates
-LAUNCH = 6e-6  # seconds of a host for an operator, autograd's part included
+# Seconds of a host for an operator, Python's and autograd's parts included: stock steps of few
+# tokens took 25 to 39 us (H200 machine, torch 2.11, benchmarks/plans-nvidia-h200-2026-11-22.json).
+LAUNCH = 30e-6
+# Operators that a half of one of ours is told as, and a tensor that goes to the host and back:
+# patched steps of few tokens last as long as with these.
+OWN, PARKED = 8, 5
 HOST_MEMORY = 50e9  # bytes a second of an optimizer that runs on the host
 
 

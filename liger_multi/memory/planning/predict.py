@@ -19,7 +19,7 @@ from liger_multi.memory.estimation import (
 )
 from liger_multi.memory.planning.applying import layers_of, prepare
 from liger_multi.memory.planning.cards import Card
-from liger_multi.memory.planning.cost import Traffic, step_seconds
+from liger_multi.memory.planning.cost import PARKED, Traffic, step_seconds
 from liger_multi.memory.planning.settings import Candidate, Settings
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.traces import (
@@ -171,6 +171,8 @@ class Predictor:
         trace = simulation.trace()
         if around.offload is not None:
             trace.offloaded = around.offload.offloaded_bytes / len(layers)
+            for segment in trace.forward:
+                segment.work.launches += PARKED * around.offload.offloaded_tensors / len(layers)
         hidden = settings.micro_batch * settings.sequence * text.hidden_size
         return Simulated(
             trace,

@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES, Block
+from liger_multi.memory.planning.cost import OWN
+from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES
 from liger_multi.memory.simulation import Simulation
 from liger_multi.memory.storages import tensors_in
 
@@ -41,7 +42,7 @@ class Work:
     Attributes:
         flops: Floating point operations of products, by the bytes of a number.
         moved: Bytes that everything else reads and writes.
-        launches: Operators that run on a device.
+        launches: Operators that a host starts, weighed by how long that takes.
     """
 
     flops: dict[int, float] = field(default_factory=dict)
@@ -301,7 +302,7 @@ class Cutting(Simulation):
         work, times = self.works[-1], self._times
         made = list(tensors_in((result,)))
         work.moved += times * sum(map(_bytes, [*tensors_in(args), *made]))
-        work.launches += times
+        work.launches += times * OWN
         if name == "attention":
             self._count_attention("backward" if len(made) > 2 else "forward", made[0])
         elif name == "fused_moe":
@@ -326,14 +327,9 @@ class Cutting(Simulation):
 
     def warm(self, batch: int) -> None:
         """A forward alone, for what learns from a first step; nothing of it is kept."""
-        other = Simulation(
-            self._target,
-            None,
-            cast(nn.Module, self._model),
-            self._vocabulary,
-            self._sequence,
-            self._autocast,
-        )
+        whole = cast(nn.Module, self._model)
+        size = self._vocabulary, self._sequence
+        other = Simulation(self._target, None, whole, *size, self._autocast)
         ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
         model: Any = self._model
         with self._few_chunks(), other.surroundings():
@@ -388,11 +384,6 @@ def _entered(target: str) -> tuple[str, ...]:
     from liger_multi.op import OPS
 
     return tuple(OPS) if target == "cpu" else CHUNKED
-
-
-def constant(name: str, size: float) -> Block:
-    """A block that is there for the whole step."""
-    return Block(round(size), role=name)
 
 
 def vector(values: Mapping[str, float]) -> Tensor:

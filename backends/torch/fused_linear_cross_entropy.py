@@ -1,0 +1,84 @@
+"""PyTorch's own ``linear_cross_entropy``, in chunks of rows.
+
+Its loss has the dtype of hidden states, so in 16 bits it is rounded, and its gradients are divided
+before the scale of a loss arrives, which matters in fp16. It says no ``lse``: that is NaN here, and
+no gradient of a scalar loss asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.reference import reduction as reduction_of
+from liger_multi.reference.chunking import is_whole, statistics_dtype, weight_gradient_dtype
+from liger_multi.reference.fused_linear_cross_entropy import backward
+
+__all__ = ["backward", "forward", "supports"]
+
+
+def supports(
+    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+    logit_scale: float, compute_dtype: Optional[torch.dtype], outputs: str = "",
+) -> str | None:  # fmt: skip
+    """Why a call is refused, or None."""
+    if not hasattr(F, "linear_cross_entropy"):
+        return f"PyTorch {torch.__version__} has no torch.nn.functional.linear_cross_entropy"
+    asked = {
+        "label_smoothing in chunks": label_smoothing != 0.0,
+        "z_loss_weight": z_loss_weight != 0.0,
+        "softcap": softcap is not None,
+        "reduction='none'": reduction == "none",
+        "logit_scale": logit_scale != 1.0,
+        "compute_dtype": compute_dtype is not None,
+        f"outputs {outputs!r}": bool(outputs),
+    }
+    refused = [name for name, there in asked.items() if there]
+    return f"torch's linear_cross_entropy has no {', no '.join(refused)}" if refused else None
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
+    class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
+    z_loss_weight: float, softcap: Optional[float], reduction: str, logit_scale: float,
+    chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
+    compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """The loss, and its gradients; zeros where every row is ignored, as the contract says."""
+    reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
+    kind = statistics_dtype(hidden.dtype)
+    native: Any = F
+    made: Any = torch.nn
+    sums = accumulate if hidden.element_size() < 4 else None
+    needs = (needs_hidden, needs_weight, needs_bias)
+    with torch.enable_grad():
+        leaves = [
+            None if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip((hidden, weight, bias), needs, strict=True)
+        ]
+        total = native.linear_cross_entropy(
+            leaves[0], leaves[1], target, linear_bias=leaves[2], weight=class_weight,
+            reduction=reduction, ignore_index=ignore_index,
+            options=made.LinearCrossEntropyOptions(batch_chunk_size=chunk or None, acc_dtype=sums),
+        )  # fmt: skip
+    asked = [t for t in leaves if t is not None and t.requires_grad]
+    found = list(torch.autograd.grad(total, asked)) if asked else []
+    (rows, width), vocabulary = hidden.shape, weight.shape[0]
+    whole = is_whole(rows, width, vocabulary, hidden.element_size(), chunk, budget)
+    of_weight = weight_gradient_dtype(hidden.dtype, weight.dtype, accumulate, whole)
+    empty = (target == ignore_index).all()
+    gradients = [
+        found.pop(0).to(to).masked_fill_(empty, 0) if needed else hidden.new_empty(0, dtype=to)
+        for needed, to in zip(needs, (hidden.dtype, of_weight, kind), strict=True)
+    ]
+    none = hidden.new_empty(0, dtype=kind)
+    lse = hidden.new_full(target.shape, float("nan"), dtype=kind)
+    loss = total.detach().to(kind).masked_fill(empty, 0)
+    rest = (none, none, none.to(torch.int64), none, none, lse)
+    return (loss, *rest, *gradients, none.new_ones(2))
