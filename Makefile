@@ -83,7 +83,7 @@ $(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
 test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kernels, the vendor's compiler
 	@failed=0; \
 	echo "== Ascend$(comma) simulated"; \
-	$(NPU) tests/test_npu.py tests/test_npu_bugs.py tests/test_npu_experts.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
+	$(NPU) tests/test_npu.py tests/test_npu_bugs.py tests/test_npu_experts.py tests/test_npu_kernels.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
 	$(NPU) tests/test_ops.py --share $(NPU_SHARE) $(call keep,npu-simulated-ops) $(ARGS) || failed=1; \
 	echo "== Ascend$(comma) programs in the other order"; \
 	ASCEND_GRID=reversed $(NPU) tests/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \
@@ -91,7 +91,7 @@ test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kern
 	TRITON_INTERPRET=1 $(NPU) tests/test_npu_bugs.py $(NPU_VIEWLESS) $(ARGS) || failed=1; \
 	exit $$failed
 NPU_FORMS ?=
-NPU_AGAIN ?= tests/test_ops.py -k "planted or (npu and float32 and forward_and_backward)" --share 1/10
+NPU_AGAIN ?= tests/test_npu_kernels.py tests/test_ops.py -k "planted or kernel or (npu and float32 and forward_and_backward)" --share 1/10
 # the interpreter gathers a view that has gaps, and then reads it by the strides that it had
 NPU_VIEWLESS ?= $(subst forward_and_backward,forward_and_backward and not packed and not gaps and not sliced and not expanded,$(NPU_AGAIN))
 

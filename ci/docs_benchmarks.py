@@ -19,14 +19,14 @@ run. Compare nothing across runs but ratios; `python -m ci.compare OLD NEW` does
 """
 
 
-def _order(path: Path) -> tuple[str, int]:
+def by_date(path: Path) -> tuple[str, int]:
     """Date of a result file, and its number among those of the day."""
     found = re.search(r"(\d{4}-\d\d-\d\d)(?:-.*?(\d+))?$", path.stem)
     return (found[1], int(found[2] or 1)) if found else ("", 0)
 
 
 def _files(pattern: str) -> list[tuple[Path, Any]]:
-    found = sorted((ROOT / "benchmarks").glob(pattern), key=_order)
+    found = sorted((ROOT / "benchmarks").glob(pattern), key=by_date)
     loaded = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in found]
     return [(path, data) for path, data in loaded if "rows" in data]
 

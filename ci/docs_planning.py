@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ci.docs_benchmarks import by_date
+
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- planning-tables:start -->", "<!-- planning-tables:end -->"
 EXAMPLE = ROOT / "benchmarks" / "plan-example.json"
@@ -53,7 +55,7 @@ def example() -> list[str]:
 def executed() -> list[str]:
     """Executed plans, newest file of each device."""
     newest: dict[str, Any] = {}
-    for path in sorted((ROOT / "benchmarks").glob("plans-*.json")):
+    for path in sorted((ROOT / "benchmarks").glob("plans-*.json"), key=by_date):
         data = _load(path)
         newest[data["device"]["name"]] = data
     lines = []

@@ -61,17 +61,32 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {"stock": _stock, "liger": _liger,
 
 
 def foretold(model: str, provider: str, room: int) -> int:
-    """The length at which the estimated peak fills the room, from two lengths; Liger's as ours.
+    """The length at which the estimated peak fills the room; Liger's as ours."""
 
-    What a layer keeps grows with the length, and attention is fused.
-    """
-    peaks, lengths = [], (4096, 16384)
-    for tokens in lengths:
+    def peak(tokens: int) -> int:
         made = build(Run(model, 1, tokens, False), torch.device("meta"))
         PROVIDERS["stock" if provider == "stock" else "ours"](made)
-        peaks.append(estimate(made, 1, tokens, capacity=room).peak_bytes)
-    slope = (peaks[1] - peaks[0]) / (lengths[1] - lengths[0])
-    return max(STEP, int(lengths[1] + (SHARE * room - peaks[1]) / max(slope, 1.0)))
+        return estimate(made, 1, tokens, capacity=room).peak_bytes
+
+    return extrapolated(peak, int(SHARE * room))
+
+
+def extrapolated(peak: Callable[[int], int], room: int) -> int:
+    """Where ``peak`` reaches ``room``.
+
+    It is the highest of moments that each grow with the length on a line of their own, so that a
+    line through short lengths has the slope of another moment: the length is quadrupled until the
+    end is near, and the last line is drawn through the end itself.
+    """
+    lengths = [4096, 16384]
+    peaks = [peak(tokens) for tokens in lengths]
+    while True:
+        slope = (peaks[-1] - peaks[-2]) / (lengths[-1] - lengths[-2])
+        end = max(STEP, int(lengths[-1] + (room - peaks[-1]) / max(slope, 1.0)))
+        if abs(end - lengths[-1]) <= 0.02 * end or end <= lengths[0]:
+            return end
+        lengths.append(min(end, 4 * lengths[-1]))
+        peaks.append(peak(lengths[-1]))
 
 
 def search(

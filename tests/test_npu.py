@@ -17,7 +17,7 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 import liger_multi
-from ci.npu import blocks, calls, cases, ladder, vendor
+from ci.npu import blocks, calls, cases, execute, ladder, vendor
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
 from liger_multi import ops, samples
@@ -126,6 +126,44 @@ def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
     assert bool(ran["npu::npu_rms_norm_backward"]) is fused
     assert x.grad is not None
     assert w.grad is not None
+
+
+@compiled
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("width", "rotary", "angles", "path"),
+    [
+        (64, 64, torch.bfloat16, "fused"),
+        (64, 64, torch.float32, "kernel"),
+        (64, 32, torch.bfloat16, "kernel"),
+        (512, 512, torch.float32, "kernel"),
+        (514, 514, torch.float32, "reference"),
+    ],
+)
+def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, path):
+    q, k = (torch.randn(2, 3, 5, width).to(NPU, torch.bfloat16).requires_grad_() for _ in "qk")
+    cos, sin = (torch.randn(1, 5, rotary).to(NPU, angles) for _ in range(2))
+    before, launched = simulated.calls.copy(), execute.launched["_rope_kernel"]
+    q_out, k_out = ops.rope(q, k, cos, sin, style=style)
+    (q_out.sum() + k_out.sum()).backward()
+    ran, launched = simulated.calls - before, execute.launched["_rope_kernel"] - launched
+    assert ran["npu::npu_rotary_mul"] == (4 if path == "fused" else 0)
+    assert launched == (4 if path == "kernel" else 0)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_rotations_of_more_heads_than_a_tile_holds(style):
+    torch.manual_seed(0)
+    made = [torch.randn(2, heads, 3, 260) for heads in (19, 2)]
+    made += [torch.randn(1, 3, 256) for _ in "cs"]
+    found = []
+    for device, dtype in ((NPU, torch.float32), ("cpu", torch.float64)):
+        q, k, cos, sin = (t.to(device, dtype) for t in made)
+        q.requires_grad_()
+        out, _ = ops.rope(q, k, cos, sin, style=style)
+        (out * out.detach().cos()).sum().backward()
+        found.append([out.detach().cpu().double(), q.grad.cpu().double()])
+    torch.testing.assert_close(*found, rtol=1.3e-6, atol=1e-5)
 
 
 @compiled

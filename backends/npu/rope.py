@@ -1,4 +1,4 @@
-"""Rotary embedding by npu_rotary_mul within its limits, else the reference on the device.
+"""Rotary embedding by npu_rotary_mul within its limits, else an Ascend kernel.
 
 npu_apply_rotary_pos_emb has no derivative, and npu_rotary_mul_backward wants the queries: the
 gradient is a rotation too, with the sines of each pair exchanged and negated.
@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from liger_multi.backends.npu import rope_kernels
 from liger_multi.backends.npu.limits import rotation
 from liger_multi.reference import rope as reference
 
@@ -28,9 +29,8 @@ def _rotate(
 ) -> Tensor:  # fmt: skip
     fits = dtype == x.dtype and rotation(x, _batched(cos), sin, style, rotary_dim, order) is None
     if not fits:
-        return reference.rotate(
-            x, cos, sin, style, head_axis, rotary_dim, casting, order, dtype, inverse
-        )
+        how = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
+        return rope_kernels.rotate(x, cos, sin, *how)
     sin = _exchanged(sin, style) if inverse else sin
     axes = [int(digit) for digit in order]  # its own inverse
     angles = [_batched(a).unsqueeze(head_axis).permute(axes).contiguous() for a in (cos, sin)]

@@ -32,12 +32,12 @@ TYPES = {2: torch.bfloat16, 4: torch.float32}
 NAMES = (
     "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
     "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
-    "dyt_backward",
+    "dyt_backward", "rope",
 )  # fmt: skip
 # by whose elements a kernel's block is chosen
 ASKED = {
     "row": "raw", "pair": "student", "norm_forward": "y", "norm_backward": "dx", "norm_weight": "x",
-    "gated_forward": "y", "gated_backward": "dy", "dyt": "x",
+    "gated_forward": "y", "gated_backward": "dy", "dyt": "x", "rope": "x",
 }  # fmt: skip
 SIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:

@@ -58,6 +58,13 @@ FORMS = [
     )
 ]  # fmt: skip
 TERMS = (("x", None), ("residual", torch.float32))
+
+
+def _rope(cols: int, angles: int, dtype: torch.dtype | None = None) -> dict[str, T]:
+    made = {n: T((1, h, ROWS, cols), layout="swapped") for n, h in (("q", 32), ("k", 8))}
+    return made | {n: T((1, ROWS, angles), dtype=dtype, grad=False) for n in ("cos", "sin")}
+
+
 W32 = T((4096,), dtype=torch.float32)
 PLAIN = {"x": T((ROWS, 4096)), "residual": T((ROWS, 4096))}
 CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
@@ -68,6 +75,7 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
         (_logits(128256, True), EVERYTHING),
     ),
     "fused_linear_log_prob": ((_head(32000), {"outputs": ("entropy",), "softcap": 30.0}),),
+    "token_log_prob": ((_logits(32000), {"outputs": ("entropy",), "softcap": 30.0}),),
     **{
         name: tuple((_pair(128256), {**form, **own}) for own in options for form in FORMS)
         for name, options in (
@@ -94,6 +102,17 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
         ({"gate": T((ROWS, 14336)), "up": T((ROWS, 14336))}, {"approximate": "none"}),
     ),
     "geglu_packed": (({"gate_up": T((ROWS, 22016))}, {}),),
+    "rope": tuple(
+        (tensors, {"style": style, **own})
+        for style in ("half", "interleaved")
+        for tensors, own in (
+            (_rope(512, 512, torch.float32), {}),  # what npu_rotary_mul refuses: types that differ,
+            (_rope(128, 128, torch.float32), {}),
+            (_rope(80, 32), {"rotary_dim": 32}),
+            (_rope(128, 64), {"rotary_dim": 64}),  # channels that pass,
+            (_rope(64, 32), {"rotary_dim": 64}),  # and one value a pair
+        )
+    ),
     "dyt": (
         (_norm(4096, alpha=T((1,)), weight=T((4096,)), bias=T((4096,))), {}),
         (_norm(16384, alpha=T((1,)), weight=T((16384,))), {}),
@@ -144,7 +163,7 @@ def launches(chip: Chip, dtype: torch.dtype, of: dict[str, int] | None = None) -
 
 
 # By what was seen of the compiler: the mixture of two distributions takes the most, and tanh.
-ROOM = {"KIND": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1)}
+ROOM = {"KIND": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1), "HALF": (1, 0)}
 
 
 def appetite(launch: Launch) -> tuple[int, int]:

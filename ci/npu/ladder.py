@@ -61,7 +61,7 @@ ROWS: dict[str, Row] = {
     "poly_norm": PLAIN,
     "relu_squared": PLAIN,
     "rms_norm": BOTH,
-    "rope": FUSED,
+    "rope": BOTH,
     "rope_complex": PLAIN,
     "rope_multimodal": PLAIN,
     "rope_positions": PLAIN,
@@ -73,7 +73,7 @@ ROWS: dict[str, Row] = {
     "swiglu_clamped": PLAIN,
     "swiglu_clamped_packed": PLAIN,
     "swiglu_packed": BOTH,
-    "token_log_prob": PLAIN,
+    "token_log_prob": KERNEL,
     "tvd": KERNEL,
     "tvd_inplace": KERNEL,
 }
