@@ -47,7 +47,10 @@ ADDRESSED = {
     "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of slots says"),
     "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
     "_moe_combine_": (_several_slots, "the rows of a token's slots, 4 numbers for all threads"),
-    "_grouped_product_": (_given("order_ptr"), "likewise"),
+    "_grouped_product_": (
+        lambda case: True,
+        "likewise; without an order, pointers walk by strides of the caller's",
+    ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
