@@ -347,7 +347,7 @@ def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
 def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
     kinds = float8.TritonRounding()
     kinds.rounded(_meta(rows, cols), dtype)
-    kinds.both_ways(_meta(cols, rows))
+    kinds.both_ways(_meta(cols, rows), dtype)
 
 
 def _split(rows: int, cols: int, axis: int) -> None:

@@ -36,6 +36,10 @@ def _tile_of_rows(case: StaticCase) -> bool:
     return int(case.constants.get("ROWS", 1)) > 1
 
 
+def _several_grids(case: StaticCase) -> bool:
+    return int(case.constants.get("GRIDS", 1)) > 1
+
+
 def _several_slots(case: StaticCase) -> bool:
     return int(case.constants.get("TOP_K", 1)) > 3
 
@@ -44,10 +48,14 @@ def _several_slots(case: StaticCase) -> bool:
 # bits a thread: which of the launches, and why. Nothing may store so.
 ADDRESSED = {
     "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
+    "_rope_kinds_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
     "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of slots says"),
     "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
     "_moe_combine_": (_several_slots, "the rows of a token's slots, 4 numbers for all threads"),
-    "_grouped_product_": (_given("order_ptr"), "likewise"),
+    "_grouped_product_": (
+        lambda case: True,
+        "likewise; without an order, pointers walk by strides of the caller's",
+    ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in

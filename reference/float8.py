@@ -12,7 +12,13 @@ from torch import Tensor
 
 from liger_multi.reference.chunking import row_blocks
 
-FACTOR, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+# Of factors and of gradients: what OCP's standard says, and what AMD's CDNA 3 (gfx942) multiplies,
+# without infinities and without a negative zero.
+FORMATS = (
+    (torch.float8_e4m3fn, torch.float8_e5m2),
+    (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+FACTOR, GRADIENT = FORMATS[0]
 LEAST = 2.0**-100  # a largest element that is smaller counts as this: scales have an inverse
 
 
@@ -29,7 +35,7 @@ class Rounding(Protocol):
     def rounded(self, x: Tensor, dtype: torch.dtype = FACTOR) -> Rounded:
         """The nearest values, by the smallest power of two under which none overflows."""
 
-    def both_ways(self, x: Tensor) -> tuple[Rounded, Rounded]:
+    def both_ways(self, x: Tensor, dtype: torch.dtype = FACTOR) -> tuple[Rounded, Rounded]:
         """Rounded factors, and the same laid out as ``x.t()``."""
 
 
@@ -53,9 +59,9 @@ class PlainRounding:
         return Rounded(data, scale)
 
     @staticmethod
-    def both_ways(x: Tensor) -> tuple[Rounded, Rounded]:
+    def both_ways(x: Tensor, dtype: torch.dtype = FACTOR) -> tuple[Rounded, Rounded]:
         """Rounded factors, and the same laid out as ``x.t()``."""
-        made = PlainRounding.rounded(x)
+        made = PlainRounding.rounded(x, dtype)
         return made, Rounded(made.data.t().contiguous(), made.scale)
 
 

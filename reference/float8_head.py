@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from liger_multi.reference.float8 import FACTOR, GRADIENT, PLAIN, Rounded, Rounding
+from liger_multi.reference.float8 import FORMATS, PLAIN, Rounded, Rounding
 
 ALIGNED = 16  # columns that the matrix library asks for
 
@@ -30,20 +30,30 @@ def unsupported(device: torch.device, weight: Tensor) -> str | None:
         return None
     if weight.shape[0] % ALIGNED or weight.shape[1] % ALIGNED:
         return f"both axes of weight must be multiples of {ALIGNED}, got {tuple(weight.shape)}"
-    return _refusal(device)
+    return _asked(device)[1]
+
+
+def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """What a device multiplies: the types of factors and of gradients; OCP's where none."""
+    return FORMATS[0] if device.type in ("cpu", "meta") else _asked(device)[0]
 
 
 @functools.cache
-def _refusal(device: torch.device) -> str | None:
-    try:
-        one = torch.ones((), device=device)
-        a = torch.zeros(ALIGNED, ALIGNED, device=device)
-        b, out = Rounded(a.to(FACTOR), one), a.to(torch.bfloat16)
-        _multiply(b, b, out, True)
-        _multiply(Rounded(a.to(GRADIENT), one), b, out, False)
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError) as wrong:
-        return f"no product in 8 bits here: {wrong!s:.80}"
-    return None
+def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str | None]:
+    """The first formats that a device multiplies, and why not the first ones if none."""
+    reasons = []
+    for factor, gradient in FORMATS:
+        try:
+            one = torch.ones((), device=device)
+            a = torch.zeros(ALIGNED, ALIGNED, device=device)
+            b, out = Rounded(a.to(factor), one), a.to(torch.bfloat16)
+            _multiply(b, b, out, True)
+            _multiply(Rounded(a.to(gradient), one), b, out, False)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as wrong:
+            reasons.append(f"no product in 8 bits here: {wrong!s:.80}")
+        else:
+            return (factor, gradient), None
+    return FORMATS[0], reasons[0]
 
 
 def _multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool) -> None:
@@ -85,16 +95,17 @@ class Head:
         if reason is not None:
             raise RuntimeError(f"head_products in 8 bits: {reason}")
         self.gradients, self._rounding = gradients, rounding
+        self._factor, self._gradient = formats(weight.device)
         if gradients and wanted:
-            self._weight, self._across = rounding.both_ways(weight)
+            self._weight, self._across = rounding.both_ways(weight, self._factor)
         else:
-            self._weight = rounding.rounded(weight)
+            self._weight = rounding.rounded(weight, self._factor)
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """``hidden @ weight.T + bias``; sums of so few products as a row has need no fp32."""
-        multiply(self._rounding.rounded(hidden), self._weight, out, fast=True)
+        multiply(self._rounding.rounded(hidden, self._factor), self._weight, out, fast=True)
         return out if bias is None else out.add_(bias)
 
     def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
         """``dlogits @ weight``, where it was ``wanted``."""
-        return multiply(self._rounding.rounded(dlogits, GRADIENT), self._across, out)
+        return multiply(self._rounding.rounded(dlogits, self._gradient), self._across, out)

@@ -25,16 +25,16 @@ def head(rows=48, width=64, classes=400, dtype=torch.bfloat16):
     return hidden, weight.to(dtype).requires_grad_(), target
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [t for pair in float8.FORMATS for t in pair], ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e-6, 3e4])
 def test_rounded_to_the_nearest_value(dtype, size):
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
     made = PLAIN.rounded(x, dtype)
     value = made.data.float() * made.scale
-    info = torch.finfo(dtype)
+    info, eps = torch.finfo(dtype), 2.0 ** (-3 if "e4m3" in str(dtype) else -2)  # torch's is wrong
     assert made.scale.log2() == made.scale.log2().round()
     assert x.abs().max() / made.scale <= info.max < 2 * x.abs().max() / made.scale
-    room = (x.abs() * info.eps / 2).clamp_min(info.smallest_normal * info.eps / 2 * made.scale)
+    room = (x.abs() * eps / 2).clamp_min(info.smallest_normal * eps / 2 * made.scale)
     assert ((value - x).abs() <= room * 1.0001).all()
     assert not PLAIN.rounded(torch.zeros(2, 3)).data.float().any()
 
@@ -136,9 +136,9 @@ class Watched:
         self.asked.append((tuple(x.shape), dtype))
         return PLAIN.rounded(x, dtype)
 
-    def both_ways(self, x):
+    def both_ways(self, x, dtype=float8.FACTOR):
         self.asked.append((tuple(x.shape), "both"))
-        return PLAIN.both_ways(x)
+        return PLAIN.both_ways(x, dtype)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,28 @@ def test_each_factor_is_rounded_once(gradients, wanted, first):
         made.hidden_gradient(out, torch.empty(8, 16))
     rest = [((8, 32), float8.GRADIENT)] * (gradients and wanted)
     assert seen.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
+
+
+@pytest.mark.parametrize("known", [*float8.FORMATS, ()], ids=["OCP", "fnuz", "none"])
+def test_a_device_is_asked_for_its_formats(known, monkeypatch):
+    """CDNA 3 refuses OCP's formats and multiplies its own."""
+
+    def multiplied(a, b, out, fast):
+        if a.data.dtype not in known or b.data.dtype not in known:
+            raise RuntimeError(f"{a.data.dtype} is not supported on this device")
+
+    monkeypatch.setattr(float8_head, "_multiply", multiplied)
+    asked = float8_head._asked.__wrapped__(torch.device("cpu"))
+    if known:
+        assert asked == (known, None)
+    else:
+        assert asked[0] == float8.FORMATS[0]
+        assert "float8_e4m3fn is not supported" in asked[1]
+    monkeypatch.setattr(float8_head, "formats", lambda device: known or float8.FORMATS[0])
+    made = float8_head.Head(torch.randn(32, 16), True, True)
+    factor, gradient = known or float8.FORMATS[0]
+    assert {made._weight.data.dtype, made._across.data.dtype} == {factor}
+    assert made._gradient == gradient
 
 
 def test_a_device_that_cannot_says_why(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from liger_multi.backends.triton.float8 import TritonRounding
-from liger_multi.reference.float8 import FACTOR, GRADIENT, PLAIN
+from liger_multi.reference.float8 import FORMATS, PLAIN
 from tests.harness import interpreted
 
 DEVICE = "cpu" if interpreted() or not torch.cuda.is_available() else "cuda"
@@ -20,7 +20,10 @@ def same(found, wanted):
     return torch.equal(*codes) and torch.equal(found.scale.cpu(), wanted.scale.cpu())
 
 
-@pytest.mark.parametrize("kind", [FACTOR, GRADIENT], ids=["e4m3", "e5m2"])
+KINDS = [kind for pair in FORMATS for kind in pair]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_value_of_16_bits(kind):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -33,12 +36,15 @@ def test_every_value_of_16_bits(kind):
     assert same(ROUNDING.rounded(near, kind), PLAIN.rounded(near, kind)), "nearly no scale"
 
 
+@pytest.mark.parametrize("kind", [pair[0] for pair in FORMATS], ids=str)
 @pytest.mark.parametrize("shape", [(70, 48), (1, 3000), (200, 16), (64, 128)])
-def test_both_layouts(shape):
+def test_both_layouts(shape, kind):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
     for given in (x, x.t()):
-        for found, wanted in zip(ROUNDING.both_ways(given), PLAIN.both_ways(given), strict=True):
+        for found, wanted in zip(
+            ROUNDING.both_ways(given, kind), PLAIN.both_ways(given, kind), strict=True
+        ):
             assert found.data.is_contiguous()
             assert same(found, wanted)
 
@@ -50,4 +56,6 @@ def test_nothing_zeros_and_what_is_no_number():
         assert same(ROUNDING.both_ways(x)[1], PLAIN.both_ways(x)[1])
     x = torch.ones(4, 16)
     x[1, 2] = float("nan")
-    assert ROUNDING.rounded(x.to(DEVICE)).data.float().isnan().nonzero().tolist() == [[1, 2]]
+    for kind in KINDS:
+        made = ROUNDING.rounded(x.to(DEVICE), kind)
+        assert made.data.float().isnan().nonzero().tolist() == [[1, 2]]

@@ -64,7 +64,8 @@ def _embedding_forward_kernel(
         index = tl.load(index_ptr + first)
         inside = (index >= 0) & (index < classes)
         weight_ptr += tl.where(inside, index, 0) * weight_stride
-        y = tl.load(weight_ptr + col[None, :], mask=mask & inside, other=float("nan"))
+        width = tl.where(inside, cols, 0)
+        y = tl.load(weight_ptr + col[None, :], mask=(col < width)[None, :], other=float("nan"))
     else:
         index = tl.load(index_ptr + first + row, mask=row_mask, other=0)
         inside = (index >= 0) & (index < classes)
@@ -143,7 +144,8 @@ def _embedding_backward_kernel(
     assume_rows(partial_ptr, cols, ROWS)
     row = tl.arange(0, ROWS)
     offset = row[:, None] * cols + col[None, :]
-    for window in tl.range(head // WINDOW, tail // WINDOW, ROWS):
+    for step in tl.range(0, tail // WINDOW - head // WINDOW, ROWS):
+        window = head // WINDOW + step
         mask = (window + row < tail // WINDOW)[:, None] & col_mask[None, :]
         partials = partial_ptr + window.to(tl.int64) * cols
         total += tl.load(partials + offset, mask=mask, other=0.0)

@@ -25,7 +25,12 @@ from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.float8 import FACTOR, PLAIN, Rounded, scale_for
 
 PROGRAMS = 8  # of the search for the largest element, a core
-FORMATS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # bits of mantissa, bias
+FORMATS = {  # bits of mantissa, bias
+    torch.float8_e4m3fn: (3, 7),
+    torch.float8_e5m2: (2, 15),
+    torch.float8_e4m3fnuz: (3, 8),
+    torch.float8_e5m2fnuz: (2, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ def _code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     total = bits.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
     small = total.to(tl.uint32, bitcast=True) - magic
     code = tl.where(bits < ((128 - BIAS) << 23), small, normal)
+    if BIAS % 8 == 0:  # no negative zero: that code is what is not a number
+        code = tl.where(code == 0, 0, sign | code)
+        return tl.where(bits > 0x7F800000, 0x80, code).to(tl.uint8)
     return (sign | tl.where(bits > 0x7F800000, 0x7F, code)).to(tl.uint8)
 
 
@@ -146,17 +154,17 @@ class TritonRounding:
         return Rounded(data.view(dtype), scale)
 
     @staticmethod
-    def both_ways(x: Tensor) -> tuple[Rounded, Rounded]:
+    def both_ways(x: Tensor, dtype: torch.dtype = FACTOR) -> tuple[Rounded, Rounded]:
         """Rounded factors, and the same laid out as ``x.t()``; less than 2^24 rows and columns."""
         if not x.numel():
-            return PLAIN.both_ways(x)
+            return PLAIN.both_ways(x, dtype)
         x = x.contiguous()
-        scale = _scale(x, FACTOR, knobs("float8", flat_knobs, x.device))
+        scale = _scale(x, dtype, knobs("float8", flat_knobs, x.device))
         k, (rows, cols) = knobs("float8.both_ways", tile_knobs, x.device), x.shape
         data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
         across = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(
             _round_both_ways_kernel, cdiv(rows, k.rows) * cdiv(cols, k.cols),
-            (x, scale, data, across, rows, cols), (*FORMATS[FACTOR], k.rows, k.cols), k.num_warps,
+            (x, scale, data, across, rows, cols), (*FORMATS[dtype], k.rows, k.cols), k.num_warps,
         )  # fmt: skip
-        return Rounded(data.view(FACTOR), scale), Rounded(across.view(FACTOR), scale)
+        return Rounded(data.view(dtype), scale), Rounded(across.view(dtype), scale)

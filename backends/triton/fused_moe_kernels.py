@@ -266,7 +266,8 @@ def _moe_bias_gradient_kernel(
     col, r = first + tl.arange(0, BLOCK), tl.arange(0, ROWS)
     start, stop = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for at in tl.range(start, stop, ROWS):
+    for step in tl.range(0, stop - start, ROWS):
+        at = start + step
         row = at + r
         inside = row < stop
         if routing_ptr is not None:

@@ -58,9 +58,10 @@ def _grouped_weight_kernel(
         q = tl.load(q_ptrs + q_row[:, None] * q_stride, mask=q_mask, other=0.0)
         total = dot(tl.trans(p), q, total)
     assume_rows(out_ptr, n_size, 2 * BLOCK_M)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     out_ptr += (group.to(tl.int64) * m_size + first_m) * n_size + first_n
-    out_ptrs = out_ptr + (tl.arange(0, BLOCK_M)[:, None] * n_size + tl.arange(0, BLOCK_N)[None, :])
-    mask = (m < m_size)[:, None] & (n < n_size)[None, :]
+    mask = (m < m_size - first_m)[:, None] & (n < n_size - first_n)[None, :]
+    out_ptrs = out_ptr + (m[:, None] * n_size + n[None, :])
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -151,7 +151,8 @@ def _rotate_heads(
     token = tl.arange(0, TOKENS)[None, :, None]
     at, out_at = head * head_stride + token * token_stride, head * out_head_stride
     out_at += token * out_token_stride
-    for block in tl.range(first, last):
+    for step in tl.range(0, last - first):
+        block = first + step
         here = (block * HEADS + head < heads) & mask
         x = x_ptr + (block * HEADS).to(tl.int64) * head_stride
         out = out_ptr + (block * HEADS).to(tl.int64) * out_head_stride

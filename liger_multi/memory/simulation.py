@@ -164,8 +164,8 @@ class _Rounding:
 
         return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
 
-    def both_ways(self, x: Tensor) -> Any:
-        return self.rounded(x), self.rounded(x.t())
+    def both_ways(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+        return self.rounded(x, dtype), self.rounded(x.t(), dtype)
 
 
 class _LossKernels:

@@ -2,4 +2,4 @@
 
 from liger_multi.backend import Backend
 
-BACKEND = Backend("torch")
+BACKEND = Backend("pytorch")

@@ -42,7 +42,7 @@ def test_equals_the_reference(options, ignored, monkeypatch):
     monkeypatch.setattr(
         F, "linear_cross_entropy", lambda *a, **k: called.append(1) or theirs(*a, **k)
     )
-    for got, wanted in zip(run("torch", tensors, target, **options), right, strict=True):
+    for got, wanted in zip(run("pytorch", tensors, target, **options), right, strict=True):
         torch.testing.assert_close(got, wanted)
     assert called
 
@@ -53,7 +53,7 @@ def test_gradients_in_16_bits_are_summed_in_32():
     tensors[2].requires_grad_(False)
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
     right = run("reference", exact, target)
-    got = run("torch", tensors, target)
+    got = run("pytorch", tensors, target)
     assert [t.dtype for t in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert (got[0].double() - right[0]).abs() < 2**-8 * right[0]
     for gradient, wanted in zip(got[1:], right[1:], strict=True):
@@ -74,13 +74,13 @@ REFUSED = [
 def test_what_it_has_not_is_refused(options, said):
     target = torch.randint(401, (96,))
     with pytest.raises(BackendUnavailableError, match=said):
-        run("torch", leaves(torch.float32), target, **options)
+        run("pytorch", leaves(torch.float32), target, **options)
 
 
 def test_older_versions_say_so(monkeypatch):
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"has no torch\.nn\.functional\.linear"):
-        run("torch", leaves(torch.float32), torch.randint(401, (96,)))
+        run("pytorch", leaves(torch.float32), torch.randint(401, (96,)))
 
 
 def test_no_device_chooses_it():
