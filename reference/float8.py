@@ -12,8 +12,8 @@ from torch import Tensor
 
 from liger_multi.reference.chunking import row_blocks
 
-# Of factors and of gradients: what OCP's standard says, and what AMD's CDNA 3 (gfx942) multiplies,
-# without infinities and without a negative zero.
+# Of factors and of gradients: those of OCP's standard, and those without infinities and negative
+# zero that some hardware multiplies instead.
 FORMATS = (
     (torch.float8_e4m3fn, torch.float8_e5m2),
     (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
