@@ -281,5 +281,5 @@ def _backward_keys(
         rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
         launch(
             _attention_parts_kernel, SHARED * batch * groups, (partial, spanned, *rest),
-            (width, *constants[3:9], SHARED, parts), numbers.num_warps,
+            (*constants[3:9], SHARED, parts), numbers.num_warps,
         )  # fmt: skip

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from liger_multi.backends.triton.attention_walks import (
     forward_walk,
-    load_bounds,
     load_rows,
     query_walk,
     store_rows,
@@ -57,12 +56,10 @@ def _attention_forward_kernel(
     if sinks_ptr is not None:
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
-    for second in range(max(RANGES // 2, 1)):
-        low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
-        acc, top, total = forward_walk(
-            q, acc, top, total, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, scale, softcap,
-            CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-        )  # fmt: skip
+    acc, top, total = forward_walk(
+        q, acc, top, total, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
+        scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+    )  # fmt: skip
     some = total > 0.0
     total = tl.where(some, total, 1.0)
     lse = tl.where(some, (top + tl.log2(total)) * LN2, float("-inf"))
@@ -102,11 +99,10 @@ def _attention_backward_kernel(
         if RANGES > 0:
             ranges_ptr += batch * ranges_batch
         dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
-        for second in range(max(RANGES // 2, 1)):
-            low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
-            dq = query_walk(
-                q, dy, dq, lse, inner, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, scale,
-                softcap, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-            )  # fmt: skip
+        dq = query_walk(
+            q, dy, dq, lse, inner, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries,
+            keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
+            VALUE_SIZE, STAGES,
+        )  # fmt: skip
         dq_ptr += (batch * queries * heads + head) * DIM
         store_rows(dq_ptr, dq * scale, start, heads * DIM, queries, BLOCK_M, DIM, SIZE)

@@ -14,6 +14,8 @@ from liger_multi.backends.triton.attention_walks import (
     add_product,
     load_bounds,
     load_rows,
+    loop_over,
+    place_of,
     product,
     score,
     store_rows,
@@ -28,12 +30,15 @@ SHARED = 2  # first tiles of keys whose walk programs may share
 @triton.jit
 def _key_steps(
     k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, begin, end, whole, whole_end, second, scale, softcap,
+    queries, keys, now, end, steps, begin, first, last, begin2, first2, last2, scale, softcap,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+    for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
+        start, masked, second = place_of(
+            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+        )
         lane = tl.arange(0, BLOCK)
         rows = start + lane
         q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK, DIM, SIZE)
@@ -46,7 +51,7 @@ def _key_steps(
         s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if CAUSAL or RANGES > 0:
-            if (start < whole) | (start >= whole_end):
+            if masked:
                 low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
                 seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
                 p = tl.where(seen, p, 0.0)
@@ -63,45 +68,54 @@ def _key_steps(
 @triton.jit
 def _key_walk(
     k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, begin, end, whole, whole_end, second, scale, softcap,
+    queries, keys, now, end, steps, begin, first, last, begin2, first2, last2, scale, softcap,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys.
+    """Add what the queries of steps ``[now, end)`` give to the gradients of a tile of keys.
 
-    Queries past the last have an infinite normaliser, so they give nothing. Steps of
-    ``[whole, whole_end)``, which see the whole tile, are taken without a mask. In fp32 every
-    SEGMENT steps have sums of their own: one chain of 65 537 queries was 1.04 times the tolerance
-    away on an H200.
+    Queries past the last have an infinite normaliser, so they give nothing. In fp32 every SEGMENT
+    steps have sums of their own: one chain of 65 537 queries was 1.04 times the tolerance away on
+    an H200.
     """
     if k.dtype == tl.float32:
-        for part in range(begin, end, SEGMENT * BLOCK):
+        LONG: tl.constexpr = SEGMENT if RANGES == 4 else SEGMENT * BLOCK
+        for part in range(now, end, LONG):
             dk_part, dv_part = _key_steps(
                 k, v, tl.zeros_like(dk), tl.zeros_like(dv), place, q_ptr, dy_ptr, lse_ptr,
                 inner_ptr, ranges_ptr, q_stride, dy_stride, queries, keys, part,
-                tl.minimum(part + SEGMENT * BLOCK, end), whole, whole_end, second, scale, softcap,
-                RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+                tl.minimum(part + LONG, end), steps, begin, first, last, begin2, first2, last2,
+                scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE,
+                STAGES,
             )  # fmt: skip
             dk += dk_part
             dv += dv_part
     else:
         dk, dv = _key_steps(
             k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride,
-            dy_stride, queries, keys, begin, end, whole, whole_end, second, scale, softcap,
-            RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+            dy_stride, queries, keys, now, end, steps, begin, first, last, begin2, first2, last2,
+            scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
         )  # fmt: skip
     return dk, dv
 
 
 @triton.jit
-def _is_shared(spans_ptr, tile, tiles, blocks, RANGES: tl.constexpr, SHARED: tl.constexpr):
+def _span(spans_ptr, tile, tiles, BLOCK: tl.constexpr):
+    """As ``whole_blocks`` says of queries: steps, where they begin, and what sees all the tile."""
+    spans_ptr += tile
+    begin = tl.load(spans_ptr)
+    steps = tl.maximum(tl.load(spans_ptr + tiles) - begin, 0)
+    first, last = tl.load(spans_ptr + 2 * tiles), tl.load(spans_ptr + 3 * tiles)
+    return steps, begin * BLOCK, first * BLOCK, last * BLOCK
+
+
+@triton.jit
+def _is_shared(spans_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARED: tl.constexpr):
     """Whether programs share the walk of a tile: of the first ones, those that see a quarter."""
-    steps = 0
-    for second in tl.static_range(RANGES // 2):
-        at = spans_ptr + 4 * second * tiles + tile
-        steps += tl.maximum(tl.load(at + tiles) - tl.load(at), 0)
-    return (tile < SHARED) & (steps >= blocks // 4)
+    steps, _, _, _ = _span(spans_ptr, tile, tiles, BLOCK)
+    steps2, _, _, _ = _span(spans_ptr + 4 * tiles, tile, tiles, BLOCK)
+    return (tile < SHARED) & ((steps + steps2) * BLOCK >= queries // 4)
 
 
 @triton.jit
@@ -117,7 +131,6 @@ def _attention_backward_keys_kernel(
 ):  # fmt: skip
     # spans_ptr: of each tile, (batch, ranges, first, last, first whole and last whole, tiles)
     pid = tl.program_id(0)
-    SETS: tl.constexpr = max(RANGES // 2, 1)
     EXTRA: tl.constexpr = SHARED * PARTS if PARTS > 1 else 0
     each = tl.num_programs(0) // (tiles + EXTRA)
     tile, rest, part, parts = pid % tiles, pid // tiles, 0, 1
@@ -132,7 +145,7 @@ def _attention_backward_keys_kernel(
         spans_ptr += ranges_batch // queries * 2 * batch * tiles  # or one for all
         ranges_ptr += batch * ranges_batch
     if PARTS > 1:
-        if _is_shared(spans_ptr, tile, tiles, queries // BLOCK_M, RANGES, SHARED) != (parts > 1):
+        if _is_shared(spans_ptr, tile, tiles, queries, BLOCK_M, SHARED) != (parts > 1):
             return
     start = tile * BLOCK_N
     place = start + tl.arange(0, BLOCK_N)
@@ -140,30 +153,33 @@ def _attention_backward_keys_kernel(
     v_ptr += batch * v_batch + group * v_head
     k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK_N, DIM, SIZE)
     v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
-    begin, end, whole, whole_end = 0, queries, 0, queries
-    if RANGES == 0 and CAUSAL:
-        begin = tl.maximum(start - (keys - queries), 0) // BLOCK_M * BLOCK_M
-        whole = start + BLOCK_N - 1 - (keys - queries)
+    begin, first, last = 0, 0, queries + BLOCK_M
+    if RANGES > 0:
+        steps, begin, first, last = _span(spans_ptr, tile, tiles, BLOCK_M)
+    else:
+        if CAUSAL:
+            begin = tl.maximum(start - (keys - queries), 0) // BLOCK_M * BLOCK_M
+            first = start + BLOCK_N - 1 - (keys - queries)
+        steps = tl.maximum((queries - begin + BLOCK_M - 1) // BLOCK_M, 0)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        steps2, begin2, first2, last2 = _span(spans_ptr + 4 * tiles, tile, tiles, BLOCK_M)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK_M)
+    if PARTS > 1:
+        share = (end + parts - 1) // parts
+        now = part * share
+        end = tl.minimum(now + share, end)
     dk = tl.zeros([BLOCK_N, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)
-    for turn in range(heads // groups * SETS):
-        head, second = group * (heads // groups) + turn // SETS, turn % SETS
-        if RANGES > 0:
-            at = spans_ptr + 4 * second * tiles + tile
-            begin, end = tl.load(at) * BLOCK_M, tl.load(at + tiles) * BLOCK_M
-            whole, whole_end = tl.load(at + 2 * tiles), tl.load(at + 3 * tiles)
-            whole, whole_end = whole * BLOCK_M, whole_end * BLOCK_M
-        if PARTS > 1:
-            share = (end - begin + parts * BLOCK_M - 1) // (parts * BLOCK_M) * BLOCK_M
-            begin += part * share
-            end = tl.minimum(begin + share, end)
+    for h in range(heads // groups):
+        head = group * (heads // groups) + h
         here = (batch * heads + head) * queries
         dk, dv = _key_walk(
             k, v, dk, dv, place, q_ptr + batch * q_batch + head * q_head,
             dy_ptr + batch * dy_batch + head * dy_head, lse_ptr + here, inner_ptr + here,
-            ranges_ptr, q_stride, dy_stride, queries, keys, begin, end, whole, whole_end, second,
-            scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_M, DIM, SIZE, VALUE_DIM, VALUE_SIZE,
-            STAGES,
+            ranges_ptr, q_stride, dy_stride, queries, keys, now, end, steps, begin, first, last,
+            begin2, first2, last2, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_M, DIM, SIZE,
+            VALUE_DIM, VALUE_SIZE, STAGES,
         )  # fmt: skip
     if PARTS > 1:
         if parts > 1:
@@ -192,7 +208,7 @@ def _store(
 @triton.jit
 def _attention_parts_kernel(
     parts_ptr, spans_ptr, dk_ptr, dv_ptr, ranges_batch, tiles, groups, queries, keys, scale,
-    RANGES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +217,7 @@ def _attention_parts_kernel(
     tile, rest = tl.program_id(0) // each, tl.program_id(0) % each
     group, batch = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)
     spans_ptr += ranges_batch // queries * 2 * batch * tiles
-    if not _is_shared(spans_ptr, tile, tiles, queries // BLOCK_M, RANGES, SHARED):
+    if not _is_shared(spans_ptr, tile, tiles, queries, BLOCK_M, SHARED):
         return
     dk = tl.zeros([BLOCK_N, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)

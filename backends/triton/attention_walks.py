@@ -85,28 +85,77 @@ def load_bounds(
 
 @triton.jit
 def whole_blocks(low, high, keys, BLOCK: tl.constexpr):
-    """From where to where any row sees, and within, the whole blocks that all rows see."""
+    """Steps over what any row sees, where they begin, and from where to where all rows see."""
     some = low < high
     low, high = tl.where(some, low, keys), tl.where(some, high, 0)
     begin, end = tl.min(low) // BLOCK * BLOCK, tl.max(high)
-    first = (tl.max(low) + BLOCK - 1) // BLOCK * BLOCK
-    return begin, end, first, tl.maximum(tl.min(high) // BLOCK * BLOCK, first)
+    steps = tl.maximum((end - begin + BLOCK - 1) // BLOCK, 0)
+    return steps, begin, (tl.max(low) + BLOCK - 1) // BLOCK * BLOCK, tl.min(high) // BLOCK * BLOCK
+
+
+@triton.jit
+def loop_over(steps, begin, RANGES: tl.constexpr, BLOCK: tl.constexpr):
+    """What ``place_of`` wants a loop to run over."""
+    if RANGES == 4:
+        return 0, steps
+    return begin, begin + steps * BLOCK
+
+
+@triton.jit
+def place_of(
+    step, steps, begin, first, last, begin2, first2, last2,
+    RANGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where a step stands, whether it needs a mask, and of which range it is.
+
+    One loop takes the steps of both ranges, by number; those of one range are told by their place,
+    which takes fewer registers.
+    """
+    start, second = step, 0
+    if RANGES == 4:
+        other = step >= steps
+        start = tl.where(other, begin2 + (step - steps) * BLOCK, begin + step * BLOCK)
+        first, last = tl.where(other, first2, first), tl.where(other, last2, last)
+        second = other.to(tl.int32)
+    return tl.multiple_of(start, BLOCK), (start < first) | (start + BLOCK > last), second
+
+
+@triton.jit
+def seen_by(
+    start, second, low, high, low2, high2, RANGES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Which keys of a block the rows of a tile see."""
+    if RANGES == 4:
+        low, high = tl.where(second > 0, low2, low), tl.where(second > 0, high2, high)
+    j = (start + tl.arange(0, BLOCK))[None, :]
+    return (j >= low[:, None]) & (j < high[:, None])
 
 
 @triton.jit
 def forward_walk(
-    q, acc, top, total, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, scale, softcap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    q, acc, top, total, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
+    softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys that rows see to the running softmax."""
-    begin, end, first, last = whole_blocks(low, high, keys, BLOCK)
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    low2, high2 = low, high
+    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
+        start, masked, second = place_of(
+            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+        )
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
-        if (start < first) | (start >= last):
-            j = (start + tl.arange(0, BLOCK))[None, :]
-            s = tl.where((j >= low[:, None]) & (j < high[:, None]), s, float("-inf"))
+        if masked:
+            seen = seen_by(start, second, low, high, low2, high2, RANGES, BLOCK)
+            s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
@@ -120,21 +169,31 @@ def forward_walk(
 
 @triton.jit
 def query_walk(
-    q, dy, dq, lse, inner, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, scale, softcap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    q, dy, dq, lse, inner, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
+    scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys that rows see give to the gradient of a tile of queries."""
-    begin, end, first, last = whole_blocks(low, high, keys, BLOCK)
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    low2, high2 = low, high
+    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
+        start, masked, second = place_of(
+            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+        )
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK, VALUE_DIM, VALUE_SIZE)
         s, dp = product(q, tl.trans(k)), product(dy, tl.trans(v))
         s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
-        if (start < first) | (start >= last):
-            j = (start + tl.arange(0, BLOCK))[None, :]
-            p = tl.where((j >= low[:, None]) & (j < high[:, None]), p, 0.0)
+        if masked:
+            p = tl.where(seen_by(start, second, low, high, low2, high2, RANGES, BLOCK), p, 0.0)
         ds = p * (dp - inner[:, None])
         if CAPPED:
             ds = ds * (1.0 - t * t)
