@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_multi.backends.triton.common import cdiv
 from liger_multi.backends.triton.launching import launch
 
-BLOCKS, CHUNK = 16, 1024  # blocks of queries a program: made, and read at a time
+BLOCKS, TILES, CHUNK = 16, 8, 256  # of a program: blocks made, tiles, blocks read at a time
 
 
 @triton.jit
@@ -39,36 +39,41 @@ def _attention_blocks_kernel(
 @triton.jit
 def _attention_spans_kernel(
     blocks_ptr, spans_ptr, keys, blocks, tiles,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of queries see keys of a tile, and, within, those that see all of it."""
-    which, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    start = tile * BLOCK_N
+    programs = (tiles + TILES - 1) // TILES
+    which, pid = tl.program_id(0) // programs, tl.program_id(0) % programs
+    tile, lane = pid * TILES + tl.arange(0, TILES), tl.arange(0, CHUNK)
+    start = (tile * BLOCK_N)[:, None]
     stop = tl.minimum(start + BLOCK_N, keys)
     blocks_ptr += which.to(tl.int64) * 4 * blocks
-    lane = tl.arange(0, CHUNK)
-    first, last = lane * 0 + blocks, lane * 0
+    last = tl.zeros([TILES, CHUNK], tl.int32)
+    first = last + blocks
     whole_first, whole_last, wholes = first, last, last
     for begin in range(0, blocks, CHUNK):
-        block = begin + lane
-        mask = block < blocks
+        block = (begin + lane)[None, :]
+        mask = begin + lane < blocks
         at = blocks_ptr + begin  # a scalar base, so that AMD addresses by 32 bits
-        seen = tl.load(at + lane, mask=mask, other=keys) < stop
-        seen = seen & (tl.load(at + blocks + lane, mask=mask, other=0) > start)
+        low = tl.load(at + lane, mask=mask, other=keys)[None, :]
+        high = tl.load(at + blocks + lane, mask=mask, other=0)[None, :]
+        seen = (low < stop) & (high > start)
         first = tl.minimum(first, tl.where(seen, block, blocks))
         last = tl.maximum(last, tl.where(seen, block + 1, 0))
-        whole = tl.load(at + 2 * blocks + lane, mask=mask, other=keys) <= start
-        whole = whole & (tl.load(at + 3 * blocks + lane, mask=mask, other=0) >= stop)
+        low = tl.load(at + 2 * blocks + lane, mask=mask, other=keys)[None, :]
+        high = tl.load(at + 3 * blocks + lane, mask=mask, other=0)[None, :]
+        whole = (low <= start) & (high >= stop)
         whole_first = tl.minimum(whole_first, tl.where(whole, block, blocks))
         whole_last = tl.maximum(whole_last, tl.where(whole, block + 1, 0))
         wholes += whole.to(tl.int32)
-    whole_begin, whole_end = tl.min(whole_first, 0), tl.max(whole_last, 0)
-    apart = tl.sum(wholes, 0) != whole_end - whole_begin
-    spans_ptr += which.to(tl.int64) * 4 * tiles + tile
-    tl.store(spans_ptr, tl.min(first, 0))
-    tl.store(spans_ptr + tiles, tl.max(last, 0))
-    tl.store(spans_ptr + 2 * tiles, tl.where(apart, blocks, whole_begin))
-    tl.store(spans_ptr + 3 * tiles, tl.where(apart, blocks, whole_end))
+    whole_begin, whole_end = tl.min(whole_first, 1), tl.max(whole_last, 1)
+    apart = tl.sum(wholes, 1) != whole_end - whole_begin
+    spans_ptr += which.to(tl.int64) * 4 * tiles + pid * TILES + tl.arange(0, TILES)
+    mask = tile < tiles
+    tl.store(spans_ptr, tl.min(first, 1), mask=mask)
+    tl.store(spans_ptr + tiles, tl.max(last, 1), mask=mask)
+    tl.store(spans_ptr + 2 * tiles, tl.where(apart, blocks, whole_begin), mask=mask)
+    tl.store(spans_ptr + 3 * tiles, tl.where(apart, blocks, whole_end), mask=mask)
 
 
 def spans(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
@@ -86,7 +91,7 @@ def spans(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
     )  # fmt: skip
     found = torch.empty((batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device)
     launch(
-        _attention_spans_kernel, sets * tiles, (bounds, found, keys, blocks, tiles),
-        (block_n, CHUNK), 4,
+        _attention_spans_kernel, sets * cdiv(tiles, TILES), (bounds, found, keys, blocks, tiles),
+        (block_n, TILES, CHUNK), 4,
     )  # fmt: skip
     return found

@@ -122,11 +122,12 @@ def place_of(
 
 @triton.jit
 def seen_by(
-    start, second, low, high, low2, high2, RANGES: tl.constexpr, BLOCK: tl.constexpr
+    start, second, low, high, rows, ranges_ptr, queries, keys,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of a block the rows of a tile see."""
+    """Which keys of a block the rows of a tile see; of two ranges no bounds stay in registers."""
     if RANGES == 4:
-        low, high = tl.where(second > 0, low2, low), tl.where(second > 0, high2, high)
+        low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
     j = (start + tl.arange(0, BLOCK))[None, :]
     return (j >= low[:, None]) & (j < high[:, None])
 
@@ -140,7 +141,6 @@ def forward_walk(
 ):  # fmt: skip
     """Add the keys that rows see to the running softmax."""
     low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
-    low2, high2 = low, high
     steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
     steps2, begin2, first2, last2 = 0, begin, first, last
     if RANGES == 4:
@@ -154,7 +154,9 @@ def forward_walk(
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if masked:
-            seen = seen_by(start, second, low, high, low2, high2, RANGES, BLOCK)
+            seen = seen_by(
+                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
+            )
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -176,7 +178,6 @@ def query_walk(
 ):  # fmt: skip
     """Add what the keys that rows see give to the gradient of a tile of queries."""
     low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
-    low2, high2 = low, high
     steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
     steps2, begin2, first2, last2 = 0, begin, first, last
     if RANGES == 4:
@@ -193,7 +194,10 @@ def query_walk(
         s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
         if masked:
-            p = tl.where(seen_by(start, second, low, high, low2, high2, RANGES, BLOCK), p, 0.0)
+            seen = seen_by(
+                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
+            )
+            p = tl.where(seen, p, 0.0)
         ds = p * (dp - inner[:, None])
         if CAPPED:
             ds = ds * (1.0 - t * t)
