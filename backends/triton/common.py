@@ -40,19 +40,50 @@ def round_to(value, DTYPE: tl.constexpr):
     return value.to(DTYPE)
 
 
+def _target(semantic: object, builder: object) -> str:
+    """Which code generator is at work, by the builder that the compiler hands over."""
+    options = getattr(getattr(semantic, "builder", builder), "options", None)
+    return str(getattr(options, "backend_name", "interpreter"))
+
+
 def short_offsets(_semantic=None, _builder=None):
     """Whether the target has memory operations for 32-bit offsets: then what follows is said.
 
     AMD's buffer operations check bounds too, and cost no branch a mask. NVIDIA has none, and there
     its compiler would spend the bounds of a loop on more registers (40 for 32, triton 3.9).
     """
-    options = getattr(getattr(_semantic, "builder", _builder), "options", None)
-    name = getattr(options, "backend_name", "interpreter")
-    return tl.constexpr(name not in ("cuda", "interpreter"))
+    return tl.constexpr(_target(_semantic, _builder) not in ("cuda", "interpreter"))
 
 
-# called by the compiler, which hands over its builder
-setattr(short_offsets, "__triton_builtin__", True)  # noqa: B010
+def _nvidia(_semantic=None, _builder=None):
+    """Whether NVIDIA's instructions may be named."""
+    return tl.constexpr(_target(_semantic, _builder) == "cuda")
+
+
+for _told in (short_offsets, _nvidia):  # called by the compiler, which hands over its builder
+    setattr(_told, "__triton_builtin__", True)  # noqa: B010
+
+
+@triton.jit
+def log2_near(x):
+    """log2 of an fp32 x that is no denormal, to 2^-22 of the larger of 1 and the result.
+
+    NVIDIA has an instruction for it; its tl.log2 is correctly rounded, by 22 instructions.
+    """
+    if _nvidia():
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def at_most(x, limit: tl.constexpr):
+    """The smaller one, and ``limit`` for NaN: by Triton's definition, not by its interpreter."""
+    if INTERPRETED:
+        return tl.where(x < limit, x, limit)
+    return tl.minimum(x, limit)
 
 
 @triton.jit
