@@ -92,7 +92,7 @@ def _weights(beta):
 
 @triton.jit
 def _jensen_terms(s, t, beta, rest):
-    """p log2(m / p) and q log2(m / q) of natural logarithms; 0 of classes without probability.
+    """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
 
     By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
     log2(w + w' e), in which nothing cancels.
