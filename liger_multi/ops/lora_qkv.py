@@ -170,7 +170,7 @@ def lora_qkv(
         if a is not None and b is not None:
             fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), a, b, f"{name}_")
             _, a, b = adapter_dtypes("lora_qkv", {"x": x}, a, b, f"{name}_")
-            adapted |= {f"{name}_a": a, f"{name}_b": b}
+            adapted[f"{name}_a"], adapted[f"{name}_b"] = a, b
     if all(weight is None for weight in weights.values()):
         raise ValueError("lora_qkv: at least one of q_weight, k_weight and v_weight is needed")
     frozen("lora_qkv", {**weights, **biases}, "the layers themselves with lora_update")
