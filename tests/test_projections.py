@@ -360,6 +360,15 @@ def test_patching_again_and_back(calls):
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
 
 
+def test_a_named_backend(calls):
+    stock = adapted(Attention)[0]
+    ours = copy.deepcopy(stock)
+    report = patch(ours, lora="reference")
+    assert [e.options for e in report.entries] == 3 * [{"backend": "reference"}]
+    assert_same(stock, ours, *inputs())
+    assert calls == ["qkv"]
+
+
 def test_a_compiled_module_has_its_layers(calls):
     stock, ours = adapted(Attention)
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
