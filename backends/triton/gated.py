@@ -155,7 +155,7 @@ def by_rows(*tensors: Tensor) -> Rows:
     Contiguous ones are one long row and go as they are: a view costs the host 3 us.
     """
     cols = tensors[0].numel()
-    if cols <= LONGEST_ROW.value and all([t.is_contiguous() for t in tensors]):
+    if cols <= LONGEST_ROW.value and False not in [t.is_contiguous() for t in tensors]:
         return tensors, 1, cols, (cols,) * len(tensors)
     made = tuple([as_rows(t) for t in tensors])
     return made, *made[0].shape, tuple([t.stride(0) for t in made])
