@@ -30,12 +30,13 @@ def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     if type(layer) is not nn.Linear or is_watched(layer):
         return None
     held: Any = layer._parameters  # asking for an attribute takes eight times as long
-    weight, bias = held.get("weight"), held.get("bias")
+    weight: Tensor | None = held.get("weight")
+    bias: Tensor | None = held.get("bias")
     if weight is None or "bias" not in held:  # tensors stand in the place of parameters
         weight, bias = layer.weight, layer.bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return None
-    return weight, bias  # type: ignore[return-value]
+    return weight, bias
 
 
 def is_bare(layer: nn.Module | None) -> bool:

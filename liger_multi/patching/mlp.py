@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from liger_multi.checks import autocast_dtype, meta_device
 from liger_multi.patching import registered
@@ -83,7 +84,7 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
 
     kind, names = settings.kind, settings.names
     if names.up is not None and kind.activation and _silent(module, settings.inner):
-        result = _as_one(module, x, settings)
+        result = _by_weights(module, x, settings)
         if result is not None:
             return _dropped(module, result, settings.outer)
     gate, down = getattr(module, names.gate), getattr(module, names.down)
@@ -99,8 +100,8 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     return _dropped(module, cast(Tensor, down(_for(down, inner))), settings.outer)
 
 
-def _as_one(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
-    """All layers and the activation as one operator; None where they take steps of their own."""
+def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
+    """The MLP by the weights of layers that only multiply; None where their calls are needed."""
     from liger_multi import ops
 
     names = settings.names
@@ -117,10 +118,12 @@ def _as_one(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
             return _with_adapters(x, layers, thin, settings.kind.activation)
         return None
     (gate, gate_bias), (up, up_bias), (down, down_bias) = cast(Any, parts)
-    if not _worth_one(x, gate, settings.options) or globally_hooked():
+    if globally_hooked() or not _one_dtype(x, gate, up, down):
         return None
-    if not _one_dtype(x, gate, up, down):
-        return None
+    if not _worth_one(x, gate, settings.options):
+        wide = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
+        return functional.linear(inner, down, down_bias)
     return ops.gated_mlp(
         x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
         activation=settings.kind.activation,
