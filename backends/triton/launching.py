@@ -56,15 +56,15 @@ def launch(
     kinds = [id(kernel), device, num_warps, constants]
     for a in args:  # what Triton specialises on; one call for each would take twice as long
         kind = type(a)
-        if kind is Tensor or kind is Parameter:
+        if kind is int:
+            if -0x80000000 <= a < 0x80000000:
+                kinds.append(3 if not a & 15 else 1 if a == 1 else 2)
+            else:
+                kinds.append(4 if a & 15 else 5)
+        elif kind is Tensor or kind is Parameter:
             kinds.append((a.dtype, 16) if a.data_ptr() & 15 else a.dtype)
-        elif kind is not int:
-            kinds.append(kind)
-        elif a == 1:
-            kinds.append(1)
         else:
-            wide = 0 if -0x80000000 <= a < 0x80000000 else 2
-            kinds.append(wide + (2 if a & 15 else 3))
+            kinds.append(kind)
     key = tuple(kinds)
     found = _compiled.get(key)
     if found is None or _hooked():

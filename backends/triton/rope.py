@@ -199,9 +199,11 @@ def _launch(
     assert some is not None
     q, q_out = (some, some) if near[0] is None else (near[0], made[0])
     k, k_out = (some, some) if near[1] is None else (near[1], made[1])
-    if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+    angle = cos.stride()
+    if angle[-1] != 1 or sin.stride() != angle:
         cos, sin = cos.contiguous(), sin.contiguous()
     cos, sin = near_angles(cos), near_angles(sin)
+    angle = cos.stride()
     width = some.shape[-1]
     tokens = some.numel() // max(some.shape[head_axis] * width, 1)
     if sum(heads) == 0 or tokens == 0:
@@ -218,9 +220,9 @@ def _launch(
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     launch(
         _rope_kernel, tokens // seq * cdiv(seq, n.tokens) * groups,
-        (q, k, cos, sin, q_out, k_out, *steps[0], q.stride(-1), *steps[1], k.stride(-1),
-         *steps[2], *steps[3], cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
-         cos.stride(-2), *heads, seq, cdiv(seq, n.tokens), groups, n.share),
+        (q, k, cos, sin, q_out, k_out, *steps[0], *steps[1], *steps[2][:3], *steps[3][:3],
+         angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2], *heads, seq,
+         cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
     )  # fmt: skip

@@ -123,8 +123,8 @@ def rotate(
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turn.second, q_out, k_out, *steps[0], q.stride(-1), *steps[1], k.stride(-1),
-         *steps[2], *steps[3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
+        (q, k, first, turn.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
+         *steps[3][:3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
          first.shape[2], tiles, groups, n.share, turn.scaling),
         (width, rotary, turn.kind, turn.beside, *beside, turn.round, *turn.constants(), inverse,
          n.tokens, n.heads, power_of_2(rotary // 2), passed), n.num_warps,

@@ -33,19 +33,21 @@ def place(ptr, at, channel):
         return ptr + at + channel
 
 
-def strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
-    """Steps from one sequence, head and token to the next."""
+def strides(x: Tensor, head_axis: int) -> tuple[int, int, int, int]:
+    """Steps from one sequence, head, token and channel to the next."""
     steps = x.stride()
     if len(steps) == 3:
-        return 0, steps[1], steps[0]
-    return steps[0], steps[head_axis], steps[3 - head_axis]
+        return 0, steps[1], steps[0], steps[2]
+    return steps[0], steps[head_axis], steps[3 - head_axis], steps[3]
 
 
 def _fits(count: int, stride: int, item: int, most: int) -> bool:
     return count == 1 or count * stride * item < most
 
 
-def near_tile(knobs: Any, steps: list[tuple[int, int, int]], tensors: tuple[Tensor, ...]) -> Any:
+def near_tile(
+    knobs: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
+) -> Any:
     """Knobs whose tiles keep their elements near: one head, or one token, where they stand apart.
 
     A tile of tokens replaces one of heads, so that it stays as large. ``steps`` are the
