@@ -1,4 +1,4 @@
-"""Host time of operators and of steps of small models: ``python -m ci.host_time``.
+"""Host time of operators, and of steps of small models: ``python -m ci.host_time``.
 
 On an accelerator calls are enqueued without a wait. On a CPU Triton's operators run with launches
 that do nothing (and TRITON_INTERPRET=1, which lets them take tensors of a CPU), so that what is
@@ -8,7 +8,9 @@ left is our Python, PyTorch's bookkeeping and allocations.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BATCHES, CALLS = 300, 10
+from ci.bench_models import Run, build
+
+BATCHES, CALLS = 200, 10
 Call = Callable[[], Any]
 
 
@@ -116,10 +120,83 @@ def operators(device: torch.device, wait: Call) -> None:
         sys.stdout.flush()
 
 
+OTHERS = {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "ours": {},
+    "ours, MLPs whole": {"swiglu": {"whole": True}},
+    "ours, MLPs in steps": {"swiglu": {"whole": False}},
+    "only norms": {**OTHERS, "rms_norm": True, "swiglu": False},
+    "only rotary": {**OTHERS, "rope": True, "swiglu": False},
+    "only MLPs whole": {**OTHERS, "swiglu": {"whole": True}},
+    "only MLPs in steps": {**OTHERS, "swiglu": {"whole": False}},
+    "only the loss": {**OTHERS, "fused_linear_cross_entropy": True, "swiglu": False},
+}
+
+
+class Trained:
+    """A model under one variant, with the times of its steps in milliseconds."""
+
+    def __init__(self, name: str, run: Run, device: torch.device) -> None:
+        import liger_multi
+
+        self.name, self.model = name, build(run, device)
+        options = VARIANTS[name]
+        if options is not None:
+            liger_multi.patch(self.model, **options)
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
+        self.times: list[tuple[float, ...]] = []
+
+    def step(self, ids: Tensor, wait: Call) -> None:
+        """Enqueue forward, backward and the optimizer's step, and wait for the device."""
+        times = [time.perf_counter()]
+        loss = self.model(input_ids=ids, labels=ids).loss
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        wait()
+        times.append(time.perf_counter())
+        self.times.append((*[1e3 * (b - a) for a, b in itertools.pairwise(times)],))
+
+    def line(self, run: Run) -> str:
+        """Medians; the time of a step is that of host and device."""
+        forward, backward, rest = (statistics.median(part) for part in zip(*self.times))
+        whole = statistics.median(sum(times) for times in self.times)
+        least = min(sum(times) for times in self.times)
+        speed = run.batch * run.tokens / whole * 1e3
+        return (
+            f"{run!s:20} {self.name:20} forward {forward:6.1f} backward {backward:6.1f} then "
+            f"{rest:6.1f} step {whole:6.1f} (least {least:6.1f}) ms {speed:8.0f} tokens/s"
+        )
+
+
+def models(names: Sequence[str], steps: int, device: torch.device, wait: Call) -> None:
+    """Every variant of every run, step by step in turns, in one process."""
+    runs = [Run.parse(name) for name in names]
+    longest = max(runs, key=lambda run: run.tokens)
+    trained = [Trained(name, longest, device) for name in VARIANTS]
+    for run in runs:
+        for _ in range(3 + steps):
+            for one in trained:
+                ids = torch.randint(500, (run.batch, run.tokens), device=device)
+                wait()
+                one.step(ids, wait)
+        for one in trained:
+            del one.times[:3]
+            sys.stdout.write(one.line(run) + "\n")
+            one.times.clear()
+        sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(prog="python -m ci.host_time", description=__doc__)
-    parser.parse_args(arguments)
+    parser.add_argument("runs", nargs="*", help="MODEL:BATCHxTOKENS to train some steps of")
+    parser.add_argument("--steps", type=int, default=16)
+    given = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     import liger_multi
 
@@ -129,9 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         liger_multi.configure({"default": "triton"})
         stub_launches()
         torch.set_num_threads(1)
-        operators(device, _nothing)
-        return 0
-    operators(device, torch.accelerator.synchronize)
+    wait: Call = _nothing if device.type == "cpu" else torch.accelerator.synchronize
+    operators(device, wait)
+    if given.runs:
+        models(given.runs, given.steps, device, wait)
     return 0
 
 
