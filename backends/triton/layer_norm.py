@@ -214,9 +214,8 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize the last axis; return y, mean and rstd (fp32)."""
-    *lead, cols = x.shape
-    y = room(x)
-    mean, rstd = x.new_empty(lead, dtype=torch.float32), x.new_empty(lead, dtype=torch.float32)
+    y, shape, cols = room(x), [*x.shape[:-1]], x.shape[-1]
+    mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
     x, stride = with_stride(x)
@@ -262,17 +261,15 @@ def _gradients(
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
     mean, rstd = mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
-    cols = x.shape[-1]
+    cols, size = x.shape[-1], dy.element_size() + x.element_size()
     rows = x.numel() // cols
-    size = dy.element_size() + x.element_size()
     k = knobs(
         "layer_norm.backward", backward_knobs, x.device, rows=rows, cols=cols,
         element_bytes=size, sums=2,
     )  # fmt: skip
     partial = x.new_empty(len(wanted), k.programs, cols, dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
-    target = dx if dx.numel() else None
-    strides = (dy_stride, x_stride)
+    target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
     if k.block < cols:
         _wide(dy, x, weight, mean, rstd, target, dw, db, strides, rows, k)
     else:
