@@ -23,11 +23,10 @@ from liger_multi.patching.probe import laboratory, linear, random, scalars, shel
 from liger_multi.patching.swap import Patched, stock_class
 
 # Rows x hidden x inner below which an MLP runs in steps. One operator issues its products from
-# Python, which costs the host some 0.2 ms more a layer and a step than autograd does (host of an
-# H200, 2026-11); a layer in bf16 whose 18 * SMALL operations take such a card 0.35 ms leaves it
-# waiting for the host. What the product kept for backward costs there is 2 * SMALL / hidden bytes a
-# layer, 28 MB at 896 channels and 6 at 4096.
-SMALL = 13 * 10**9
+# Python, which costs the host more than autograd's own; a card that takes 0.1 ms for the 18 * SMALL
+# operations of a layer (H200, bf16) waits for the host. The product that is then kept for backward
+# takes up to 2 * SMALL / hidden bytes a layer, 9 MB of 896 channels and 2 MB of 4096.
+SMALL = 4 * 10**9
 
 
 @dataclass(frozen=True)
