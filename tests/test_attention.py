@@ -162,6 +162,7 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
 
 def test_routes_take_what_they_can(monkeypatch):
     from liger_multi.backends.cuda import attention as routes
+    from liger_multi.reference.causal_ranges import looked_at
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     q, k, v = heads(16, dtype=torch.bfloat16)
@@ -170,6 +171,9 @@ def test_routes_take_what_they_can(monkeypatch):
     assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
     wide = [x.repeat(1, 1, 1, 32) for x in (q, k, v)]
     assert routes.route(*wide, None, True, 0.0) == "flash"
+    ends = torch.arange(1, 17, dtype=torch.int32)
+    marked = looked_at(torch.stack([torch.zeros_like(ends), ends], -1)[None], 16)
+    assert routes.route(q, k, v, marked, False, 0.0) == "cudnn"
     assert routes.route(q[:, :, :5], k, v, None, False, 0.0) == "cudnn"
     for call in (
         (q, k, v, ranges, False, 0.0),
@@ -182,6 +186,23 @@ def test_routes_take_what_they_can(monkeypatch):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert routes.route(q, k, v, None, True, 0.0) == "triton"
+
+
+def test_a_mark_stands_for_causal_and_is_of_no_other_mask():
+    from liger_multi.reference.causal_ranges import looked_at, unless_causal
+
+    ends = torch.arange(1, 17, dtype=torch.int32)
+    causal = torch.stack([torch.zeros_like(ends), ends], -1)[None]
+    marked = looked_at(causal, 16)
+    torch.testing.assert_close(marked, causal)
+    assert unless_causal(marked, False) == (None, True)
+    assert unless_causal(causal, False) == (causal, False)
+    late, few, window = causal.clone(), causal[:, 4:], causal.clone()
+    late[0, -1, 1] = 15
+    window[0, 9, 0] = 1
+    for other in (late, few, window, torch.cat([causal, causal], -1)):
+        assert unless_causal(looked_at(other, 16), False)[0] is not None
+    torch.library.opcheck(torch.ops.liger_multi.looked_at_ranges.default, (causal, 16))
 
 
 Q, K, V = heads(6)
