@@ -52,7 +52,9 @@ def _key_steps(
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if CAUSAL or RANGES > 0:
             if masked:
-                low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
+                low, high = load_bounds(
+                    ranges_ptr, start, queries, keys, second, RANGES, CAUSAL, BLOCK
+                )
                 seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
                 p = tl.where(seen, p, 0.0)
         dv = add_product(dv, p, dy)
