@@ -1,8 +1,8 @@
 """Time attention's three kernels under launch numbers: ``python -m ci.tune_attention [MASK ...]``.
 
-For each mask, kernel and tile (queries x keys x stages x warps): milliseconds on the device, spilled
-bytes, and the error against dense scores in fp32 at a shorter length. Tiles are compiled by several
-processes first. Nothing is chosen: people review the lines and write a launch table.
+For each mask, kernel and tile (queries x keys x stages x warps): milliseconds on the device, and
+the error against dense scores in fp32 at a shorter length. Several processes compile the tiles
+first. Nothing is chosen: people review the lines and write a launch table.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 7) -> float:
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+    return float(statistics.median(found))
 
 
 def main() -> int:
@@ -194,7 +194,9 @@ def main() -> int:
         small, large = Call(MASKS[name], SHORT), Call(MASKS[name], 8192)
         right = small.right()[which]
         first = error(small.half(which)(), right)
-        print(f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes")
+        print(
+            f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes"
+        )
         rows = []
         for tile in tiles(name, which):
             with numbers(name, which, tile):

@@ -106,8 +106,8 @@ def _tile(
 
 def forward_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
-    ranges: int = 0,
-) -> AttentionKnobs:
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """Queries, and the blocks of keys and values in flight, fit on chip."""
     both = sum(_sizes(dim, value_dim))
 
@@ -119,8 +119,8 @@ def forward_knobs(
 
 def backward_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
-    ranges: int = 0,
-) -> AttentionKnobs:
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """As forward, with the upstream gradient beside the queries."""
     both = sum(_sizes(dim, value_dim))
 
@@ -132,8 +132,8 @@ def backward_knobs(
 
 def backward_keys_knobs(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
-    ranges: int = 0,
-) -> AttentionKnobs:
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """Keys and values stay; two gradients of their size are summed in registers."""
     both = sum(_sizes(dim, value_dim))
 

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import INTERPRETED, LOG2E, assume_rows, round_to, tanh
 
+
 @triton.jit
 def product(a, b):
     """A product in fp32; Triton's interpreter would take bf16 for integers."""
@@ -59,6 +60,7 @@ def load_rows(
 def store_rows(
     ptr, value, start, stride, count, ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr
 ):
+    """Store a tile of rows of DIM columns, but for rows past ``count``."""
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
     mask = (start + row < count)[:, None] & (col < DIM)[None, :]
     assume_rows(ptr, stride, ROWS)
