@@ -151,6 +151,11 @@ def _step(x: Tensor | None) -> int:
     return x.stride(0) if x is not None and x.dim() else 0
 
 
+def _beta(goal: Goal) -> float | None:
+    """None for the usual half: constants, of which kernels need not choose one a class."""
+    return None if goal.beta == 0.5 else goal.beta
+
+
 def _constants(goal: Goal, block: int) -> tuple[int, ...]:
     return KINDS[goal.kind], FORMS[goal.form], FORMS[goal.teacher_form], block
 
@@ -169,7 +174,7 @@ def _rows(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
          teacher.stride(0), _step(target), _step(factor), cols, goal.ignore_index, goal.scale,
-         goal.beta),
+         _beta(goal)),
         _constants(goal, k.block), k.num_warps,
     )  # fmt: skip
     return rows
@@ -206,7 +211,7 @@ class TritonPairs:
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
              student.stride(0), teacher.stride(0), _step(target), _step(factor), out.stride(0),
-             cols, goal.ignore_index, goal.scale, goal.beta),
+             cols, goal.ignore_index, goal.scale, _beta(goal)),
             _constants(goal, k.block), k.num_warps,
         )  # fmt: skip
 

@@ -57,19 +57,18 @@ def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
 
 
 @triton.jit
-def _slopes(s, q, t, p, mine, other, beta, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+def _slopes(s, q, t, p, a, b, theirs, mine, KIND: tl.constexpr, CONSTANT: tl.constexpr):
     """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
     if KIND == TVD:
-        return tl.abs(q - p), tl.where(mine > other, 0.5, tl.where(mine < other, -0.5, 0.0))
+        return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
     if KIND == FORWARD:
         return tl.where(p == 0.0, 0.0, p * gap), -p
     if KIND == REVERSE:
         return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
-    x = -tl.log2(1.0 - beta + beta * tl.exp2(gap))  # log q - log m
-    rest = (1.0 - beta) * x
-    return beta * p * (gap + x) + q * rest, rest * LN2
+    x = -tl.log2(mine + theirs * tl.exp2(gap))  # log q - log m
+    return theirs * p * (gap + x) + q * (mine * x), mine * x * LN2
 
 
 @triton.jit
@@ -87,11 +86,14 @@ def _both(
 @triton.jit
 def _weights(beta):
     """Of teacher and student in m; neither vanishes in fp32, so that log m is finite."""
-    return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
+    if beta is None:
+        return 0.5, 0.5
+    else:
+        return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
 
 
 @triton.jit
-def _jensen_terms(s, t, beta, rest):
+def _jensen_terms(s, t, theirs, mine):
     """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
 
     By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
@@ -101,7 +103,7 @@ def _jensen_terms(s, t, beta, rest):
     large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
     e = tl.exp2(far * -1.0)
     up = t > s
-    of_large = log2_near(tl.where(up, beta, rest) + tl.where(up, rest, beta) * e)
+    of_large = log2_near(tl.where(up, theirs, mine) + tl.where(up, mine, theirs) * e)
     of_small = e * (far + of_large)
     return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
 
@@ -213,7 +215,7 @@ def sums(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0)
+            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0)
             loss += each
             if FORM == LOGITS:
                 if KIND == FORWARD:
@@ -259,7 +261,7 @@ def write_gradient(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0 if FORM == LOGITS else 1.0)
+            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0 if FORM == LOGITS else 1.0)
             if SUM:
                 loss += each
             if KIND == FORWARD:
