@@ -76,6 +76,8 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         half, _, unread = WIRED[name]
         outs = (half(*args),) if single else half(*args)
+        if not torch.compiler.is_compiling():  # views made in here could not be written to
+            outs = tuple([y.detach() if y._is_view() else y for y in outs])
         if dirty >= 0:
             increment_version(args[dirty])
         pool = (*args, *outs)
@@ -85,7 +87,8 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             left = unread(*[args[i] for i in asked])
             ctx.save_for_backward(*[None if everything[i] in left else pool[i] for i in saved])
         ctx.plain = [args[i] for i in plain]
-        ctx.dtypes = [None if args[i] is None else args[i].dtype for i in typed]
+        if typed:
+            ctx.plain += [None if args[i] is None else args[i].dtype for i in typed]
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outs[i] for i in fixed])
@@ -96,7 +99,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     def run(ctx: Any, grads: tuple[Any, ...]) -> Any:
         needs = ctx.needs_input_grad
         tensors = ctx.saved_tensors
-        pool = (*grads, *needs, *tensors, *ctx.plain, *ctx.dtypes)
+        pool = (*grads, *needs, *tensors, *ctx.plain)
         outs = WIRED[name][1](*[pool[i] for i in order])
         if dirty >= 0:  # its buffer is the gradient now; a second backward meets a changed version
             logits = tensors[saved.index(dirty)]
@@ -104,25 +107,28 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             return tuple(logits.detach() if j == dirty else None for j in range(inputs))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
-        if any(grads[i] is None for i in smooth):  # an input that none reaches has an empty one
-            found = [None if g is None or g.numel() == 0 else g for g in found]
+        for i in smooth:
+            if grads[i] is None:  # an input that none reaches has an empty gradient
+                found = [None if g is None or g.numel() == 0 else g for g in found]
         for i, y in straight:
             found[i] = grads[y] if needs[i] else None
         for i in cast:
             g = found[i]
-            found[i] = None if g is None else g.to(ctx.dtypes[typed.index(i)])
+            found[i] = None if g is None else g.to(ctx.plain[len(plain) + typed.index(i)])
         return tuple(found)
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if all(g is None for g in grads):
+        given = [g for g in grads if g is not None]
+        if not given:
             return (None,) * inputs
         if torch.compiler.is_compiling():
             return run(ctx, grads)
-        if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
-            raise TransformError(
-                f"the backward of liger_multi.{name} does not support functorch transforms "
-                "(is_grads_batched, vectorize=True)"
-            )
+        for g in given:
+            if is_legacy_batchedtensor(g):
+                raise TransformError(
+                    f"the backward of liger_multi.{name} does not support functorch transforms "
+                    "(is_grads_batched, vectorize=True)"
+                )
         if ctx.configuration is current():
             return run(ctx, grads)
         with within(ctx.configuration):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from liger_multi.errors import unknown
 
+# what tensors on the meta device stand for while memory is estimated
 meta_autocast: ContextVar[torch.dtype | None] = ContextVar("liger_multi_autocast", default=None)
+meta_device: ContextVar[str] = ContextVar("liger_multi_device", default="cpu")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -49,8 +51,9 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {describe(x)}")
-        first = x if first is None else first
-        if x.device != first.device:
+        if first is None:
+            first = x
+        elif x.device != first.device:
             raise ValueError(
                 f"{op}: all tensors must be on one device, got {name} on {x.device} and the "
                 f"first on {first.device}"
@@ -59,12 +62,14 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
     """All tensors in the dtype of the products: autocast's, or the one that all have."""
-    given, kind = list(tensors.values()), next(iter(tensors.values())).device.type  # type: ignore[union-attr]
-    wanted = autocast_dtype(kind)
+    given = list(tensors.values())
+    wanted = autocast_dtype(given[0].device.type)  # type: ignore[union-attr]
     if wanted is not None:
         return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
-    kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None}
-    if len(set(kinds.values())) > 1:
+    if len({t.dtype for t in given if t is not None}) > 1:
+        kinds = {
+            n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None
+        }
         shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
         raise TypeError(f"{op}: one dtype is needed outside of autocast, got {shown}")
     return given

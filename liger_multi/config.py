@@ -96,11 +96,8 @@ def _hand_over() -> None:
 
 
 def _handed_over() -> Scope:
-    if torch._C._is_key_in_tls(HANDED):
-        caller: _Caller = torch._C._get_obj_in_tls(HANDED)
-        if caller.thread != threading.get_ident():
-            return caller.scope
-    return None, False
+    caller: _Caller = torch._C._get_obj_in_tls(HANDED)
+    return (None, False) if caller.thread == threading.get_ident() else caller.scope
 
 
 def current() -> Configuration:
@@ -108,9 +105,11 @@ def current() -> Configuration:
     base = _base or configure(None)
     scope, pinned = _scope.get()
     if scope is None:
+        if not torch._C._is_key_in_tls(HANDED):
+            return base
         scope, pinned = _handed_over()
-    if scope is None:
-        return base
+        if scope is None:
+            return base
     if pinned or scope.base is base.layers:
         return scope
     return Configuration(base.layers, scope.scopes)  # configure() was called within the scope

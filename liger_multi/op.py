@@ -120,21 +120,20 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""
-        apply = self.function.apply
-        if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active():
-                raise TransformError(
-                    f"liger_multi.{self.name} does not support functorch transforms "
-                    f"(torch.func.grad, vmap, jvp); "
-                    "call it outside of them, or use plain PyTorch operations there"
-                )
-            if not self._special(args):
-                apply = self.apply
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._are_functorch_transforms_active():
+            raise TransformError(
+                f"liger_multi.{self.name} does not support functorch transforms "
+                f"(torch.func.grad, vmap, jvp); "
+                "call it outside of them, or use plain PyTorch operations there"
+            )
+        special = compiling or self._special(args)
         grad = torch.is_grad_enabled()
-        wanted = [grad and a is not None and a.requires_grad for a in self.fwd.pick(args)]
+        tensors = [args[i] for i in self.fwd.places]
+        wanted = [grad and a is not None and a.requires_grad for a in tensors]
         flags = [wanted[i] for i in self.flags]
-        if any(wanted):
-            return apply(*args, *flags)
+        if True in wanted:
+            return (self.function.apply if special else self.apply)(*args, *flags)
         outs = self.fwd(*args, *flags)
         visible = len(self.fwd.returns) - len(self.residuals)
         return (

@@ -64,24 +64,17 @@ class Primitive:
         if op.compile == "trace":
             self.traced = getattr(importlib.import_module(f"liger_multi.reference.{op.name}"), half)
 
-    def pick(self, args: tuple[Any, ...]) -> list[Tensor | None]:
-        """The tensors among the arguments."""
-        return [args[i] for i in self.places]
-
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
-                return self._on_device(*args)
-        return self._on_device(*args)
-
-    def _on_device(self, *args: Any) -> Any:
+                return Primitive.call(self, *args)
         device = args[self.anchor].device
-        module = _module_of_several(device.type)
-        if module is not None and module.current_device() != device.index:
-            with module.device(device.index):
-                return resolve(self, args)(*args)
-        return resolve(self, args)(*args)
+        module = _module_of_several(device)
+        if module is None or module.current_device() == device.index:
+            return resolve(self, args)(*args)
+        with module.device(device.index):
+            return resolve(self, args)(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
@@ -91,27 +84,26 @@ class Primitive:
                 if self.traced is not None and _automatic(self.op.name)
                 else self.overload(*args)
             )
-        return self.call(*args) if self._plain(args) else self.overload(*args)
-
-    def _plain(self, args: tuple[Any, ...]) -> bool:
+        if torch._C._autograd._profiler_enabled():
+            return self.overload(*args)
+        if torch._C._len_torch_dispatch_stack() and not _inline.get():
+            return self.overload(*args)
         for i in self.places:
             a = args[i]
             if a is not None and (type(a) not in _PLAIN or a.is_meta):
-                return False
-        if torch._C._autograd._profiler_enabled():
-            return False
-        return torch._C._len_torch_dispatch_stack() == 0 or _inline.get()
+                return self.overload(*args)
+        return self.call(*args)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @functools.cache
-def _module_of_several(device_type: str) -> Any:
-    """The module of a device type of which this machine has several, else None."""
-    if device_type in ("cpu", "meta"):
+def _module_of_several(device: torch.device) -> Any:
+    """The module of a type of device of which this machine has several, else None."""
+    if device.type in ("cpu", "meta"):
         return None
-    module = torch.get_device_module(device_type)
+    module = torch.get_device_module(device.type)
     return module if module.device_count() > 1 else None
 
 

@@ -13,11 +13,13 @@ from liger_multi.reference.chunking import row_blocks, statistics_dtype
 
 def dense(x: Tensor, order: str, dtype: torch.dtype) -> Tensor:
     """Room of the shape of ``x``, without gaps; ``order`` names its axes from the outermost in."""
-    strides, step = [0] * x.ndim, 1
-    for axis in reversed([int(digit) for digit in order]):
+    shape, step = [*x.shape], 1
+    strides = [0] * len(shape)
+    for digit in reversed(order):
+        axis = int(digit)
         strides[axis] = step
-        step = step * x.shape[axis]
-    return x.new_empty_strided(x.shape, strides, dtype=dtype)
+        step = step * shape[axis]
+    return x.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def output_dtype(x: Tensor, cos: Tensor, sin: Tensor, casting: str) -> torch.dtype:

@@ -167,13 +167,13 @@ def reduce_knobs(info: DeviceInfo, rows: int, cols: int) -> ReduceKnobs:
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum fp32 partials (programs, cols) over the programs, in a fixed order, and cast."""
-    return sum_all_partials(partial[None], dtype)[0]
+    return sum_all_partials(partial, dtype)[0]
 
 
 def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
     """The same of one or two sets of partials (sets, programs, cols), with a dtype for each."""
-    _, count, cols = partial.shape
-    outs = tuple(partial.new_empty(cols, dtype=d) for d in dtypes)
+    count, cols = partial.shape[-2:]
+    outs = tuple([partial.new_empty(cols, dtype=d) for d in dtypes])
     k = knobs("sum_partials", reduce_knobs, partial.device, rows=count, cols=cols)
     launch(
         _sum_partials_kernel, cdiv(cols, k.block),
@@ -196,6 +196,23 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
     if near and (rows.stride(1) == 1 or cols == 1):
         return rows
     return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
+
+
+def with_stride(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` as :func:`as_rows` makes it, and the stride of its rows.
+
+    Contiguous tensors go as they are, whatever their axes: kernels see a pointer, and a view would
+    cost the host 3 us.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = as_rows(x)
+    return rows, rows.stride(0)
+
+
+def room(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of the shape of ``x``; ``x.new_empty(x.shape)`` costs the host twice."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def tile_rows(wanted: int, *strides: int) -> int:

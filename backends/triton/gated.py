@@ -30,6 +30,7 @@ from liger_multi.backends.triton.common import (
     cdiv,
     checked_cols,
     power_of_2,
+    room,
     round_to,
     sigmoid,
     warps,
@@ -145,6 +146,21 @@ def flatten(*tensors: Tensor) -> list[Tensor]:
     return [as_rows(t) for t in tensors]
 
 
+Rows = tuple[tuple[Tensor, ...], int, int, tuple[int, ...]]
+
+
+def by_rows(*tensors: Tensor) -> Rows:
+    """Tensors of one shape, the number of their rows and columns, and the strides of rows.
+
+    Contiguous ones are one long row and go as they are: a view costs the host 3 us.
+    """
+    cols = tensors[0].numel()
+    if cols <= LONGEST_ROW.value and False not in [t.is_contiguous() for t in tensors]:
+        return tensors, 1, cols, (cols,) * len(tensors)
+    made = tuple([as_rows(t) for t in tensors])
+    return made, *made[0].shape, tuple([t.stride(0) for t in made])
+
+
 Multipliers = tuple[Optional[float], Optional[float]]
 NONE: Multipliers = (None, None)
 
@@ -154,47 +170,42 @@ def multipliers(gate: float, down: float) -> Multipliers:
     return None if gate == 1.0 else gate, None if down == 1.0 else down
 
 
-def _launch_forward(
-    op: str, activation: str, by: Multipliers, gate: Tensor, up: Tensor, y: Tensor
-) -> None:
-    """Write y; all three are (rows, cols) with adjacent columns."""
-    rows, cols = y.shape
-    k = knobs(f"{op}.forward", tile_knobs, y.device, rows=rows, cols=cols)
+def _launch_forward(op: str, activation: str, by: Multipliers, given: Rows) -> None:
+    """Write y, the last of the tensors after gate and up."""
+    tensors, rows, cols, strides = given
+    k = knobs(f"{op}.forward", tile_knobs, tensors[0].device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     launch(
-        _gated_forward_kernel, rows * tiles,
-        (gate, up, y, gate.stride(0), up.stride(0), y.stride(0), cols, tiles, *by),
+        _gated_forward_kernel, rows * tiles, (*tensors, *strides, cols, tiles, *by),
         (activation, k.block), k.num_warps,
     )  # fmt: skip
 
 
 def _launch_backward(
-    op: str, activation: str, by: Multipliers, dy: Tensor, gate: Tensor, up: Tensor,
-    dgate: Optional[Tensor], dup: Optional[Tensor], product: bool = False,
+    op: str, activation: str, by: Multipliers, given: Rows, needs_gate: bool = True,
+    needs_up: bool = True, product: bool = False,
 ) -> None:  # fmt: skip
-    """Write dgate and dup, which have one row stride; None skips one of them.
+    """Write dgate and dup, the last of the tensors after dy, gate and up.
 
-    With ``product``, which takes both, act(gate) * up is written over dy.
+    They have one row stride, and one that nobody needs may be the other. With ``product``, which
+    takes both, act(gate) * up is written over dy.
     """
-    rows, cols = dy.shape
+    (dy, gate, up, dgate, dup), rows, cols, strides = given
     k = knobs(f"{op}.backward", tile_knobs, dy.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
-    out = dup if dgate is None else dgate
-    assert out is not None
-    strides = (dy.stride(0), gate.stride(0), up.stride(0), out.stride(0))
+    rooms = (dgate if needs_gate else None, dup if needs_up else None)
     launch(
         _gated_backward_kernel, rows * tiles,
-        (dy, gate, up, dgate, dup, *strides, cols, tiles, *by),
+        (dy, gate, up, *rooms, *strides[:4], cols, tiles, *by),
         (activation, product, k.block), k.num_warps,
     )  # fmt: skip
 
 
 def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
     """act(gate) * up in the promoted dtype."""
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = gate.new_empty(gate.shape, dtype=dtype)
+    y = room(gate, torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
-        _launch_forward(op, activation, by, *flatten(gate, up, y))
+        _launch_forward(op, activation, by, by_rows(gate, up, y))
     return y
 
 
@@ -203,13 +214,11 @@ def backward(
     needs_up: bool, by: Multipliers = NONE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
-    dgate = gate.new_empty(gate.shape if needs_gate else 0)
-    dup = up.new_empty(up.shape if needs_up else 0)
-    wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
-    if wanted and dy.numel():
-        dy, gate, up, first, last = flatten(dy, gate, up, wanted[0], wanted[-1])
-        rooms = (first if needs_gate else None, last if needs_up else None)
-        _launch_backward(op, activation, by, dy, gate, up, *rooms)
+    dgate = room(gate) if needs_gate else gate.new_empty(0)
+    dup = room(up) if needs_up else up.new_empty(0)
+    if (needs_gate or needs_up) and dy.numel():
+        rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
+        _launch_backward(op, activation, by, by_rows(dy, gate, up, *rooms), needs_gate, needs_up)
     return dgate, dup
 
 
@@ -217,10 +226,9 @@ def backward_and_product(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and act(gate) * up in the place of dy."""
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dgate, dup = room(gate), room(up)
     if dy.numel():
-        dys, gates, ups, first, second = flatten(dy, gate, up, dgate, dup)
-        _launch_backward(op, activation, NONE, dys, gates, ups, first, second, product=True)
+        _launch_backward(op, activation, NONE, by_rows(dy, gate, up, dgate, dup), product=True)
     return dgate, dup, dy
 
 
@@ -230,7 +238,8 @@ def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = 
     y = gate_up.new_empty((*gate_up.shape[:-1], half))
     if y.numel():
         packed = as_rows(gate_up)
-        _launch_forward(op, activation, by, packed[:, :half], packed[:, half:], as_rows(y))
+        halves = (packed[:, :half], packed[:, half:])
+        _launch_forward(op, activation, by, by_rows(*halves, as_rows(y)))
     return y
 
 
@@ -243,5 +252,5 @@ def packed_backward(
     if dy.numel():
         packed, out = as_rows(gate_up), as_rows(dgate_up)
         halves = (packed[:, :half], packed[:, half:], out[:, :half], out[:, half:])
-        _launch_backward(op, activation, by, as_rows(dy), *halves)
+        _launch_backward(op, activation, by, by_rows(as_rows(dy), *halves))
     return dgate_up

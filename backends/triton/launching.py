@@ -38,18 +38,6 @@ def _runtime() -> Any:
 _RUNTIME = _runtime()
 
 
-def _kind(a: Any) -> Any:
-    """What Triton specialises on in one argument."""
-    kind = type(a)
-    if kind is int:
-        if a == 1:
-            return 1
-        return (2 if a & 15 else 3) + (0 if -0x80000000 <= a < 0x80000000 else 2)
-    if kind is Tensor or kind is Parameter:
-        return (a.dtype, 16) if a.data_ptr() & 15 else a.dtype
-    return kind
-
-
 def launch(
     kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int,
     sets: int = 1,
@@ -65,7 +53,19 @@ def launch(
         sets: Size of the grid's second axis.
     """
     device = args[0].get_device()
-    key = (id(kernel), device, num_warps, constants, *[_kind(a) for a in args])
+    kinds = [id(kernel), device, num_warps, constants]
+    for a in args:  # what Triton specialises on; one call for each would take twice as long
+        kind = type(a)
+        if kind is int:
+            if -0x80000000 <= a < 0x80000000:
+                kinds.append(3 if not a & 15 else 1 if a == 1 else 2)
+            else:
+                kinds.append(4 if a & 15 else 5)
+        elif kind is Tensor or kind is Parameter:
+            kinds.append((a.dtype, 16) if a.data_ptr() & 15 else a.dtype)
+        else:
+            kinds.append(kind)
+    key = tuple(kinds)
     found = _compiled.get(key)
     if found is None or _hooked():
         made = kernel[(programs, sets)](

@@ -22,12 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common import (
-    as_rows,
     assume_cols,
     assume_rows,
     cdiv,
+    room,
     round_to,
     sum_all_partials,
+    with_stride,
 )
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import BackwardKnobs, backward_knobs, forward_knobs
@@ -213,23 +214,23 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize the last axis; return y, mean and rstd (fp32)."""
-    y = x.new_empty(x.shape)
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    y, shape, cols = room(x), [*x.shape[:-1]], x.shape[-1]
+    mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
-    x = as_rows(x)
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    rows, cols = x.shape
+    x, stride = with_stride(x)
+    weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
+    rows = x.numel() // cols
     k = knobs("layer_norm.forward", forward_knobs, x.device, rows=rows, cols=cols, sums=2)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
             _layer_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, x.stride(0), rows, cols, 1.0 / cols, eps), (k.rows, k.block), k.num_warps,
+            (*tensors, stride, rows, cols, 1.0 / cols, eps), (k.rows, k.block), k.num_warps,
         )  # fmt: skip
     else:
         launch(
-            _layer_norm_forward_wide_kernel, rows, (*tensors, x.stride(0), cols, 1.0 / cols, eps),
+            _layer_norm_forward_wide_kernel, rows, (*tensors, stride, cols, 1.0 / cols, eps),
             (k.block,), k.num_warps,
         )  # fmt: skip
     return y, mean, rstd
@@ -241,7 +242,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     weight_dtype = None if weight is None else weight.dtype
-    dx = x.new_empty(x.shape if needs_x else 0)
+    dx = room(x) if needs_x else x.new_empty(0)
     wanted = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
     if x.numel() == 0 or not (needs_x or wanted):
         sums = [x.new_zeros(x.shape[-1], dtype=d) for d in wanted]
@@ -257,20 +258,20 @@ def _gradients(
     needs_weight: bool, wanted: list[torch.dtype],
 ) -> list[Tensor]:  # fmt: skip
     """Fill dx, if it has room; sum the gradients of weight and bias in the dtypes wanted."""
-    dy, x, mean, rstd = as_rows(dy), as_rows(x), mean.contiguous(), rstd.contiguous()
+    (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
+    mean, rstd = mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
-    rows, cols = x.shape
-    size = dy.element_size() + x.element_size()
+    cols, size = x.shape[-1], dy.element_size() + x.element_size()
+    rows = x.numel() // cols
     k = knobs(
         "layer_norm.backward", backward_knobs, x.device, rows=rows, cols=cols,
         element_bytes=size, sums=2,
     )  # fmt: skip
-    partial = x.new_empty((len(wanted), k.programs, cols), dtype=torch.float32)
+    partial = x.new_empty(len(wanted), k.programs, cols, dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
-    target = dx if dx.numel() else None
-    strides = (dy.stride(0), x.stride(0))
+    target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
     if k.block < cols:
-        _wide(dy, x, weight, mean, rstd, target, dw, db, k)
+        _wide(dy, x, weight, mean, rstd, target, dw, db, strides, rows, k)
     else:
         launch(
             _layer_norm_backward_kernel, k.programs,
@@ -282,10 +283,10 @@ def _gradients(
 
 def _wide(
     dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
-    dx: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], k: BackwardKnobs,
+    dx: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], strides: tuple[int, int],
+    rows: int, k: BackwardKnobs,
 ) -> None:  # fmt: skip
-    rows, cols = x.shape
-    strides = (dy.stride(0), x.stride(0))
+    cols = x.shape[-1]
     if dx is not None:
         launch(
             _layer_norm_backward_wide_kernel, rows,

@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import as_rows, cdiv, sum_partials
+from liger_multi.backends.triton.common import cdiv, room, sum_partials, with_stride
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.norm_knobs import BackwardKnobs, backward_knobs, forward_knobs
 from liger_multi.backends.triton.rms_norm_kernels import (
@@ -50,21 +50,21 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32)."""
     kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = weight is not None and casting == "llama"
-    dtype = torch.promote_types(kind, weight.dtype) if weight is not None and wide else kind
-    y = x.new_empty(x.shape, dtype=dtype)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    s = None if residual is None else x.new_empty(x.shape, dtype=kind)
+    rounds = _rounds(casting, weight)
+    dtype = torch.promote_types(kind, weight.dtype) if weight is not None and rounds else kind
+    *lead, cols = x.shape
+    y, rstd = room(x, dtype), x.new_empty(lead, dtype=torch.float32)
+    s = None if residual is None else room(x, kind)
     if x.numel() == 0:
         return y, x if s is None else s, rstd.fill_(float("nan"))  # the mean of no column
-    x = as_rows(x)
-    residual = None if residual is None else as_rows(residual)
+    x, x_stride = with_stride(x)
+    residual, residual_stride = (None, 0) if residual is None else with_stride(residual)
     weight = None if weight is None else weight.contiguous()
-    rows, cols = x.shape
+    rows = x.numel() // cols
     k = knobs(f"{name}.forward", forward_knobs, x.device, rows=rows, cols=cols)
-    constants = (offset, casting == "gemma", _rounds(casting, weight))
+    constants = (offset, casting == "gemma", rounds)
     tensors = (x, residual, weight, y, s, rstd)
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    strides = (x_stride, residual_stride)
     if k.block >= cols:
         launch(
             _rms_norm_forward_kernel, cdiv(rows, k.rows), (*tensors, *strides, rows, cols, eps),
@@ -84,23 +84,24 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of what was normalized and of weight; ``ds``, from other uses of x, is added."""
     needs_weight = needs_weight and weight is not None
-    dx = x.new_empty(x.shape if needs_x else 0)
+    dx = room(x) if needs_x else x.new_empty(0)
     if x.numel() == 0 or not (needs_x or needs_weight):
         dweight = x.new_empty(0) if weight is None else torch.zeros_like(weight)
         return dx, dweight if needs_weight else dweight.new_empty(0)
-    dy, x, rstd = as_rows(dy), as_rows(x), rstd.contiguous()
-    ds = as_rows(ds) if ds is not None and needs_x else None
+    (dy, dy_stride), (x, x_stride), rstd = with_stride(dy), with_stride(x), rstd.contiguous()
+    ds, ds_stride = with_stride(ds) if ds is not None and needs_x else (None, 0)
     weight = None if weight is None else weight.contiguous()
-    rows, cols = x.shape
+    cols = x.shape[-1]
+    rows = x.numel() // cols
     read = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
     k = knobs(
         f"{name}.backward", backward_knobs, x.device, rows=rows, cols=cols, element_bytes=read
     )
-    partial = x.new_empty((k.programs, cols), dtype=torch.float32) if needs_weight else None
-    strides = (dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0))
+    partial = x.new_empty(k.programs, cols, dtype=torch.float32) if needs_weight else None
+    strides = (dy_stride, ds_stride, x_stride)
     target = dx if needs_x else None
     if k.block < cols:
-        _wide(dy, ds, x, weight, rstd, target, partial, offset, casting, k)
+        _wide(dy, ds, x, weight, rstd, target, partial, strides, rows, offset, casting, k)
     else:
         launch(
             _rms_norm_backward_kernel, k.programs,
@@ -114,11 +115,11 @@ def gradients(
 
 def _wide(
     dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    dx: Optional[Tensor], partial: Optional[Tensor], offset: float, casting: str, k: BackwardKnobs,
+    dx: Optional[Tensor], partial: Optional[Tensor], strides: tuple[int, int, int], rows: int,
+    offset: float, casting: str, k: BackwardKnobs,
 ) -> None:  # fmt: skip
-    rows, cols = x.shape
+    cols = x.shape[-1]
     if dx is not None:
-        strides = (dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0))
         launch(
             _rms_norm_backward_wide_kernel, rows, (dy, ds, x, weight, rstd, dx, *strides, cols),
             (offset, k.block), k.num_warps,
@@ -127,6 +128,6 @@ def _wide(
         groups = partial.shape[0]
         launch(
             _rms_norm_backward_wide_weight_kernel, groups * cdiv(cols, k.block),
-            (dy, x, rstd, partial, dy.stride(0), x.stride(0), rows, cols, groups),
+            (dy, x, rstd, partial, strides[0], strides[2], rows, cols, groups),
             (_rounds(casting, weight), k.block, k.stages), k.num_warps,
         )  # fmt: skip

@@ -193,16 +193,19 @@ def _launch(
     sin: Tensor, style: str, head_axis: int, rotary_dim: int, inverse: bool,
 ) -> None:  # fmt: skip
     """Rotate q and k into ``made``; one of them may be absent."""
-    some = next(x for x in given if x is not None)
     heads = [0 if x is None else x.shape[head_axis] for x in given]
     near = [None if x is None else near_channels(x) for x in given]
-    some = next(x for x in near if x is not None)
-    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, made, strict=True)]
-    (q, q_out), (k, k_out) = pairs
-    if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+    some = near[1] if near[0] is None else near[0]
+    assert some is not None
+    q, q_out = (some, some) if near[0] is None else (near[0], made[0])
+    k, k_out = (some, some) if near[1] is None else (near[1], made[1])
+    angle = cos.stride()
+    if angle[-1] != 1 or sin.stride() != angle:
         cos, sin = cos.contiguous(), sin.contiguous()
     cos, sin = near_angles(cos), near_angles(sin)
-    tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
+    angle = cos.stride()
+    width = some.shape[-1]
+    tokens = some.numel() // max(some.shape[head_axis] * width, 1)
     if sum(heads) == 0 or tokens == 0:
         return
     plain = style == "half" and cos.shape[-1] == width
@@ -211,15 +214,15 @@ def _launch(
         key, rope_knobs, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
         plain=plain,
     )  # fmt: skip
-    n, seq = near_tile(n, head_axis, (q, k, q_out, k_out)), cos.shape[-2]
-    groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
+    steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
+    n, seq = near_tile(n, steps, (q, k, q_out, k_out)), cos.shape[-2]
+    groups = cdiv(cdiv(heads[0], n.heads) + cdiv(heads[1], n.heads), n.share)
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     launch(
         _rope_kernel, tokens // seq * cdiv(seq, n.tokens) * groups,
-        (q, k, cos, sin, q_out, k_out, *strides(q, head_axis), q.stride(-1),
-         *strides(k, head_axis), k.stride(-1), *strides(q_out, head_axis),
-         *strides(k_out, head_axis), cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
-         cos.stride(-2), *heads, seq, cdiv(seq, n.tokens), groups, n.share),
+        (q, k, cos, sin, q_out, k_out, *steps[0], *steps[1], *steps[2][:3], *steps[3][:3],
+         angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2], *heads, seq,
+         cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
     )  # fmt: skip

@@ -115,16 +115,16 @@ def rotate(
         f"{op}.{'backward' if inverse else 'forward'}", kind_knobs, some.device, rows=tokens,
         cols=width, q_heads=heads[0], k_heads=heads[1],
     )  # fmt: skip
-    n = near_tile(n, head_axis, (q, k, q_out, k_out))
+    steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
+    n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
     rotary, first = turn.rotary, turn.first
     tiles = cdiv(first.shape[2], n.tokens)
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turn.second, q_out, k_out, *strides(q, head_axis), q.stride(-1),
-         *strides(k, head_axis), k.stride(-1), *strides(q_out, head_axis),
-         *strides(k_out, head_axis), _step(first, 0), _step(first, 1), first.stride(2), *heads,
+        (q, k, first, turn.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
+         *steps[3][:3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
          first.shape[2], tiles, groups, n.share, turn.scaling),
         (width, rotary, turn.kind, turn.beside, *beside, turn.round, *turn.constants(), inverse,
          n.tokens, n.heads, power_of_2(rotary // 2), passed), n.num_warps,

@@ -33,27 +33,33 @@ def place(ptr, at, channel):
         return ptr + at + channel
 
 
-def strides(x: Tensor, head_axis: int) -> tuple[int, int, int]:
-    """Steps from one sequence, head and token to the next."""
-    if x.ndim == 3:
-        return 0, x.stride(1), x.stride(0)
-    return x.stride(0), x.stride(head_axis), x.stride(3 - head_axis)
+def strides(x: Tensor, head_axis: int) -> tuple[int, int, int, int]:
+    """Steps from one sequence, head, token and channel to the next."""
+    steps = x.stride()
+    if len(steps) == 3:
+        return 0, steps[1], steps[0], steps[2]
+    return steps[0], steps[head_axis], steps[3 - head_axis], steps[3]
 
 
 def _fits(count: int, stride: int, item: int, most: int) -> bool:
     return count == 1 or count * stride * item < most
 
 
-def near_tile(knobs: Any, head_axis: int, tensors: tuple[Tensor, ...]) -> Any:
+def near_tile(
+    knobs: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
+) -> Any:
     """Knobs whose tiles keep their elements near: one head, or one token, where they stand apart.
 
-    A tile of tokens replaces one of heads, so that it stays as large.
+    A tile of tokens replaces one of heads, so that it stays as large. ``steps`` are the
+    :func:`strides` of the tensors.
     """
-    steps = [(*strides(x, head_axis)[1:], x.element_size()) for x in tensors]
-    if not all(_fits(knobs.heads, head, item, HEADS_APART) for head, _, item in steps):
+    sizes = [x.element_size() for x in tensors]
+    head = max([step[1] * size for step, size in zip(steps, sizes, strict=True)])
+    token = max([step[2] * size for step, size in zip(steps, sizes, strict=True)])
+    if not _fits(knobs.heads, head, 1, HEADS_APART):
         tokens = min(knobs.heads * knobs.tokens, 32)
         knobs = dataclasses.replace(knobs, heads=1, tokens=tokens)
-    if not all(_fits(knobs.tokens, token, item, APART) for _, token, item in steps):
+    if not _fits(knobs.tokens, token, 1, APART):
         knobs = dataclasses.replace(knobs, tokens=1)
     return knobs
 

@@ -91,6 +91,15 @@ def _lora_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
 
 
+def _lora_qkv(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    outputs = sum(shapes[name][0] for name in shapes if name.endswith("_weight"))
+    product = 2.0 * rows * width * outputs
+    # x read, outputs written; then these gradients and x read, dx written; frozen as lora_mlp's
+    forward = rows * (width + outputs) * size
+    return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
+
+
 def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     width, slots = shapes["x"][-1], math.prod(shapes["index"])
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
@@ -200,6 +209,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
     "lora_mlp": _lora_mlp,
+    "lora_qkv": _lora_qkv,
     "lora_update": _lora_update,
     "fused_moe": _fused_moe,
     # streams read; read again, their gradient written

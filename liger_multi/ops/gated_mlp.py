@@ -131,9 +131,10 @@ def gated_mlp(
         "up_bias": up_bias,
         "down_bias": down_bias,
     }
-    for name in ("x", "gate_weight", "up_weight", "down_weight"):
-        checks.floating("gated_mlp", **{name: tensors[name]})
     checks.floating("gated_mlp", **tensors)
+    for name in ("gate_weight", "up_weight", "down_weight"):
+        if tensors[name] is None:  # which passes for an optional tensor
+            checks.floating("gated_mlp", **{name: None})
     checks.one_of("gated_mlp", "activation", activation, ACTIVATIONS)
     _shapes_fit(x, gate_weight, up_weight, down_weight)
     inner, outer = gate_weight.shape[0], down_weight.shape[0]

@@ -10,16 +10,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from liger_multi.checks import autocast_dtype
+from liger_multi.checks import autocast_dtype, meta_device
 from liger_multi.patching import registered
 from liger_multi.patching.adapters import Adapter, fits, one_adapter
-from liger_multi.patching.bare import PLAIN, globally_hooked, is_bare
+from liger_multi.patching.bare import PLAIN, bare_parts, globally_hooked, is_bare
 from liger_multi.patching.kinds import MLP_KINDS, MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
-from liger_multi.patching.options import Options
+from liger_multi.patching.options import MlpOptions
 from liger_multi.patching.probe import laboratory, linear, random, scalars, shell
 from liger_multi.patching.swap import Patched, stock_class
+
+# Rows x hidden x inner below which an MLP runs in steps. One operator issues its products from
+# Python, which costs the host more than autograd's own; a card that takes 0.1 ms for the 18 * SMALL
+# operations of a layer (H200, bf16) waits for the host. The product that is then kept for backward
+# takes up to 2 * SMALL / hidden bytes a layer, 9 MB of 896 channels and 2 MB of 4096.
+SMALL = 4 * 10**9
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,12 @@ class MlpSettings:
     inner: str | None = None
     outer: str | None = None
     numbers: tuple[tuple[str, str], ...] = ()
-    options: Options = field(default_factory=Options)
+    options: MlpOptions = field(default_factory=MlpOptions)
     lora: bool = True
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
-        if self.kind.activation and _bare(module, self.names):
+        if self.kind.activation and _bare(module, self.names) and self.options.whole is not False:
             return f"gated_mlp[{self.kind.activation}]"
         if self.kind.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.kind.activation}]"
@@ -75,36 +82,67 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     from liger_multi import ops
 
     kind, names = settings.kind, settings.names
+    if names.up is not None and kind.activation and _silent(module, settings.inner):
+        result = _by_weights(module, x, settings)
+        if result is not None:
+            return _dropped(module, result, settings.outer)
     gate, down = getattr(module, names.gate), getattr(module, names.down)
     options = dict(kind.options)
-    options.update((name, getattr(module, held)) for name, held in settings.numbers)
+    for name, held in settings.numbers:
+        options[name] = getattr(module, held)
     if names.up is None:
         options.update(kind.packed)
         inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
     else:
-        up = getattr(module, names.up)
-        whole = bool(kind.activation) and _silent(module, settings.inner)
-        thin = _adapted(module, names) if whole and settings.lora else None
-        if thin is not None:
-            layers = [getattr(layer, "base_layer", layer) for layer in (gate, up, down)]
-            if _one_dtype(x, *layers) and all(a is None or fits(x, a) for a in thin):
-                result = _with_adapters(x, layers, thin, kind.activation)
-                return _dropped(module, result, settings.outer)
-        if whole and _bare(module, names) and _one_dtype(x, gate, up, down):
-            result = ops.gated_mlp(
-                x,
-                gate.weight,
-                up.weight,
-                down.weight,
-                gate_bias=gate.bias,
-                up_bias=up.bias,
-                down_bias=down.bias,
-                activation=kind.activation,
-            )
-            return _dropped(module, result, settings.outer)
-        inner = getattr(ops, kind.op)(gate(x), up(x), **options)
+        inner = getattr(ops, kind.op)(gate(x), getattr(module, names.up)(x), **options)
     inner = _dropped(module, inner, settings.inner)
     return _dropped(module, cast(Tensor, down(_for(down, inner))), settings.outer)
+
+
+def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
+    """The MLP by the weights of layers that only multiply; None where their calls are needed."""
+    from liger_multi import ops
+
+    names = settings.names
+    layers = [module._modules[name] for name in names.all]
+    parts = [bare_parts(layer) for layer in layers]
+    if None in parts:
+        thin = _adapted(module, names) if settings.lora else None
+        if thin is None:
+            return None
+        layers = [getattr(layer, "base_layer", layer) for layer in layers]
+        if _one_dtype(x, *[layer.weight for layer in layers]) and all(
+            a is None or fits(x, a) for a in thin
+        ):
+            return _with_adapters(x, layers, thin, settings.kind.activation)
+        return None
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = cast(Any, parts)
+    if globally_hooked() or not _one_dtype(x, gate, up, down):
+        return None
+    if not _worth_one(x, gate, settings.options):
+        wide = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
+        return functional.linear(inner, down, down_bias)
+    return ops.gated_mlp(
+        x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+        activation=settings.kind.activation,
+    )  # fmt: skip
+
+
+def _worth_one(x: Tensor, gate: Tensor, options: MlpOptions) -> bool:
+    """Whether one operator is the form for this call.
+
+    Both forms agree within rounding, and forward to the bit. A graph has one of them for all sizes,
+    and costs the host nothing.
+    """
+    if options.whole is not None:
+        return options.whole
+    kind = x.device.type
+    if kind == "meta":
+        kind = meta_device.get()
+    if torch.compiler.is_compiling() or kind == "cpu":
+        return True
+    return x.numel() * gate.shape[0] >= SMALL
 
 
 def _with_adapters(
@@ -168,15 +206,15 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
 
 
 def _frozen(layer: nn.Module) -> bool:
-    return not any(p.requires_grad for p in layer.parameters(recurse=False))
+    return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
 
 
-def _one_dtype(x: Tensor, *layers: nn.Linear) -> bool:
+def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
     if type(x) is not Tensor:
         return False
     if autocast_dtype(x.device.type) is not None:
         return True
-    return all(layer.weight.dtype == x.dtype for layer in layers)
+    return {x.dtype, *[weight.dtype for weight in weights]} == {x.dtype}
 
 
 def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:

@@ -32,6 +32,19 @@ class Options:
 
 
 @dataclass(frozen=True)
+class MlpOptions(Options):
+    """Options of gated activations.
+
+    Attributes:
+        whole: Whether an MLP whose layers only multiply runs as one operator, which keeps less for
+            backward and takes more of the host's time. None: where its products take longer than
+            the host.
+    """
+
+    whole: bool | None = None
+
+
+@dataclass(frozen=True)
 class LossOptions(Options):
     """Options of both losses.
 
@@ -63,7 +76,8 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), Options),
+    **dict.fromkeys((*NORM_OPS, "fused_moe", "rope", "lora"), Options),
+    **dict.fromkeys(MLP_OPS, MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
@@ -167,7 +181,8 @@ def _checked(op: str, options: Options) -> Options:
     if options.backend is not None:
         from liger_multi.config import use
 
-        with use(**{op: options.backend}):  # raises on an unknown backend
+        # raises on an unknown backend
+        with use(**{"lora_update" if op == "lora" else op: options.backend}):
             pass
     return options
 
@@ -183,6 +198,7 @@ _RULES: dict[str, tuple[str, Any]] = {
         lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
     ),
     "validate": ("True or False", lambda v: isinstance(v, bool)),
+    "whole": ("True, False or None", lambda v: isinstance(v, bool)),
     "compact": ("True or False", lambda v: isinstance(v, bool)),
     "chunk": ('"auto" or an integer >= 1', lambda v: v == "auto" or (_is_int(v) and v >= 1)),
     "accumulate": (
