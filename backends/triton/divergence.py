@@ -33,6 +33,7 @@ from liger_multi.reference.divergence_rows import Goal, Rows
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
+LEAST = 32  # columns a step, of which 4 are summed at once
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,18 @@ class PairKnobs:
     num_warps: int
 
 
-def pair_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
-    """8 columns of both a thread; wide rows take all threads, so that few are in the cache.
+def sum_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+    """16 columns of both a thread: what is loaded hides what is computed.
 
     ``logits`` says for launch tables whether rows are walked more than once.
     """
-    block = min(power_of_2(checked_cols(cols)), 8192 if cols > 65536 else 4096)
+    block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192 if logits else 4096)
+    return PairKnobs(block, warps(min(info.max_threads, max(32, block // 16)), info.warp_size))
+
+
+def gradient_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+    """8 columns of both a thread, which has one to write as well."""
+    block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192)
     return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
 
@@ -169,7 +176,7 @@ def _rows(
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
     shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
-    k = knobs(f"{name}.forward", pair_knobs, student.device, **shape)
+    k = knobs(f"{name}.forward", sum_knobs, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
@@ -206,7 +213,7 @@ class TritonPairs:
             return
         student, teacher = _columns(student), _columns(teacher)
         shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
-        k = knobs(f"{self.name}.backward", pair_knobs, student.device, **shape)
+        k = knobs(f"{self.name}.backward", gradient_knobs, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,

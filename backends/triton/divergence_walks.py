@@ -111,11 +111,18 @@ def _jensen_terms(s, t, theirs, mine):
 @triton.jit
 def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
     """Largest scaled logit of the first ``cols``."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, _values(ptr + col, col < cols, scale, LOGITS))
+        z = _values(ptr + col, col < cols, scale, LOGITS)
+        best = tl.maximum(best, tl.max(tl.reshape(z, [BLOCK // 4, 4]), axis=1))
     return tl.max(best, axis=0)
+
+
+@triton.jit
+def _folded(x, BLOCK: tl.constexpr):
+    """Sums of 4 neighbours, which one thread holds: accumulators of a quarter of a step."""
+    return tl.sum(tl.reshape(x, [BLOCK // 4, 4]), axis=1)
 
 
 @triton.jit
@@ -125,25 +132,25 @@ def _totals(
 ):  # fmt: skip
     """Sums of exp2 over the anchors; of logits on both sides also that of KL's terms."""
     lane = tl.arange(0, BLOCK)
-    s_total = tl.zeros([BLOCK], tl.float32)
-    t_total = tl.zeros([BLOCK], tl.float32)
-    cross = tl.zeros([BLOCK], tl.float32)
+    s_total = tl.zeros([BLOCK // 4], tl.float32)
+    t_total = tl.zeros([BLOCK // 4], tl.float32)
+    cross = tl.zeros([BLOCK // 4], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + lane
         mask = col < cols
         if FORM == LOGITS:
             s = (_values(student_ptr + col, mask, scale, LOGITS) - s_anchor) * LOG2E
             q = tl.exp2(s)
-            s_total += q
+            s_total += _folded(q, BLOCK)
         if TEACHER_FORM == LOGITS:
             t = (_values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor) * LOG2E
             p = tl.exp2(t)
-            t_total += p
+            t_total += _folded(p, BLOCK)
         if FORM == LOGITS and TEACHER_FORM == LOGITS:
             if KIND == FORWARD:
-                cross += tl.where(p == 0.0, 0.0, p * (t - s))
+                cross += _folded(tl.where(p == 0.0, 0.0, p * (t - s)), BLOCK)
             if KIND == REVERSE:
-                cross += tl.where(q == 0.0, 0.0, q * (s - t))
+                cross += _folded(tl.where(q == 0.0, 0.0, q * (s - t)), BLOCK)
     return tl.sum(s_total, axis=0), tl.sum(t_total, axis=0), tl.sum(cross, axis=0)
 
 
@@ -196,8 +203,8 @@ def sums(
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     theirs, mine = _weights(beta)
     lane = tl.arange(0, BLOCK)
-    loss = tl.zeros([BLOCK], tl.float32)
-    slope = tl.zeros([BLOCK], tl.float32)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
+    slope = tl.zeros([BLOCK // 4], tl.float32)
     steps = tl.cdiv(cols, BLOCK)
     for step in tl.range(0, steps):
         first = (steps - 1 - step) * BLOCK
@@ -208,20 +215,20 @@ def sums(
             s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
             of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
-            loss += of_teacher
-            slope += of_student
+            loss += _folded(of_teacher, BLOCK)
+            slope += _folded(of_student, BLOCK)
         else:
             s, q, t, p, a, b = _both(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
             each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0)
-            loss += each
+            loss += _folded(each, BLOCK)
             if FORM == LOGITS:
                 if KIND == FORWARD:
-                    slope += r
+                    slope += _folded(r, BLOCK)
                 else:
-                    slope += q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r)
+                    slope += _folded(q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK)
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
