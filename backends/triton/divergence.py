@@ -44,13 +44,14 @@ class PairKnobs:
     num_warps: int
 
 
-def sum_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
-    """16 columns of both a thread: what is loaded hides what is computed.
+def sum_knobs(info: DeviceInfo, rows: int, cols: int, logits: int, element_bytes: int) -> PairKnobs:
+    """64 bytes a thread, with ``element_bytes`` of both a column: loads hide what is computed.
 
-    ``logits`` says for launch tables whether rows are walked more than once.
+    ``logits`` says whether rows are walked more than once: few rows at a time stay in the cache.
     """
     block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192 if logits else 4096)
-    return PairKnobs(block, warps(min(info.max_threads, max(32, block // 16)), info.warp_size))
+    threads = min(info.max_threads, max(32, block * element_bytes // 64))
+    return PairKnobs(block, warps(threads, info.warp_size))
 
 
 def gradient_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
@@ -176,6 +177,7 @@ def _rows(
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
     shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+    shape["element_bytes"] = student.element_size() + teacher.element_size()
     k = knobs(f"{name}.forward", sum_knobs, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,

@@ -228,7 +228,9 @@ def sums(
                 if KIND == FORWARD:
                     slope += _folded(r, BLOCK)
                 else:
-                    slope += _folded(q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK)
+                    slope += _folded(
+                        q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK
+                    )
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
@@ -248,7 +250,7 @@ def write_gradient(
     theirs, mine = _weights(beta)
     by_log = -mine * LN2 * factor
     lane = tl.arange(0, BLOCK)
-    loss = tl.zeros([BLOCK], tl.float32)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + lane
         mask = col < cols
@@ -257,7 +259,7 @@ def write_gradient(
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
             if SUM:
                 of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
-                loss -= theirs * of_teacher + mine * of_student
+                loss -= _folded(theirs * of_teacher + mine * of_student, BLOCK)
                 dz = of_student * by_log
             else:
                 gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
@@ -270,7 +272,7 @@ def write_gradient(
             )  # fmt: skip
             each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0 if FORM == LOGITS else 1.0)
             if SUM:
-                loss += each
+                loss += _folded(each, BLOCK)
             if KIND == FORWARD:
                 dz = r - q * slope if FORM == LOGITS else r
                 if FORM == PROB:
