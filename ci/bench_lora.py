@@ -1,9 +1,9 @@
 """LoRA as PEFT runs it and as a patched model does: ``python -m ci.bench_lora --out F --commit X``.
 
 Time of forward and backward, and the peak beside what was there, of the MLP and of the projections
-to q, k and v of a decoder layer of Llama-3-8B (8192 tokens, r = 16), and of a training step of a
-small model, in bf16 with fp32 adapters (PEFT's default) and under autocast. ``--tiny`` tries it on
-a CPU.
+to q, k and v of a decoder layer of Llama-3-8B (8192 tokens, r = 16), layer by layer and as one
+operator, and of a training step of a small model, in bf16 with fp32 adapters (PEFT's default) and
+under autocast. ``--tiny`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from liger_multi import patch
 from liger_multi.memory import peak_memory
+from liger_multi.patching.swap import Patched
 
 QKV = ("q_proj", "k_proj", "v_proj")
 TARGETS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,6 +61,19 @@ def adapted(config: dict[str, Any], device: torch.device, rank: int) -> Any:
     return wrapped.train()
 
 
+class Projections(nn.Module):
+    """The projections of an attention module, which a patch has computed together."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for name, layer in zip(QKV, layers, strict=True):
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """What the layers give."""
+        return [getattr(self, name)(x) for name in QKV]
+
+
 def parts(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """What is measured, by name: functions that give a scalar to differentiate."""
     layer = model.base_model.model.model.layers[0]
@@ -71,9 +85,14 @@ def parts(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[
         found = [projection(x).sum(dtype=torch.float32) for projection in layers]
         return torch.stack(found).sum()
 
+    one = Projections(layers)
+    if isinstance(layers[0], Patched):
+        patch(one)
+
     return {
         "mlp": lambda: layer.mlp(x).sum(dtype=torch.float32),
         "qkv": projections,
+        "qkv as one": lambda: torch.stack([y.sum(dtype=torch.float32) for y in one(x)]).sum(),
     }
 
 
@@ -150,7 +169,7 @@ def compare(
 def shown(rows: Sequence[dict[str, Any]]) -> str:
     """A line for every part and form, ours beside stock."""
     lines = [
-        f"{'part':6} {'form':14} {'stock ms':>9} {'ours ms':>9} {'stock MiB':>10} {'ours MiB':>9}"
+        f"{'part':10} {'form':14} {'stock ms':>9} {'ours ms':>9} {'stock MiB':>10} {'ours MiB':>9}"
     ]
     by = {(r["part"], r["form"], r["variant"]): r for r in rows}
     for part, form, variant in by:
@@ -158,7 +177,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> str:
             pair = [by[part, form, v] for v in ("stock", "ours")]
             times, bytes_ = ([r[k] for r in pair] for k in ("milliseconds", "added_bytes"))
             lines.append(
-                f"{part:6} {form:14} {times[0]:9.3f} {times[1]:9.3f} "
+                f"{part:10} {form:14} {times[0]:9.3f} {times[1]:9.3f} "
                 f"{bytes_[0] / 2**20:10.1f} {bytes_[1] / 2**20:9.1f}"
             )
     return "\n".join(lines)

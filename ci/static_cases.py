@@ -350,8 +350,8 @@ def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
     kinds.both_ways(_meta(cols, rows), dtype)
 
 
-def _split(rows: int, cols: int, axis: int) -> None:
-    x = _meta(rows, cols, dtype=FP32)
+def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
+    x = _meta(rows, cols * beside, dtype=FP32)[:, :cols]
     low_rank.split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
 
 
@@ -489,8 +489,8 @@ def calls() -> dict[str, Callable[[], None]]:
     found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
     for dtype in (BF16, FP32):
         found[f"scale {_name(dtype)}"] = part(_scale, dtype)
-    for rows, cols, axis in ((8192, 16, 1), (16, 4096, 0)):
-        found[f"parts {rows}x{cols}"] = part(_split, rows, cols, axis)
+    for rows, cols, axis, beside in ((8192, 16, 1, 1), (8192, 16, 1, 3), (16, 4096, 0, 1)):
+        found[f"parts {rows}x{cols * beside}"] = part(_split, rows, cols, axis, beside)
     for dtype in float8.FORMATS:
         found[f"8 bits 4096x128256 {_name(dtype)}"] = part(_float8, 4096, 128256, dtype)
     for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):

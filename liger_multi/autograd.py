@@ -76,6 +76,8 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         half, _, unread = WIRED[name]
         outs = (half(*args),) if single else half(*args)
+        if not torch.compiler.is_compiling():  # views made in here could not be written to
+            outs = tuple([y.detach() if y._is_view() else y for y in outs])
         if dirty >= 0:
             increment_version(args[dirty])
         pool = (*args, *outs)

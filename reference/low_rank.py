@@ -82,19 +82,23 @@ class LowRank:
 
     def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
+        return self.sums(left, right, dtype).mul_(scale)
+
+    def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """``left' @ right`` in a dtype of its own."""
         if left.dtype == right.dtype == dtype:
-            return (left.t() @ right).mul_(scale)
+            return left.t() @ right
         if _splits(left, right):
             made = _product(left.t(), self._split(right, PARTS, 1))
-            return made.view(-1, 3, right.shape[1]).sum(1).mul_(scale)
+            return made.view(-1, 3, right.shape[1]).sum(1)
         if _splits(right, left):
             made = _product(self._split(left, PARTS, 1).t(), right)
-            return made.view(3, -1, right.shape[1]).sum(0).mul_(scale)
+            return made.view(3, -1, right.shape[1]).sum(0)
         total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
         wider = left if left.shape[1] > right.shape[1] else right
         for block in _blocks(wider, dtype):
             total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
-        return total.mul_(scale)
+        return total
 
     def _terms(self, low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
         """Two in bf16 whose product is that of two in fp32."""

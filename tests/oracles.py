@@ -108,6 +108,25 @@ def lora_mlp(x, gate_weight, up_weight, down_weight, activation="silu", **rest):
     return layer("down", inner, down_weight)
 
 
+class LoraQKV(NamedTuple):
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+def lora_qkv(x, **rest):
+    def layer(name):
+        if f"{name}_weight" not in rest:
+            return None
+        y = x @ rest[f"{name}_weight"].T + rest.get(f"{name}_bias", 0)
+        if f"{name}_a" not in rest:
+            return y
+        scale = rest.get(f"{name}_scale", 1.0)
+        return lora_update(y, x, rest[f"{name}_a"], rest[f"{name}_b"], scale)
+
+    return LoraQKV(*(layer(name) for name in LoraQKV._fields))
+
+
 def fused_moe(
     x,
     gate_up_weight,

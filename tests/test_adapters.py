@@ -43,7 +43,7 @@ def filled(model):
 @pytest.fixture
 def calls(monkeypatch):
     found = Counter()
-    for name in ("lora_mlp", "lora_update", "swiglu"):
+    for name in ("lora_mlp", "lora_qkv", "lora_update", "swiglu"):
         stock = getattr(ops, name)
 
         def counted(*args, name=name, stock=stock, **options):
@@ -72,7 +72,7 @@ def test_attention_and_mlp(order, calls):
         assert report.count("lora") == 14
         assert {e.replaced_by for e in report.entries if e.op == "swiglu"} == {"lora_mlp[silu]"}
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    wanted = {"lora_mlp": 2} | ({} if order == "patch first" else {"lora_update": 8})
+    wanted = {"lora_mlp": 2} | ({} if order == "patch first" else {"lora_qkv": 2, "lora_update": 2})
     assert calls == wanted
     unpatch(ours)
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
@@ -105,7 +105,8 @@ def test_two_active_adapters_are_added_in_turn(calls):
     ours = copy.deepcopy(stock)
     patch(ours, strict=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls == {"lora_update": 9, "swiglu": 1}  # the MLP's layers by themselves
+    # k and v together, the others and the MLP's layers by themselves
+    assert calls == {"lora_qkv": 1, "lora_update": 7, "swiglu": 1}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_disabled_merged_and_hooked_adapters(calls):
         inner.register_forward_hook(lambda *args: seen.append(1))
     assert_same_training(stock, ours, lambda m: m(**inputs).loss)
     assert len(seen) == 2
-    assert calls == {"swiglu": 3, "lora_update": 6}
+    assert calls == {"swiglu": 3, "lora_qkv": 1, "lora_update": 4}
 
 
 def test_a_trained_base_layer_keeps_its_gradient(calls):
@@ -160,7 +161,7 @@ def test_a_trained_base_layer_keeps_its_gradient(calls):
         model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_()
     patch(ours, strict=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls == {"swiglu": 1, "lora_update": 7}
+    assert calls == {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}
 
 
 @pytest.mark.parametrize("form", ["fp32 adapters", "bf16 adapters", "autocast"])
@@ -180,7 +181,7 @@ def test_low_precision(form, calls):
             return model(**batch()).loss
 
     assert_as_exact(stock, ours, exact, run, lambda m: m(**batch()).loss)
-    assert calls == {"lora_mlp": 2, "lora_update": 8}
+    assert calls == {"lora_mlp": 2, "lora_qkv": 2, "lora_update": 2}
 
 
 class Quantised(nn.Linear):
@@ -438,5 +439,5 @@ def test_split_factors_train_as_pefts(split, calls):
     patch(ours, strict=True)
     run = lambda m: m(**batch()).loss  # noqa: E731
     assert_as_exact(stock, ours, exact, run, run)
-    assert calls == {"lora_mlp": 2, "lora_update": 8}
+    assert calls == {"lora_mlp": 2, "lora_qkv": 2, "lora_update": 2}
     assert split["product"] > 50

@@ -1,5 +1,8 @@
 """Attention beside what the common suite asks: masks, sizes of memory, PyTorch's own kernels."""
 
+import itertools
+
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,20 +53,59 @@ def test_ranges_say_all_that_options_say():
     assert ((last <= other) | (end <= first) | (other == end)).all()  # disjoint
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (33, 64), (20, 65)])
-def test_spans_of_two_ranges_are_exact(queries, keys):
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (33, 64), (150, 65)])
+@pytest.mark.parametrize("sets", [1, 2])
+def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     pytest.importorskip("triton")
     from liger_multi.backends.triton.attention_spans import spans
 
+    if (device := harness.device_of("triton")) is None:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     generator = torch.Generator().manual_seed(keys)
-    ranges = torch.randint(-2, keys + 3, (2, queries, 4), generator=generator, dtype=torch.int32)
-    place = torch.arange(keys)[:, None]
-    for which in (0, 1):
-        low, high = ranges[:, None, :, 2 * which : 2 * which + 2].unbind(-1)
+    shape = (2, queries, 2 * sets)
+    ranges = torch.randint(-2, keys + 3, shape, generator=generator, dtype=torch.int32)
+    ranges[1] = torch.tensor([0, keys] * sets)  # all see all
+    found, place = spans(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
+    for which in range(sets):
+        low, high = ranges[..., 2 * which : 2 * which + 2, None].unbind(2)
         seen = (place >= low) & (place < high)
-        first = torch.where(seen.any(-1), seen.int().argmax(-1), queries)
-        last = torch.where(seen.any(-1), queries - seen.flip(-1).int().argmax(-1), 0)
-        assert torch.equal(spans(ranges, keys)[:, which], torch.stack([first, last], 1))
+        assert seen.any()
+        for batch, tile in itertools.product(range(2), range(len(found[0, 0, 0]))):
+            here = [part[:, tile * 32 :][:, :32] for part in seen[batch].split(16)]
+            first, last, whole, end = found[batch, which, :, tile].tolist()
+            some = [i for i, part in enumerate(here) if part.any()]
+            assert not some or first <= some[0] < some[-1] + 1 <= last
+            assert all(part.all() for part in here[whole:end])
+            if batch:
+                assert (first, last, whole, end) == (0, len(here), 0, len(here))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_programs_share_a_long_walk(parts, monkeypatch):
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton import attention as kernels
+    from liger_multi.backends.triton.attention import AttentionKnobs
+
+    if (device := harness.device_of("triton")) is None:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    made = AttentionKnobs(16, 16, 1, 4, parts)
+    monkeypatch.setattr(kernels, "knobs", lambda *_, **__: made)
+    launched, real = [], kernels.launch
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, *args: (launched.append(kernel), real(kernel, *args))
+    )
+    q, dy = (x.to(device) for x in heads(100, count=2)[:2])
+    k, v = (x.to(device) for x in heads(100, count=1, seed=1)[:2])
+    ranges = key_ranges(
+        100, 100, q.device, causal=False, left=9, right=9, global_tokens=3, documents=None
+    )
+    masks = (None, ranges, False, 0.3, 0.0)
+    y, lse = reference.forward(q, k, v, *masks)
+    right = reference.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
+    found = kernels.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
+    assert (kernels._attention_parts_kernel in launched) == (parts > 1)
+    for got, exact in zip(found[:3], right[:3], strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):
@@ -120,6 +162,7 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
 
 def test_routes_take_what_they_can(monkeypatch):
     from liger_multi.backends.cuda import attention as routes
+    from liger_multi.reference.causal_ranges import looked_at
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     q, k, v = heads(16, dtype=torch.bfloat16)
@@ -128,6 +171,9 @@ def test_routes_take_what_they_can(monkeypatch):
     assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
     wide = [x.repeat(1, 1, 1, 32) for x in (q, k, v)]
     assert routes.route(*wide, None, True, 0.0) == "flash"
+    ends = torch.arange(1, 17, dtype=torch.int32)
+    marked = looked_at(torch.stack([torch.zeros_like(ends), ends], -1)[None], 16)
+    assert routes.route(q, k, v, marked, False, 0.0) == "cudnn"
     assert routes.route(q[:, :, :5], k, v, None, False, 0.0) == "cudnn"
     for call in (
         (q, k, v, ranges, False, 0.0),
@@ -140,6 +186,23 @@ def test_routes_take_what_they_can(monkeypatch):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert routes.route(q, k, v, None, True, 0.0) == "triton"
+
+
+def test_a_mark_stands_for_causal_and_is_of_no_other_mask():
+    from liger_multi.reference.causal_ranges import looked_at, unless_causal
+
+    ends = torch.arange(1, 17, dtype=torch.int32)
+    causal = torch.stack([torch.zeros_like(ends), ends], -1)[None]
+    marked = looked_at(causal, 16)
+    torch.testing.assert_close(marked, causal)
+    assert unless_causal(marked, False) == (None, True)
+    assert unless_causal(causal, False) == (causal, False)
+    late, few, window = causal.clone(), causal[:, 4:], causal.clone()
+    late[0, -1, 1] = 15
+    window[0, 9, 0] = 1
+    for other in (late, few, window, torch.cat([causal, causal], -1)):
+        assert unless_causal(looked_at(other, 16), False)[0] is not None
+    torch.library.opcheck(torch.ops.liger_multi.looked_at_ranges.default, (causal, 16))
 
 
 Q, K, V = heads(6)

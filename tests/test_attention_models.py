@@ -237,6 +237,34 @@ def test_a_patched_model_too():
         same(eager, other, input_ids=IDS, labels=IDS)
 
 
+def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
+    """Else it could not take the kernels of plain causal masks that an eager model takes."""
+    from liger_multi.reference import attention as kernels
+    from liger_multi.reference import causal_ranges
+
+    met, old = [], kernels.seen_keys
+
+    def spy(q, k, ranges, *others):
+        met.append(ranges)
+        return old(q, k, ranges, *others)
+
+    monkeypatch.setattr(kernels, "seen_keys", spy)
+    eager, other = pair("llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for pads in (0, 4):
+        met.clear()
+        mask = torch.ones_like(IDS)
+        mask[1, :pads] = 0
+        batch = {**padded(mask), "use_cache": False}
+        loss = compiled(**batch).loss
+        loss.backward()
+        torch.testing.assert_close(loss, eager(**batch).loss, rtol=1e-5, atol=1e-6)
+        assert len(met) == 4, "two layers, forward and backward"
+        assert all(ranges is met[0] for ranges in met)
+        assert getattr(met[0], causal_ranges.MARK) is (pads == 0)
+
+
 def test_one_graph_with_padding():
     eager, other = pair("mistral")
     torch._dynamo.reset()

@@ -56,6 +56,16 @@ def test_opcheck(device, op, sample):
         )
 
 
+@pytest.mark.parametrize("op", operators())
+def test_outputs_may_be_written_to(device, op):
+    """As those of PyTorch's layers: clip_qkv of OLMo clamps in place what its projections gave."""
+    sample = next(s for s in samples.of(op) if s.size == "small")
+    result, _ = outputs(call(op, sample.make(device, torch.float32), sample.options))
+    for y in result.values():
+        wanted = y.detach() * 2
+        assert torch.equal(y.mul_(2).detach(), wanted)
+
+
 @every_small_sample
 def test_shape_rules_equal_what_runs(device, op, sample):
     for prim, args in recorded(op, sample, device):

@@ -20,7 +20,7 @@ def split(device):
 
 @pytest.mark.parametrize("order", [reference.PARTS, reference.LEFT, reference.RIGHT])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("layout", ["rows", "columns", "gaps"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "part"])
 @pytest.mark.parametrize("shape", [(70, 16), (16, 1100), (5, 7), (1, 3), (3, 1), (0, 4)])
 def test_parts_are_those_of_the_reference(split, device, order, axis, layout, shape):
     torch.manual_seed(0)
@@ -29,6 +29,7 @@ def test_parts_are_those_of_the_reference(split, device, order, axis, layout, sh
         "rows": wide[: shape[0], : shape[1]].contiguous(),
         "columns": wide[: shape[0], : shape[1]].t().contiguous().t(),
         "gaps": wide[::2, ::2],
+        "part": wide[: shape[0], shape[1] :],
     }[layout]
     made = split(x, order, axis)
     assert torch.equal(made, reference.split(x, order, axis))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton import attention as kernels
+from liger_multi.reference.causal_ranges import unless_causal
 
 __all__ = ["ROUTES", "backward", "forward", "route", "supports"]
 
@@ -34,6 +35,7 @@ def route(
     """Who runs a call: cudnn, flash or triton."""
     if _forced:
         return _forced[-1]
+    ranges, causal = unless_causal(ranges, causal)
     square = q.shape[2] == k.shape[2] or not causal
     plain = ranges is None and softcap == 0.0 and square and q.shape[3] == v.shape[3]
     if not plain or q.shape[3] % 8 or q.dtype not in (torch.bfloat16, torch.float16):
@@ -82,6 +84,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Flash's or cuDNN's output and normaliser, and the sinks' share of both; or Triton's."""
     by = route(q, k, v, ranges, causal, softcap)
+    ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
         return kernels.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     q, k, v = _dense(q), _dense(k), _dense(v)
@@ -103,6 +106,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Their backward from the whole sum, sinks included."""
     by = route(q, k, v, ranges, causal, softcap)
+    ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
         return kernels.backward(
             dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, needs_q, needs_k, needs_v,

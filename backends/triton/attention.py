@@ -6,7 +6,7 @@ Source: Dao 2023 (arXiv:2307.08691); the kernels are in attention_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from liger_multi.backends.triton.attention_kernels import (
     _attention_backward_kernel,
-    _attention_backward_keys_kernel,
     _attention_forward_kernel,
+)
+from liger_multi.backends.triton.attention_keys import (
+    SHARED,
+    _attention_backward_keys_kernel,
+    _attention_parts_kernel,
 )
 from liger_multi.backends.triton.attention_spans import spans
 from liger_multi.backends.triton.common import cdiv, power_of_2, tile_rows
@@ -25,12 +29,13 @@ from liger_multi.launch import DeviceInfo, device_info, knobs, tabled
 
 @dataclass(frozen=True)
 class AttentionKnobs:
-    """Tile of queries by keys; ``stages`` of loads are in flight."""
+    """Tile of queries by keys; ``stages`` of loads are in flight; ``parts`` of a long walk."""
 
     block_m: int = 64
     block_n: int = 64
     stages: int = 2
     num_warps: int = 4
+    parts: int = 1
 
 
 # The widest tiles (queries, keys, stages, warps) that ci.static finds to spill no register at any
@@ -41,7 +46,7 @@ LARGEST_TILE, MANY = 128, 2**20  # rows of a tile, rows of a long sequence
 SMALL, SMALLEST = (32, 32, 1, 4), (16, 16, 1, 4)
 TILES = {
     ("waves of 64", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
-    ("waves of 64", 128): ((128, 32, 1, 8), (64, 32, 1, 4), (16, 64, 1, 4)),
+    ("waves of 64", 128): ((64, 32, 1, 4), (64, 32, 1, 4), (16, 64, 1, 4)),
     ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
     ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
     ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 1, 8)),
@@ -132,7 +137,8 @@ def backward_keys_knobs(
     def on_chip(m: int, n: int, stages: int) -> int:
         return item * ((n + stages * m) * both + 2 * m * n)
 
-    return _tile(info, 2, dim, value_dim, (1, keys), on_chip)
+    made = _tile(info, 2, dim, value_dim, (1, keys), on_chip)
+    return replace(made, parts=8 if extra == 2 and queries >= 2048 else 1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -254,12 +260,26 @@ def _backward_keys(
     numbers = knobs(
         "attention.backward_keys", backward_keys_knobs, q.device, **_shape(q, k, v, ranges, softcap)
     )
-    blocks = cdiv(k.shape[2], numbers.block_n)
+    (batch, groups, keys, _), queries = k.shape, q.shape[2]
+    tiles, width = cdiv(keys, numbers.block_n), 0 if ranges is None else ranges.shape[2]
+    parts = numbers.parts if width == 4 else 1
+    spanned, partial, extra = None, None, SHARED * parts if parts > 1 else 0
+    if ranges is not None:
+        spanned = spans(ranges, keys, numbers.block_m, numbers.block_n)
+    if extra:
+        size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
+        partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
     args = (
-        q, k, v, dy, lse, inner, ranges, None if ranges is None else spans(ranges, k.shape[2]),
-        dk, dv, *_steps(q), *_steps(k), *_steps(v), *_steps(dy), _batch_step(ranges), blocks,
-        q.shape[1], k.shape[1], q.shape[2], k.shape[2], scale, softcap,
+        q, k, v, dy, lse, inner, ranges, spanned, partial, dk, dv, *_steps(q), *_steps(k),
+        *_steps(v), *_steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
+        scale, softcap,
     )  # fmt: skip
-    constants = _constants(q, v, ranges, causal, softcap, numbers)
-    count = blocks * k.shape[0] * k.shape[1]
+    constants = (*_constants(q, v, ranges, causal, softcap, numbers), SHARED, parts)
+    count = (tiles + extra) * batch * groups
     launch(_attention_backward_keys_kernel, count, args, constants, numbers.num_warps)
+    if extra:
+        rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
+        launch(
+            _attention_parts_kernel, SHARED * batch * groups, (partial, spanned, *rest),
+            (*constants[3:9], SHARED, parts), numbers.num_warps,
+        )  # fmt: skip

@@ -9,9 +9,6 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import INTERPRETED, LOG2E, assume_rows, round_to, tanh
 
-SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
-
-
 @triton.jit
 def product(a, b):
     """A product in fp32; Triton's interpreter would take bf16 for integers."""
@@ -59,14 +56,26 @@ def load_rows(
 
 
 @triton.jit
+def store_rows(
+    ptr, value, start, stride, count, ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr
+):
+    row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    mask = (start + row < count)[:, None] & (col < DIM)[None, :]
+    assume_rows(ptr, stride, ROWS)
+    ptr += tl.cast(start, tl.int64) * stride
+    at = ptr + (row[:, None] * stride + col[None, :])
+    tl.store(at, round_to(value, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_bounds(
-    ranges_ptr, rows, queries, keys,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, SECOND: tl.constexpr,
+    ranges_ptr, rows, queries, keys, second,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The keys that each row sees, ``[low, high)``; rows past the last are like the last."""
     last = tl.minimum(rows, queries - 1)
     if RANGES > 0:
-        at = ranges_ptr + last.to(tl.int64) * RANGES + 2 * SECOND
+        at = ranges_ptr + last.to(tl.int64) * RANGES + 2 * second
         return tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), keys)
     high = last * 0 + keys
     if CAUSAL:
@@ -75,122 +84,122 @@ def load_bounds(
 
 
 @triton.jit
-def whole_blocks(low, high, BLOCK: tl.constexpr):
-    """From where to where all rows see, whole blocks of those, and to where any row sees."""
+def whole_blocks(low, high, keys, BLOCK: tl.constexpr):
+    """Steps over what any row sees, where they begin, and from where to where all rows see."""
+    some = low < high
+    low, high = tl.where(some, low, keys), tl.where(some, high, 0)
     begin, end = tl.min(low) // BLOCK * BLOCK, tl.max(high)
-    first = tl.minimum((tl.max(low) + BLOCK - 1) // BLOCK * BLOCK, tl.maximum(end, begin))
-    first = (first + BLOCK - 1) // BLOCK * BLOCK
-    return begin, first, tl.maximum(tl.min(high) // BLOCK * BLOCK, first), end
+    steps = tl.maximum((end - begin + BLOCK - 1) // BLOCK, 0)
+    return steps, begin, (tl.max(low) + BLOCK - 1) // BLOCK * BLOCK, tl.min(high) // BLOCK * BLOCK
+
+
+@triton.jit
+def loop_over(steps, begin, RANGES: tl.constexpr, BLOCK: tl.constexpr):
+    """What ``place_of`` wants a loop to run over."""
+    if RANGES == 4:
+        return 0, steps
+    return begin, begin + steps * BLOCK
+
+
+@triton.jit
+def place_of(
+    step, steps, begin, first, last, begin2, first2, last2,
+    RANGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where a step stands, whether it needs a mask, and of which range it is.
+
+    One loop takes the steps of both ranges, by number; those of one range are told by their place,
+    which takes fewer registers.
+    """
+    start, second = step, 0
+    if RANGES == 4:
+        other = step >= steps
+        start = tl.where(other, begin2 + (step - steps) * BLOCK, begin + step * BLOCK)
+        first, last = tl.where(other, first2, first), tl.where(other, last2, last)
+        second = other.to(tl.int32)
+    return tl.multiple_of(start, BLOCK), (start < first) | (start + BLOCK > last), second
+
+
+@triton.jit
+def seen_by(
+    start, second, low, high, rows, ranges_ptr, queries, keys,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which keys of a block the rows of a tile see; of two ranges no bounds stay in registers."""
+    if RANGES == 4:
+        low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
+    j = (start + tl.arange(0, BLOCK))[None, :]
+    return (j >= low[:, None]) & (j < high[:, None])
 
 
 @triton.jit
 def forward_walk(
-    q, acc, top, total, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, begin, end,
-    scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    q, acc, top, total, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
+    softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of ``[begin, end)`` to the running softmax."""
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        k = load_rows(k_ptr, start, k_stride, keys, MASKED, BLOCK, DIM, SIZE)
+    """Add the keys that rows see to the running softmax."""
+    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
+        start, masked, second = place_of(
+            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+        )
+        k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
-        if MASKED:
-            j = (start + tl.arange(0, BLOCK))[None, :]
-            s = tl.where((j >= low[:, None]) & (j < high[:, None]), s, float("-inf"))
+        if masked:
+            seen = seen_by(
+                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
+            )
+            s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
-        base = new
-        if MASKED:
-            base = tl.where(new == float("-inf"), 0.0, new)
+        base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(p, axis=1)
-        v = load_rows(v_ptr, start, v_stride, keys, MASKED, BLOCK, VALUE_DIM, VALUE_SIZE)
-        acc = acc * decay[:, None]
-        acc = add_product(acc, p, v)
+        v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK, VALUE_DIM, VALUE_SIZE)
+        acc = add_product(acc * decay[:, None], p, v)
         top = new
     return acc, top, total
 
 
 @triton.jit
 def query_walk(
-    q, dy, dq, lse, inner, low, high, k_ptr, v_ptr, k_stride, v_stride, keys, begin, end,
-    scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, dy, dq, lse, inner, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
+    scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys of ``[begin, end)`` give to the gradient of a tile of queries."""
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        k = load_rows(k_ptr, start, k_stride, keys, MASKED, BLOCK, DIM, SIZE)
-        v = load_rows(v_ptr, start, v_stride, keys, MASKED, BLOCK, VALUE_DIM, VALUE_SIZE)
-        s, t = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
+    """Add what the keys that rows see give to the gradient of a tile of queries."""
+    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
+        start, masked, second = place_of(
+            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+        )
+        k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
+        v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK, VALUE_DIM, VALUE_SIZE)
+        s, dp = product(q, tl.trans(k)), product(dy, tl.trans(v))
+        s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
-        if MASKED:
-            j = (start + tl.arange(0, BLOCK))[None, :]
-            p = tl.where((j >= low[:, None]) & (j < high[:, None]), p, 0.0)
-        ds = p * (product(dy, tl.trans(v)) - inner[:, None])
+        if masked:
+            seen = seen_by(
+                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
+            )
+            p = tl.where(seen, p, 0.0)
+        ds = p * (dp - inner[:, None])
         if CAPPED:
             ds = ds * (1.0 - t * t)
         dq = add_product(dq, ds, k)
     return dq
-
-
-@triton.jit
-def _key_steps(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, begin, end, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        lane = tl.arange(0, BLOCK)
-        rows = start + lane
-        q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK, DIM, SIZE)
-        dy = load_rows(dy_ptr, start, dy_stride, queries, True, BLOCK, VALUE_DIM, VALUE_SIZE)
-        lse = tl.load(lse_ptr + start + lane, mask=rows < queries, other=float("inf"))
-        inner = tl.load(inner_ptr + start + lane, mask=rows < queries, other=0.0)
-        s, t = score(product(k, tl.trans(q)), scale, softcap, CAPPED)
-        p = tl.exp2(s - (lse * LOG2E)[None, :])
-        if MASKED:
-            low, high = load_bounds(ranges_ptr, rows, queries, keys, RANGES, CAUSAL, SECOND)
-            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
-            p = tl.where(seen, p, 0.0)
-        dv = add_product(dv, p, dy)
-        ds = p * (product(v, tl.trans(dy)) - inner[None, :])
-        if CAPPED:
-            ds = ds * (1.0 - t * t)
-        dk = add_product(dk, ds, q)
-    return dk, dv
-
-
-@triton.jit
-def key_walk(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, begin, end, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add what the queries of ``[begin, end)`` give to the gradients of a tile of keys.
-
-    Queries past the last have an infinite normaliser, so they give nothing with or without MASKED.
-    In fp32 every SEGMENT steps have sums of their own: one chain of 65 537 queries was 1.04 times
-    the tolerance away on an H200.
-    """
-    if k.dtype == tl.float32:
-        for part in range(begin, end, SEGMENT * BLOCK):
-            dk_part, dv_part = _key_steps(
-                k, v, tl.zeros_like(dk), tl.zeros_like(dv), place, q_ptr, dy_ptr, lse_ptr,
-                inner_ptr, ranges_ptr, q_stride, dy_stride, queries, keys, part,
-                tl.minimum(part + SEGMENT * BLOCK, end), scale, softcap, RANGES,
-                CAUSAL, SECOND, CAPPED, MASKED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-            )  # fmt: skip
-            dk += dk_part
-            dv += dv_part
-    else:
-        dk, dv = _key_steps(
-            k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride,
-            dy_stride, queries, keys, begin, end, scale, softcap, RANGES, CAUSAL,
-            SECOND, CAPPED, MASKED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
-        )  # fmt: skip
-    return dk, dv

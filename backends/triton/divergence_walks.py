@@ -8,7 +8,14 @@ row with one class, that leaves exactly 0.
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common import LN2, LOG2E, assume_cols, round_to
+from liger_multi.backends.triton.common import (
+    LN2,
+    LOG2E,
+    assume_cols,
+    at_most,
+    log2_near,
+    round_to,
+)
 
 FORWARD: tl.constexpr = tl.constexpr(0)  # kinds
 REVERSE: tl.constexpr = tl.constexpr(1)
@@ -17,7 +24,9 @@ TVD: tl.constexpr = tl.constexpr(3)
 LOGITS: tl.constexpr = tl.constexpr(0)  # forms
 LOG_PROB: tl.constexpr = tl.constexpr(1)
 PROB: tl.constexpr = tl.constexpr(2)
-FAR: tl.constexpr = tl.constexpr(115.0)  # beyond, the smaller probability adds nothing
+# beyond so many powers of 2 between both, the smaller probability adds nothing to the larger
+FAR: tl.constexpr = tl.constexpr(115.0)
+GONE: tl.constexpr = tl.constexpr(160.0)  # exp2 of it is 0 below
 
 
 @triton.jit
@@ -30,21 +39,28 @@ def _values(ptr, mask, scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
-    """Logarithm, probability, and what stands in the same order as both, exactly."""
+def _logarithm(ptr, mask, scale, shift, FORM: tl.constexpr):
+    """Natural logarithm, of logits or log-probabilities."""
     raw = _values(ptr, mask, scale, FORM)
-    if FORM == PROB:
-        return tl.log2(raw), raw, raw
-    s = (raw - shift if FORM == LOGITS else raw) * LOG2E
-    return s, tl.exp2(s), s if FORM == LOGITS else raw
+    return raw - shift if FORM == LOGITS else raw
 
 
 @triton.jit
-def _slopes(s, q, t, p, order, beta, KIND: tl.constexpr, CONSTANT: tl.constexpr):
-    """Loss of classes (base 2 but for TVD), and r (FORWARD: q r), natural."""
+def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
+    """Logarithm, probability, and what stands in the same order as both, exactly."""
+    if FORM == PROB:
+        raw = _values(ptr, mask, scale, FORM)
+        return tl.log2(raw), raw, raw
+    natural = _logarithm(ptr, mask, scale, shift, FORM)
+    s = natural * LOG2E
+    return s, tl.exp2(s), natural
+
+
+@triton.jit
+def _slopes(s, q, t, p, mine, other, beta, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+    """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
     if KIND == TVD:
-        r = tl.where(order > 0.0, 0.5, tl.where(order < 0.0, -0.5, 0.0))
-        return tl.abs(q - p) * 0.5, r
+        return tl.abs(q - p), tl.where(mine > other, 0.5, tl.where(mine < other, -0.5, 0.0))
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
     if KIND == FORWARD:
         return tl.where(p == 0.0, 0.0, p * gap), -p
@@ -64,11 +80,30 @@ def _both(
     s, q, mine = _distribution(student_ptr, mask, scale, s_shift, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
     if FORM == TEACHER_FORM:
-        order = mine - other
-        order = tl.where(mine == other, 0.0, order)  # both may be infinite
-    else:
-        order = q - p
-    return s, q, t, p, order
+        return s, q, t, p, mine, other
+    return s, q, t, p, q, p
+
+
+@triton.jit
+def _weights(beta):
+    """Of teacher and student in m; neither vanishes in fp32, so that log m is finite."""
+    return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
+
+
+@triton.jit
+def _jensen_terms(s, t, beta, rest):
+    """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
+
+    By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
+    log2(w + w' e), in which nothing cancels.
+    """
+    far = at_most(tl.abs(t - s) * LOG2E, GONE)  # both may be -inf
+    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
+    e = tl.exp2(far * -1.0)
+    up = t > s
+    of_large = log2_near(tl.where(up, beta, rest) + tl.where(up, rest, beta) * e)
+    of_small = e * (far + of_large)
+    return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
 
 
 @triton.jit
@@ -156,6 +191,8 @@ def sums(
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss and slope of a row, from its end: what was read last may still be in the cache."""
+    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    theirs, mine = _weights(beta)
     lane = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
@@ -164,16 +201,31 @@ def sums(
         first = (steps - 1 - step) * BLOCK
         assume_cols(first)
         col = first + lane
-        s, q, t, p, order = _both(
-            student_ptr + col, teacher_ptr + col, col < cols, scale, s_shift, t_shift, FORM,
-            TEACHER_FORM,
-        )  # fmt: skip
-        each, r = _slopes(s, q, t, p, order, beta, KIND, 0.0)
-        loss += each
-        if FORM == LOGITS:
-            slope += r if KIND == FORWARD else tl.where(q == 0.0, 0.0, q * r)
+        mask = col < cols
+        if LOGS:
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
+            loss += of_teacher
+            slope += of_student
+        else:
+            s, q, t, p, a, b = _both(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
+                TEACHER_FORM,
+            )  # fmt: skip
+            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0)
+            loss += each
+            if FORM == LOGITS:
+                if KIND == FORWARD:
+                    slope += r
+                else:
+                    slope += q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r)
     total = tl.sum(loss, axis=0)
-    return total if KIND == TVD else total * LN2, tl.sum(slope, axis=0)
+    weighted = tl.sum(slope, axis=0)
+    if LOGS:
+        weighted *= -mine * LN2
+        return weighted - theirs * LN2 * total, weighted
+    return total * (0.5 if KIND == TVD else LN2), weighted
 
 
 @triton.jit
@@ -183,26 +235,41 @@ def write_gradient(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient times ``factor``; the loss of the same walk is returned if ``SUM``."""
+    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    theirs, mine = _weights(beta)
+    by_log = -mine * LN2 * factor
     lane = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + lane
         mask = col < cols
-        s, q, t, p, order = _both(
-            student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
-            TEACHER_FORM,
-        )  # fmt: skip
-        each, r = _slopes(s, q, t, p, order, beta, KIND, 0.0 if FORM == LOGITS else 1.0)
-        if SUM:
-            loss += each
-        if KIND == FORWARD:
-            dz = r - q * slope if FORM == LOGITS else r
-            if FORM == PROB:
-                dz = tl.where(p == 0.0, 0.0, r / q)
+        if LOGS:
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            if SUM:
+                of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
+                loss -= theirs * of_teacher + mine * of_student
+                dz = of_student * by_log
+            else:
+                gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
+                log_m = log2_near(mine + theirs * tl.exp2(gap))  # over q
+                dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
         else:
-            dz = r - slope if FORM == LOGITS else r
-            if FORM != PROB:
-                dz = tl.where(q == 0.0, 0.0, q * dz)
-        tl.store(out_ptr + col, round_to(dz * factor, out_ptr.dtype.element_ty), mask=mask)
-    total = tl.sum(loss, axis=0)
-    return total if KIND == TVD else total * LN2
+            s, q, t, p, a, b = _both(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
+                TEACHER_FORM,
+            )  # fmt: skip
+            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0 if FORM == LOGITS else 1.0)
+            if SUM:
+                loss += each
+            if KIND == FORWARD:
+                dz = r - q * slope if FORM == LOGITS else r
+                if FORM == PROB:
+                    dz = tl.where(p == 0.0, 0.0, r / q)
+            else:
+                dz = r - slope if FORM == LOGITS else r
+                if FORM != PROB:
+                    dz = q * dz if KIND == TVD else tl.where(q == 0.0, 0.0, q * dz)
+            dz *= factor
+        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(loss, axis=0) * (0.5 if KIND == TVD else LN2)

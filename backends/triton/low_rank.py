@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common import (
+    as_rows,
     assume_rows,
     cdiv,
     power_of_2,
@@ -39,17 +40,17 @@ def split_knobs(info: DeviceInfo, cols: int) -> SplitKnobs:
 
 @triton.jit
 def _split_kernel(
-    x_ptr, out_ptr, rows, cols, col_steps, out_stride, step, ORDER: tl.constexpr,
+    x_ptr, out_ptr, rows, cols, col_steps, x_stride, out_stride, step, ORDER: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ORDER has the parts in base 4, the first at its end; ``step`` lies between two of them."""
-    assume_rows(x_ptr, cols, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
     assume_rows(out_ptr, out_stride, ROWS)
     row = (tl.program_id(0) // col_steps).to(tl.int64) * ROWS
     first = (tl.program_id(0) % col_steps) * COLS
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     mask = (row + r < rows) & (first + c < cols)
-    x = tl.load(x_ptr + (row * cols + first) + (r * cols + c), mask=mask, other=0.0)
+    x = tl.load(x_ptr + (row * x_stride + first) + (r * x_stride + c), mask=mask, other=0.0)
     p0 = round_to(x, tl.bfloat16)
     rest = x - p0.to(tl.float32)
     p1 = round_to(rest, tl.bfloat16)
@@ -72,13 +73,14 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
         return split(x.t(), order, 1 - axis).t()
     if not x.numel():
         return reference.split(x, order, axis)
-    x, (rows, cols), count = x.contiguous(), x.shape, len(order)
+    (rows, cols), count = x.shape, len(order)
     shape = (rows, count * cols) if axis else (count * rows, cols)
     out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     k = knobs("low_rank.split", split_knobs, x.device, cols=cols)
+    x = as_rows(x, k.cols)
     steps = cdiv(cols, k.cols)
     code = sum(part << 2 * place for place, part in enumerate(order))
-    args = (x, out, rows, cols, steps, shape[1], cols if axis else rows * cols)
+    args = (x, out, rows, cols, steps, x.stride(0), shape[1], cols if axis else rows * cols)
     launch(
         _split_kernel, cdiv(rows, k.rows) * steps, args, (code, count, k.rows, k.cols), k.num_warps
     )

@@ -3,9 +3,10 @@
     y = exp(x - max) / sum exp(x - max)
     dx = y (dy - sum y dy)              of sparsemax, with s = [y > 0]: s (dy - sum s dy / sum s)
 
-Tiles of whole rows are read once. Wider rows are walked twice: the sum of exponentials is anchored
-at the maximum of the first step, so that no walk waits for a running maximum, and taken again from
-the row's maximum where it overflows.
+Tiles of whole rows are read once. Wider rows are walked twice, the second time from their end, as
+what was read last may still be in the cache. The sum of exponentials is anchored at the maximum of
+the first step, so that no walk waits for a running maximum, and taken again from the row's maximum
+where it overflows.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
         anchor = row_maximum(x_ptr, cols, None, None, BLOCK)
         total, _, _, _ = walk(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
     log2_total = tl.log2(total)
+    last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK):
-        col = start + tl.arange(0, BLOCK)
+        step = last - start
+        assume_cols(step)
+        col = step + tl.arange(0, BLOCK)
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         y = tl.exp2((x.to(tl.float32) - anchor) * LOG2E - log2_total)
@@ -112,10 +116,11 @@ def _softmax_backward_kernel(
     y_offset = row[:, None] * y_stride + col[None, :]
     dy = tl.load(dy_ptr + first * dy_stride + dy_offset, mask=mask, other=0.0).to(tl.float32)
     w = _weight(tl.load(y_ptr + first * y_stride + y_offset, mask=mask, other=0.0), SPARSE)
-    mean = tl.sum(tl.where(w == 0.0, 0.0, w * dy), axis=1)
+    dy = tl.where(w == 0.0, 0.0, dy)
+    mean = tl.sum(w * dy, axis=1)
     if SPARSE:
         mean = mean / tl.sum(w, axis=1)
-    dx = tl.where(w == 0.0, 0.0, w * (dy - mean[:, None]))
+    dx = w * (dy - mean[:, None])
     dx_offset = row[:, None] * cols + col[None, :]
     tl.store(dx_ptr + first * cols + dx_offset, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
@@ -143,13 +148,16 @@ def _softmax_backward_wide_kernel(
     mean = tl.sum(total, axis=0)
     if SPARSE:
         mean = mean / tl.sum(weights, axis=0)
+    last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK):
-        col = start + tl.arange(0, BLOCK)
+        step = last - start
+        assume_cols(step)
+        col = step + tl.arange(0, BLOCK)
         mask = col < cols
         dy = tl.load(dy_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         y = tl.load(y_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         w = _weight(y, SPARSE)
-        dx = tl.where(w == 0.0, 0.0, w * (dy.to(tl.float32) - mean))
+        dx = w * (tl.where(w == 0.0, 0.0, dy.to(tl.float32)) - mean)
         tl.store(dx_ptr + col, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 

@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,
     "lora_mlp": PLAIN,
+    "lora_qkv": PLAIN,
     "lora_update": PLAIN,
     "modulated_rms_norm": PLAIN,
     "multi_token_attention": PLAIN,

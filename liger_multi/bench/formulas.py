@@ -108,6 +108,16 @@ def _lora_mlp(
     return _lora_update(F.linear(inner, down_weight), inner, down_a, down_b, scale=down_scale)
 
 
+def _lora_qkv(
+    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_a: Tensor, q_b: Tensor,
+    k_a: Tensor, k_b: Tensor, v_a: Tensor, v_b: Tensor, *, q_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q = _lora_update(F.linear(x, q_weight), x, q_a, q_b, scale=q_scale)
+    k = _lora_update(F.linear(x, k_weight), x, k_a, k_b, scale=k_scale)
+    return q, k, _lora_update(F.linear(x, v_weight), x, v_a, v_b, scale=v_scale)
+
+
 def _swiglu_clamped(
     gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
 ) -> Tensor:
@@ -328,6 +338,7 @@ TABLE: dict[str, dict[str, Formula]] = {
     "swiglu_packed": {"torch": _swiglu_packed},
     "gated_mlp": {"torch": _gated_mlp},
     "lora_mlp": {"torch": _lora_mlp},
+    "lora_qkv": {"torch": _lora_qkv},
     "lora_update": {"torch": _lora_update},
     "geglu": {"torch": _geglu},
     "geglu_packed": {"torch": _geglu_packed},

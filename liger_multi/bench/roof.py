@@ -91,6 +91,15 @@ def _lora_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
 
 
+def _lora_qkv(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    outputs = sum(shapes[name][0] for name in shapes if name.endswith("_weight"))
+    product = 2.0 * rows * width * outputs
+    # x read, outputs written; then these gradients and x read, dx written; frozen as lora_mlp's
+    forward = rows * (width + outputs) * size
+    return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
+
+
 def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     width, slots = shapes["x"][-1], math.prod(shapes["index"])
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
@@ -171,6 +180,13 @@ def _multi_token(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(3 * scores * size, 6 * scores * size, product, 3 * product)
 
 
+def _kl_div(
+    shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
+) -> Work:
+    # the gradient of log-probabilities is that of the teacher, and reads nothing else
+    return _elementwise(2, 5 if options.get("form") == "logits" else 4)(shapes, size)
+
+
 WORK: dict[str, Callable[..., Work]] = {
     "attention_residuals": _residuals,
     "multi_token_attention": _multi_token,
@@ -193,6 +209,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
     "lora_mlp": _lora_mlp,
+    "lora_qkv": _lora_qkv,
     "lora_update": _lora_update,
     "fused_moe": _fused_moe,
     # streams read; read again, their gradient written
@@ -228,10 +245,11 @@ WORK: dict[str, Callable[..., Work]] = {
     # logits read; the gradient written, which one pass can do
     "selective_log_softmax": _elementwise(1, 2),
     "embedding": _embedding,
+    # student and teacher read; read again, and the gradient written
+    "kl_div": _kl_div,
+    "jsd": _elementwise(2, 5),
+    "tvd": _elementwise(2, 5),
     # student and teacher read; the gradient written, which one pass can do
-    "kl_div": _elementwise(2, 3),
-    "jsd": _elementwise(2, 3),
-    "tvd": _elementwise(2, 3),
     "kl_div_inplace": _elementwise(2, 3),
     "jsd_inplace": _elementwise(2, 3),
     "tvd_inplace": _elementwise(2, 3),
@@ -240,7 +258,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "fused_linear_jsd": _linear_pair,
     "fused_linear_tvd": _linear_pair,
 }
-MASKED = ("attention", "neighborhood_attention")  # work depends on options
+OPTIONS = ("attention", "neighborhood_attention", "kl_div")  # on which work depends
 
 
 def least(
@@ -250,7 +268,7 @@ def least(
     found = WORK.get(op)
     if found is None:
         return None
-    return found(shapes, size, options) if op in MASKED else found(shapes, size)
+    return found(shapes, size, options) if op in OPTIONS else found(shapes, size)
 
 
 @dataclass(frozen=True)

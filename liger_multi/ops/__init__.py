@@ -31,6 +31,7 @@ from liger_multi.ops.jsd import jsd
 from liger_multi.ops.kl_div import kl_div
 from liger_multi.ops.layer_norm import layer_norm
 from liger_multi.ops.lora_mlp import lora_mlp
+from liger_multi.ops.lora_qkv import LoraQKVOutput, lora_qkv
 from liger_multi.ops.lora_update import lora_update
 from liger_multi.ops.modulated_rms_norm import modulated_rms_norm
 from liger_multi.ops.multi_token_attention import multi_token_attention
@@ -57,6 +58,7 @@ __all__ = [
     "CrossEntropyOutput",
     "FusedAddRMSNormOutput",
     "LogProbOutput",
+    "LoraQKVOutput",
     "attention",
     "attention_residuals",
     "cross_entropy",
@@ -82,6 +84,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "lora_mlp",
+    "lora_qkv",
     "lora_update",
     "modulated_rms_norm",
     "multi_token_attention",

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
+
+from liger_multi.primitive import LIBRARY
+
+LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
+LIBRARY.impl(
+    "looked_at_ranges",
+    importlib.import_module("liger_multi.reference.causal_ranges").looked_at,
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "liger_multi::looked_at_ranges", lambda ranges, keys: torch.empty_like(ranges), lib=LIBRARY
+)
 
 
 def runs(documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,3 +84,11 @@ def key_ranges(
     other = torch.where(everywhere, end, first)
     past = torch.where(everywhere, stop, torch.minimum(first + global_tokens, start))
     return torch.stack([start, end, other, torch.maximum(other, past)], -1).to(torch.int32)
+
+
+def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
+    """The ranges; in a compiled graph, looked at when it runs, once for all layers of one mask."""
+    if ranges is None or not torch.compiler.is_compiling():
+        return ranges
+    looked: Tensor = torch.ops.liger_multi.looked_at_ranges(ranges, keys)
+    return looked

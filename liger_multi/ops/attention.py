@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import Op
-from liger_multi.ops._ranges import from_lengths, key_ranges
+from liger_multi.ops._ranges import from_lengths, in_graphs, key_ranges
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -128,6 +128,7 @@ def attention(
         _ranges_fit(q, ranges)
     cap = 0.0 if softcap is None else checks.number("attention", "softcap", softcap, 0, above=True)
     by = q.shape[3] ** -0.5 if scale is None else float(scale)
+    ranges = in_graphs(ranges, k.shape[2])
     result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
     return result
 

@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
-from liger_multi.ops.lora_update import adapter_dtypes, fit, lora_update
+from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -156,7 +156,8 @@ def lora_mlp(
     for name, bias in biases.items():
         rows = f"{name.removesuffix('bias')}weight"
         checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
-    _frozen({**weights, **biases})
+    instead = "gated_mlp, or the layers themselves with lora_update"
+    frozen("lora_mlp", {**weights, **biases}, instead)
     adapted: list[Tensor | None] = []
     inner = x.shape[:-1] + gate_weight.shape[:1]
     for name, (a, b) in pairs.items():
@@ -174,17 +175,6 @@ def lora_mlp(
     if checks.in_checkpoint():
         return _in_steps(x, wide, adapted, scales, activation)
     return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation)  # type: ignore[no-any-return]
-
-
-def _frozen(weights: dict[str, Tensor | None]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, weight in weights.items():
-        if weight is not None and weight.requires_grad:
-            raise ValueError(
-                f"lora_mlp: the layers must be frozen, got a {name} that requires a gradient; call "
-                "gated_mlp, or the layers themselves with lora_update"
-            )
 
 
 def _in_steps(

@@ -1,5 +1,6 @@
 """Contract of ``lora_update``."""
 
+import torch
 from torch import Tensor
 
 from liger_multi import checks
@@ -109,6 +110,18 @@ def adapter_dtypes(
             f"{of}a of {kinds[1]}"
         )
     return x, a, b
+
+
+def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
+    """No weight or bias of a layer asks for a gradient, which the operator does not compute."""
+    if not torch.is_grad_enabled():
+        return
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad:
+            raise ValueError(
+                f"{op}: the layers must be frozen, got a {name} that requires a gradient; call "
+                f"{instead}"
+            )
 
 
 def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:

@@ -20,7 +20,7 @@ from liger_multi.samples import Tensor as T
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")
 # traced, so that it fuses with its neighbours; unlike swiglu's, this choice was not measured
-op = Op("rope", compile="trace")
+op = Op("rope")
 
 
 @op.forward(returns="q_out k_out")

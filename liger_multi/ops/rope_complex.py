@@ -11,7 +11,7 @@ from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("rope_complex", compile="trace")
+op = Op("rope_complex")
 
 
 @op.forward(returns="q_out k_out")

@@ -13,7 +13,7 @@ from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 # traced as rope, whose choice was not measured either
-op = Op("rope_multimodal", compile="trace")
+op = Op("rope_multimodal")
 
 
 @op.forward(returns="q_out k_out")

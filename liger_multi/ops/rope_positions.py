@@ -12,7 +12,7 @@ from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("rope_positions", compile="trace")
+op = Op("rope_positions")
 
 
 @op.forward(returns="q_out k_out")

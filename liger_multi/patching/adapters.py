@@ -7,8 +7,10 @@ forward.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
@@ -24,6 +26,10 @@ FORWARDS = {
     ("peft.tuners.lora.bnb", "Linear8bitLt.forward"),
 }
 """Where a forward of PEFT's stands whose adapters are added to what the base layer gives."""
+
+
+together: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
+"""The projections of the module that runs, which has them computed together."""
 
 
 class Adapter(NamedTuple):
@@ -79,7 +85,8 @@ def one_adapter(layer: Any) -> Adapter | None:
     base = getattr(layer, "base_layer", None)
     if base is None or not looks_like_lora(layer) or is_watched(layer) or not is_bare(base):
         return None
-    if any(p.requires_grad for p in base._parameters.values() if p is not None):
+    # FSDP and nn.DataParallel put tensors that are no parameters there
+    if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
         return None
     found = adapters(layer)
     return found[0] if not isinstance(found, str) and len(found) == 1 else None
@@ -98,6 +105,11 @@ class FusedLora(Patched):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output and what every adapter adds; PEFT's forward where it must."""
+        group = None if torch.compiler.is_compiling() else together.get()
+        if group is not None and not (args or kwargs):
+            handed = group.output(self, x)
+            if handed is not None:
+                return cast(Tensor, handed)
         other = args or kwargs or type(x) is not Tensor or globally_hooked()
         found = "called in another form" if other else adapters(self)
         if isinstance(found, str) or not all(fits(x, one) for one in found):

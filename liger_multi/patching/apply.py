@@ -22,6 +22,7 @@ from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
+from liger_multi.patching.projections import SharedInput, projections, share
 from liger_multi.patching.protocol import warn_once
 from liger_multi.patching.report import Entry, PatchReport, Skipped
 from liger_multi.patching.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
@@ -143,6 +144,7 @@ def _patch(
         for path, module in model.named_modules():
             for find in _FINDERS:
                 find(report, request, path, module)
+        _shared(report, request, model)
         _head(report, request, model, head_needed)
         _absent(report, request, model)
         if strict and any(s.strict for s in report.skipped):
@@ -222,7 +224,8 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
-        swap = Swap("rope", stock, FusedRotary, request.get("rope"))
+        around = SharedInput if isinstance(module, SharedInput) else None  # _shared decides
+        swap = Swap("rope", stock, FusedRotary, request.get("rope"), around)
         by = f"rope[{'; '.join(kinds)}]"
         _apply(report, path, module, swap, by, request.get("rope").shown())
         renew(type(module))
@@ -242,6 +245,19 @@ def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -
     else:
         swap = Swap("lora", stock_class(module), FusedLora, options)
         _apply(report, path, module, swap, "lora_update", options.shown())
+
+
+def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Layers with adapters that share an input: their module has them computed together."""
+    for path, module in model.named_modules():
+        layers = [] if request.get("lora") is None else projections(module)
+        if share(module, bool(layers) and not foreign.of_module(module)):
+            names = {n for n, m in module.named_children() if any(m is one for one in layers)}
+            paths = {f"{path}.{name}".strip(".") for name in names}
+            report.entries = [
+                replace(e, replaced_by="lora_qkv") if e.op == "lora" and e.path in paths else e
+                for e in report.entries
+            ]
 
 
 def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
@@ -349,7 +365,7 @@ def _apply(
 
 def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
     found = restore(module)
-    if found:
+    if found and found.behaviour is not SharedInput:  # its layers have entries
         report.entries.append(
             Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
         )

@@ -161,6 +161,15 @@ MLP_OPS = tuple(dict.fromkeys(kind.op for kind in MLP_KINDS))
 """Tried in this order."""
 
 
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+)
+"""Names of an attention module's layers that may share an input."""
+
+
 @dataclass(frozen=True)
 class RotaryKind:
     """How one rotary function computes, in terms of the operator ``rope``.

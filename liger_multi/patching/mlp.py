@@ -206,7 +206,7 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
 
 
 def _frozen(layer: nn.Module) -> bool:
-    return not any(p.requires_grad for p in layer.parameters(recurse=False))
+    return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
 
 
 def _one_dtype(x: Tensor, *weights: Tensor) -> bool:

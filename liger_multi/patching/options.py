@@ -181,7 +181,8 @@ def _checked(op: str, options: Options) -> Options:
     if options.backend is not None:
         from liger_multi.config import use
 
-        with use(**{op: options.backend}):  # raises on an unknown backend
+        # raises on an unknown backend
+        with use(**{"lora_update" if op == "lora" else op: options.backend}):
             pass
     return options
 

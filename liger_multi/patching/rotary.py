@@ -76,7 +76,7 @@ class FusedRotary(Patched):
 
 def renew(kind: type) -> None:
     """Make the methods of a class of ours from those that its stock class has now."""
-    kind = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
+    kind = next(k for k in kind.__mro__ if FusedRotary in k.__bases__)
     swap: Swap = vars(kind)["_liger_multi_swap"]
     found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
     for method, function, name, called in rotary_calls(swap.stock):

@@ -9,7 +9,7 @@ that match by class or by name, and ``isinstance`` see what they saw before; ``d
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from torch import nn
@@ -26,12 +26,14 @@ class Swap:
         stock: The class that the instance had.
         behaviour: The mixin that brings the new forward.
         settings: What the forward needs to know; hashable and picklable.
+        around: A mixin whose forward calls that of the behaviour, if any.
     """
 
     op: str
     stock: type[nn.Module]
     behaviour: type[Patched]
     settings: Hashable
+    around: type[Patched] | None = None
 
 
 class Patched(nn.Module):
@@ -55,13 +57,16 @@ def _class_of(swap: Swap) -> type[nn.Module]:
     made = _classes.get(swap)
     if made is None:
         stock = swap.stock
+        bases = (swap.behaviour, stock)
+        if swap.around is not None:
+            bases = (swap.around, _class_of(replace(swap, around=None)))
         namespace = {
             "_liger_multi_swap": swap,
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
         }
-        fresh = type(stock.__name__, (swap.behaviour, stock), namespace)
+        fresh = type(stock.__name__, bases, namespace)
         made = _classes.setdefault(swap, fresh)
     return made
 

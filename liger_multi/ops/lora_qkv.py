@@ -1,0 +1,248 @@
+"""Contract of ``lora_qkv``."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.op import Op
+from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+LAYERS = ("q", "k", "v")
+op = Op(
+    "lora_qkv",
+    rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS)),
+    replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
+)
+
+
+class LoraQKVOutput(NamedTuple):
+    """What the layers gave; None for those that were not there."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+
+@op.forward(returns="q k v low", residuals="low")
+def forward(
+    x: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    v_weight: Optional[Tensor],
+    q_a: Optional[Tensor],
+    q_b: Optional[Tensor],
+    k_a: Optional[Tensor],
+    k_b: Optional[Tensor],
+    v_a: Optional[Tensor],
+    v_b: Optional[Tensor],
+    q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor],
+    v_bias: Optional[Tensor],
+    q_scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+
+    def made(weight: Optional[Tensor]) -> Tensor:
+        return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
+
+    thin = [a for a in (q_a, k_a, v_a) if a is not None]
+    low = (thin[0] if thin else x).new_empty((*x.shape[:-1], sum(a.shape[0] for a in thin)))
+    return made(q_weight), made(k_weight), made(v_weight), low
+
+
+@op.backward(returns="dx dq_a dq_b dk_a dk_b dv_a dv_b")
+def backward(
+    dq: Optional[Tensor],
+    dk: Optional[Tensor],
+    dv: Optional[Tensor],
+    x: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    v_weight: Optional[Tensor],
+    q_a: Optional[Tensor],
+    q_b: Optional[Tensor],
+    k_a: Optional[Tensor],
+    k_b: Optional[Tensor],
+    v_a: Optional[Tensor],
+    v_b: Optional[Tensor],
+    low: Tensor,
+    q_scale: float,
+    k_scale: float,
+    v_scale: float,
+    needs_x: bool,
+    needs_q_a: bool,
+    needs_q_b: bool,
+    needs_k_a: bool,
+    needs_k_b: bool,
+    needs_v_a: bool,
+    needs_v_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule."""
+
+    def like(thin: Optional[Tensor], dy: Optional[Tensor], needed: bool) -> Tensor:
+        if thin is None:
+            return x.new_empty(0)
+        return thin.new_empty(thin.shape if needed and dy is not None else (0,))
+
+    return (
+        x.new_empty(x.shape if needs_x else (0,)),
+        like(q_a, dq, needs_q_a),
+        like(q_b, dq, needs_q_b),
+        like(k_a, dk, needs_k_a),
+        like(k_b, dk, needs_k_b),
+        like(v_a, dv, needs_v_a),
+        like(v_b, dv, needs_v_b),
+    )
+
+
+def lora_qkv(
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> LoraQKVOutput:
+    """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
+
+    Math:
+        Each of q, k and v is ``x @ weight.T + bias + scale (x @ a.T) @ b.T``, without the last term
+        for a layer without a and b; a layer without a weight is absent. The weights and biases are
+        frozen. Backward sums the gradient of x in one buffer, ``dq @ q_weight + dk @ k_weight + dv
+        @ v_weight`` and, as one product, ``scale (dy @ b) @ a`` of all layers; the gradients of all
+        a are one product as well, ``(dy @ b).T @ x``.
+
+    Shapes:
+        x ``(..., H)`` with any strides; of each layer, with an F and an r of its own, weight
+        ``(F, H)``, bias ``(F,)``, a ``(r, H)``, b ``(F, r)``; q, k and v ``(..., F)``, contiguous.
+
+    Dtypes:
+        In: x, weights and biases of one floating dtype, all adapters of one, which may be wider;
+        any under autocast, which then sets the dtype of all. Inside: as ``lora_update``. Out: that
+        of x.
+
+    Memory:
+        Kept for backward: x, once, and ``x @ a.T`` of all layers, in the dtype of a. PEFT's layers
+        keep a copy of x in the dtype of a each.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
+        ValueError: Shapes do not fit together, mixed devices, no weight, an a without its b, parts
+            of an absent layer, or a weight that requires a gradient.
+
+    Source:
+        Hu et al. 2021 (arXiv:2106.09685); ``peft.tuners.lora.Linear`` around the projections of
+        transformers ``LlamaAttention``.
+    """
+    weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
+    pairs = {"q": (q_a, q_b), "k": (k_a, k_b), "v": (v_a, v_b)}
+    thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
+    checks.floating("lora_qkv", x=x, **weights, **biases, **thin)
+    adapted: dict[str, Tensor | None] = dict.fromkeys(thin)
+    for name, (a, b) in pairs.items():
+        weight, bias = weights[f"{name}_weight"], biases[f"{name}_bias"]
+        if weight is None:
+            _absent(name, {f"{name}_bias": bias, f"{name}_a": a, f"{name}_b": b})
+            continue
+        _whole(name, x, weight, bias)
+        if (a is None) != (b is None):
+            given, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(f"lora_qkv: {name}_{given} needs {name}_{missing} beside it, got None")
+        if a is not None and b is not None:
+            fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), a, b, f"{name}_")
+            _, a, b = adapter_dtypes("lora_qkv", {"x": x}, a, b, f"{name}_")
+            adapted[f"{name}_a"], adapted[f"{name}_b"] = a, b
+    if all(weight is None for weight in weights.values()):
+        raise ValueError("lora_qkv: at least one of q_weight, k_weight and v_weight is needed")
+    frozen("lora_qkv", {**weights, **biases}, "the layers themselves with lora_update")
+    x, *wide = checks.one_dtype("lora_qkv", {"x": x, **weights, **biases})  # type: ignore[assignment]
+    if any(a is not None for a in adapted.values()):
+        checks.one_dtype("lora_qkv", {n: a for n, a in adapted.items() if a is not None})
+    scales = (float(q_scale), float(k_scale), float(v_scale))
+    made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales)
+    there = [weight is not None for weight in weights.values()]
+    return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
+
+
+def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
+    for part, given in parts.items():
+        if given is not None:
+            raise ValueError(f"lora_qkv: {part} needs {name}_weight beside it, got None")
+
+
+def _whole(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"lora_qkv: {name}_weight must have shape (F, H) for x (..., H), got "
+            f"{tuple(weight.shape)} for {tuple(x.shape)}"
+        )
+    checks.vector("lora_qkv", f"{name}_bias", bias, weight.shape[0], f"rows of {name}_weight")
+
+
+_SIZES = {"q": 12, "k": 6, "v": 5}
+
+
+def _case(
+    rows: tuple[int, ...], width: int, ranks: Mapping[str, int], sizes: Mapping[str, int] = _SIZES,
+    dtype: torch.dtype | None = None, frozen: Sequence[str] = (),
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of a sample; layers of rank 0 have no adapter, those ``frozen`` no gradient."""
+    made = {"x": T((*rows, width), grad="x" not in frozen)}
+    for name, rank in ranks.items():
+        made[f"{name}_weight"] = T((sizes[name], width), scale=width**-0.5, grad=False)
+        for part, shape in {"a": (rank, width), "b": (sizes[name], rank)}.items():
+            if rank:
+                key, scale = f"{name}_{part}", shape[1] ** -0.5
+                made[key] = T(shape, dtype, scale, grad=key not in frozen)
+    return made
+
+
+def _bias(*names: str) -> dict[str, T]:
+    return {f"{name}_bias": T((_SIZES[name],), scale=0.3, grad=False) for name in names}
+
+
+_SCALES = {"q_scale": 2.0, "k_scale": 0.5, "v_scale": 1.5}
+_EQUAL = dict.fromkeys(_SCALES, 2.0)
+_RANK_2, _RANK_4, _RANK_16 = (dict.fromkeys(LAYERS, rank) for rank in (2, 4, 16))
+_THIN = [f"{layer}_{part}" for layer in LAYERS for part in "ab"]
+_LLAMA = {"q": 4096, "k": 1024, "v": 1024}
+SAMPLES = (
+    Sample("rows", _case((2, 3), 8, _RANK_4), _EQUAL),
+    Sample("scales-and-ranks", _case((6,), 8, {"q": 4, "k": 1, "v": 3}) | _bias("q"), _SCALES),
+    Sample("k-without-adapter", _case((5,), 8, {"q": 2, "k": 0, "v": 3}) | _bias("k"), _EQUAL),
+    Sample("k-and-v", _case((5,), 8, {"k": 2, "v": 2}), _SCALES),
+    Sample("no-adapter", _case((5,), 8, {"q": 0, "v": 0})),
+    Sample("odd-widths", _case((7,), 13, _RANK_4, {"q": 19, "k": 5, "v": 5})),
+    Sample("one-axis", _case((), 8, _RANK_4)),
+    Sample("no-rows", _case((0,), 8, _RANK_4)),
+    Sample("sliced", _case((6,), 8, _RANK_4) | {"x": T((6, 8), layout="sliced")}),
+    Sample("frozen-x", _case((6,), 8, _RANK_4, frozen=["x"])),
+    Sample("only-b-of-k", _case((6,), 8, _RANK_4, frozen=["x", "q_a", "q_b", "k_a"])),
+    Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
+    Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),
+    Sample(
+        "8192x4096-r16-fp32",
+        _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32),
+        _EQUAL,
+        size="bench",
+    ),
+)
