@@ -193,9 +193,7 @@ def main() -> int:
         small, large = Call(MASKS[name], 640), Call(MASKS[name], 8192)
         right = small.right()[which]
         first = error(small.half(which)(), right)
-        print(
-            f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes"
-        )
+        print(f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes")
         rows = []
         for tile in tiles(name, which):
             with numbers(name, which, tile):

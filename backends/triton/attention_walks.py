@@ -9,7 +9,6 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import INTERPRETED, LOG2E, assume_rows, round_to, tanh
 
-
 @triton.jit
 def product(a, b):
     """A product in fp32; Triton's interpreter would take bf16 for integers."""
