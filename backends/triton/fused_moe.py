@@ -157,7 +157,7 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
         _moe_bias_gradient_kernel, groups.count * tiles,
         (rows, routing, groups.order, groups.offsets, out, rows.stride(0), groups.per, cols,
          tiles),
-        (tall, block), 4,
+        (tall, block), 8,
     )  # fmt: skip
     return out
 
