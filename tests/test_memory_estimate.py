@@ -212,15 +212,22 @@ def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_saved_bytes_of_a_layer(dtype, size):
-    found = estimate(small("dense"), 2, 64, dtype=dtype, device="cuda", patched=True)
-    kept = found.profile.by("kind", "op", saved=True)
-    assert kept["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * (2 * 64) * 256 * size
+    def kept(whole, device="cuda"):
+        options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": device}
+        return estimate(small("dense"), 2, 64, **options).profile.by("kind", "op", saved=True)
+
+    inner = 3 * (2 * 64) * 256 * size
+    assert kept(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
+    steps = kept(False)
+    assert steps["LlamaMLP", "swiglu.forward"] == inner, "the product, kept for the last layer"
+    assert kept(None) == steps, "so small that the host is what counts"
+    assert kept(None, "cpu") == kept(True, "cpu"), "where it never is"
 
 
 def test_autocast_keeps_copies_of_weights():
     plain, autocast = (
-        estimate(small("dense"), 2, 64, dtype=dtype, patched=patched)
-        for dtype, patched in (("float32", True), ("bfloat16-autocast", True))
+        estimate(small("dense"), 2, 64, dtype=dtype, patched={"swiglu": {"whole": True}})
+        for dtype in ("float32", "bfloat16-autocast")
     )
     stock = estimate(small("dense"), 2, 64, dtype="bfloat16-autocast")
     assert autocast.static_bytes == plain.static_bytes
