@@ -1,8 +1,8 @@
 """Time attention's three kernels under launch numbers: ``python -m ci.tune_attention [MASK ...]``.
 
-For each mask, kernel and tile (queries x keys x stages x warps): milliseconds on the device, spilled
-bytes, and the error against dense scores in fp32 at a shorter length. Tiles are compiled by several
-processes first. Nothing is chosen: people review the lines and write a launch table.
+For each mask, kernel and tile (queries x keys x stages x warps): milliseconds on the device, and
+the error against dense scores in fp32 at a shorter length. Several processes compile the tiles
+first. Nothing is chosen: people review the lines and write a launch table.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from liger_multi.backends.triton import attention
 from liger_multi.ops._ranges import key_ranges
 
 KERNELS = {"f": "attention.forward", "q": "attention.backward", "k": "attention.backward_keys"}
+SHORT = 2048  # as divisible as 8192 where a kernel is compiled for that
 FIELDS = ("block_m", "block_n", "stages", "num_warps")
 
 
@@ -114,7 +115,7 @@ class Call:
             lse = torch.logaddexp(lse, self.sinks[None, :, None])
         y = torch.exp(s - lse[..., None]) @ v
         dq, dk, dv = torch.autograd.grad(y, leaves, self.dy.float())
-        return {"f": (y, lse), "q": (dq,), "k": (dk, dv)}
+        return {"f": (y.detach(), lse.detach()), "q": (dq,), "k": (dk, dv)}
 
 
 def error(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
@@ -172,7 +173,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 7) -> float:
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+    return float(statistics.median(found))
 
 
 def main() -> int:
@@ -190,10 +191,12 @@ def main() -> int:
         workers.map(_compile, jobs, chunksize=1)
     print(f"compiled {len(jobs)} in {time.monotonic() - began:.0f} s", flush=True)
     for name, which in wanted:
-        small, large = Call(MASKS[name], 640), Call(MASKS[name], 8192)
+        small, large = Call(MASKS[name], SHORT), Call(MASKS[name], 8192)
         right = small.right()[which]
         first = error(small.half(which)(), right)
-        print(f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes")
+        print(
+            f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes"
+        )
         rows = []
         for tile in tiles(name, which):
             with numbers(name, which, tile):

@@ -36,9 +36,12 @@ def _joined(x: Tensor, dilation: int, length: int) -> Tensor:
 
 
 def _neighbours(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
-    """Ranges of keys; no line sees its padding."""
+    """Ranges of keys, of one line for all where they are alike; no line sees its padding."""
     lines, tokens = q.shape[0], q.shape[2]
-    place = torch.arange(tokens, device=q.device)
+    place = torch.arange(tokens, device=q.device, dtype=torch.int32)
+    if dilation == 1:
+        low, high = (place - reach).clamp_(min=0), (place + (reach + 1)).clamp_(max=length)
+        return torch.stack([low, high], -1)[None]
     own = torch.arange(lines, device=q.device) % dilation  # remainder of this line
     last = (length - own + dilation - 1).div(dilation, rounding_mode="floor").clamp(min=0)[:, None]
     low = torch.minimum((place - reach).clamp(min=0), last)

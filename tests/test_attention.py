@@ -2,11 +2,11 @@
 
 import itertools
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
 
+import harness
 from liger_multi import ops
 from liger_multi.ops._ranges import from_lengths, key_ranges
 from liger_multi.reference import attention as reference

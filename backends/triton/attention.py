@@ -78,7 +78,7 @@ def supports(q: Tensor, v: Tensor) -> str | None:
         return None
     halves = ("forward", "backward", "backward_keys")
     shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
-    shape |= {"item": q.element_size(), "extra": 2}
+    shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
     if all(tabled(f"attention.{half}", info, **shape) for half in halves):
         return None  # a kind's registers, and more: this architecture's hold them
     limit = max(size for kind, size in TILES if kind == _kind(info))
@@ -105,8 +105,9 @@ def _tile(
 
 
 def forward_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
-) -> AttentionKnobs:
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """Queries, and the blocks of keys and values in flight, fit on chip."""
     both = sum(_sizes(dim, value_dim))
 
@@ -117,8 +118,9 @@ def forward_knobs(
 
 
 def backward_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
-) -> AttentionKnobs:
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """As forward, with the upstream gradient beside the queries."""
     both = sum(_sizes(dim, value_dim))
 
@@ -129,8 +131,9 @@ def backward_knobs(
 
 
 def backward_keys_knobs(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int
-) -> AttentionKnobs:
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionKnobs:  # fmt: skip
     """Keys and values stay; two gradients of their size are summed in registers."""
     both = sum(_sizes(dim, value_dim))
 
@@ -155,10 +158,11 @@ def _shape(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
 ) -> dict[str, int]:
     """What launch numbers may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
-    extra = 2 if ranges is not None and ranges.shape[2] > 2 else int(softcap != 0.0)
+    width = 0 if ranges is None else ranges.shape[2]
+    extra = 2 if width > 2 else int(softcap != 0.0)
     return {
         "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
-        "item": q.element_size(), "extra": extra,
+        "item": q.element_size(), "extra": extra, "ranges": width,
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _attention_forward_kernel(
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
     acc, top, total = forward_walk(
-        q, acc, top, total, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
+        q, acc, top, total, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
         scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
     )  # fmt: skip
     some = total > 0.0
@@ -100,7 +100,7 @@ def _attention_backward_kernel(
             ranges_ptr += batch * ranges_batch
         dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
         dq = query_walk(
-            q, dy, dq, lse, inner, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries,
+            q, dy, dq, lse, inner, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries,
             keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
             VALUE_SIZE, STAGES,
         )  # fmt: skip

@@ -5,8 +5,6 @@ PARTS programs share it, and start first; what they sum in fp32 is added up in o
 Source: Dao 2023 (arXiv:2307.08691).
 """
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -22,7 +20,6 @@ from liger_multi.backends.triton.attention_walks import (
 )
 from liger_multi.backends.triton.common import LOG2E
 
-EARLY = tl.constexpr(not os.environ.get("A9_LATE"))  # being measured
 SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
 SHARED = 2  # first tiles of keys whose walk programs may share
 
@@ -45,20 +42,17 @@ def _key_steps(
         dy = load_rows(dy_ptr, start, dy_stride, queries, True, BLOCK, VALUE_DIM, VALUE_SIZE)
         lse = tl.load(lse_ptr + start + lane, mask=rows < queries, other=float("inf"))
         inner = tl.load(inner_ptr + start + lane, mask=rows < queries, other=0.0)
-        s = product(k, tl.trans(q))
-        if EARLY:
-            dp = product(v, tl.trans(dy))
-        s, t = score(s, scale, softcap, CAPPED)
+        s, t = score(product(k, tl.trans(q)), scale, softcap, CAPPED)
         p = tl.exp2(s - (lse * LOG2E)[None, :])
         if CAUSAL or RANGES > 0:
             if masked:
-                low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
+                low, high = load_bounds(
+                    ranges_ptr, start, queries, keys, second, RANGES, CAUSAL, BLOCK
+                )
                 seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
                 p = tl.where(seen, p, 0.0)
         dv = add_product(dv, p, dy)
-        if not EARLY:
-            dp = product(v, tl.trans(dy))
-        ds = p * (dp - inner[None, :])
+        ds = p * (product(v, tl.trans(dy)) - inner[None, :])
         if CAPPED:
             ds = ds * (1.0 - t * t)
         dk = add_product(dk, ds, q)

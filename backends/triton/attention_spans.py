@@ -39,19 +39,19 @@ def _attention_blocks_kernel(
 @triton.jit
 def _attention_spans_kernel(
     blocks_ptr, spans_ptr, keys, blocks, tiles,
-    BLOCK_N: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of queries see keys of a tile, and, within, those that see all of it."""
     programs = (tiles + TILES - 1) // TILES
     which, pid = tl.program_id(0) // programs, tl.program_id(0) % programs
-    tile, lane = pid * TILES + tl.arange(0, TILES), tl.arange(0, CHUNK)
+    tile, lane = pid * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
     start = (tile * BLOCK_N)[:, None]
     stop = tl.minimum(start + BLOCK_N, keys)
     blocks_ptr += which.to(tl.int64) * 4 * blocks
-    last = tl.zeros([TILES, CHUNK], tl.int32)
+    last = tl.zeros([TILES, BLOCK], tl.int32)
     first = last + blocks
     whole_first, whole_last, wholes = first, last, last
-    for begin in range(0, blocks, CHUNK):
+    for begin in range(0, blocks, BLOCK):
         block = (begin + lane)[None, :]
         mask = begin + lane < blocks
         at = blocks_ptr + begin  # a scalar base, so that AMD addresses by 32 bits

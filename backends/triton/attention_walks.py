@@ -9,6 +9,7 @@ import triton.language as tl
 
 from liger_multi.backends.triton.common import INTERPRETED, LOG2E, assume_rows, round_to, tanh
 
+
 @triton.jit
 def product(a, b):
     """A product in fp32; Triton's interpreter would take bf16 for integers."""
@@ -59,6 +60,7 @@ def load_rows(
 def store_rows(
     ptr, value, start, stride, count, ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr
 ):
+    """Store a tile of rows of DIM columns, but for rows past ``count``."""
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
     mask = (start + row < count)[:, None] & (col < DIM)[None, :]
     assume_rows(ptr, stride, ROWS)
@@ -69,18 +71,19 @@ def store_rows(
 
 @triton.jit
 def load_bounds(
-    ranges_ptr, rows, queries, keys, second,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr,
+    ranges_ptr, start, queries, keys, second,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The keys that each row sees, ``[low, high)``; rows past the last are like the last."""
-    last = tl.minimum(rows, queries - 1)
+    """The keys that each row of a tile sees, ``[low, high)``; past the last, rows are like it."""
+    row = tl.maximum(tl.minimum(tl.arange(0, ROWS), queries - 1 - start), 0)
     if RANGES > 0:
-        at = ranges_ptr + last.to(tl.int64) * RANGES + 2 * second
-        return tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), keys)
-    high = last * 0 + keys
+        ranges_ptr += tl.cast(start, tl.int64) * RANGES + 2 * second
+        low, high = tl.load(ranges_ptr + row * RANGES), tl.load(ranges_ptr + row * RANGES + 1)
+        return tl.maximum(low, 0), tl.minimum(high, keys)
+    high = row * 0 + keys
     if CAUSAL:
-        high = tl.maximum(tl.minimum(high, last + (keys - queries) + 1), 0)
-    return last * 0, high
+        high = tl.maximum(tl.minimum(high, start + row + (keys - queries) + 1), 0)
+    return row * 0, high
 
 
 @triton.jit
@@ -122,29 +125,29 @@ def place_of(
 
 @triton.jit
 def seen_by(
-    start, second, low, high, rows, ranges_ptr, queries, keys,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    start, second, low, high, own, ranges_ptr, queries, keys,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Which keys of a block the rows of a tile see; of two ranges no bounds stay in registers."""
     if RANGES == 4:
-        low, high = load_bounds(ranges_ptr, rows, queries, keys, second, RANGES, CAUSAL)
+        low, high = load_bounds(ranges_ptr, own, queries, keys, second, RANGES, CAUSAL, ROWS)
     j = (start + tl.arange(0, BLOCK))[None, :]
     return (j >= low[:, None]) & (j < high[:, None])
 
 
 @triton.jit
 def forward_walk(
-    q, acc, top, total, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
+    q, acc, top, total, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
     softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys that rows see to the running softmax."""
-    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    low, high = load_bounds(ranges_ptr, own, queries, keys, 0, RANGES, CAUSAL, q.shape[0])
     steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
     steps2, begin2, first2, last2 = 0, begin, first, last
     if RANGES == 4:
-        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        low2, high2 = load_bounds(ranges_ptr, own, queries, keys, 1, RANGES, CAUSAL, q.shape[0])
         steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
     now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
@@ -155,8 +158,9 @@ def forward_walk(
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if masked:
             seen = seen_by(
-                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
-            )
+                start, second, low, high, own, ranges_ptr, queries, keys, RANGES, CAUSAL,
+                q.shape[0], BLOCK,
+            )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -171,17 +175,17 @@ def forward_walk(
 
 @triton.jit
 def query_walk(
-    q, dy, dq, lse, inner, rows, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
+    q, dy, dq, lse, inner, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
     scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys that rows see give to the gradient of a tile of queries."""
-    low, high = load_bounds(ranges_ptr, rows, queries, keys, 0, RANGES, CAUSAL)
+    low, high = load_bounds(ranges_ptr, own, queries, keys, 0, RANGES, CAUSAL, q.shape[0])
     steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
     steps2, begin2, first2, last2 = 0, begin, first, last
     if RANGES == 4:
-        low2, high2 = load_bounds(ranges_ptr, rows, queries, keys, 1, RANGES, CAUSAL)
+        low2, high2 = load_bounds(ranges_ptr, own, queries, keys, 1, RANGES, CAUSAL, q.shape[0])
         steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
     now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
@@ -195,8 +199,9 @@ def query_walk(
         p = tl.exp2(s - lse[:, None])
         if masked:
             seen = seen_by(
-                start, second, low, high, rows, ranges_ptr, queries, keys, RANGES, CAUSAL, BLOCK
-            )
+                start, second, low, high, own, ranges_ptr, queries, keys, RANGES, CAUSAL,
+                q.shape[0], BLOCK,
+            )  # fmt: skip
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - inner[:, None])
         if CAPPED:

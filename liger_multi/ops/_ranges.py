@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,21 +69,22 @@ def key_ranges(
     if documents is None and left < 0 and (right < 0 or causal):
         return None
     offset = keys - queries
-    position = torch.arange(offset, keys, device=device)[None]
-    if documents is None:
-        first, last = torch.zeros_like(position), torch.full_like(position, keys)
-    else:
+    kind = torch.int32 if documents is None else torch.int64
+    position = torch.arange(offset, keys, device=device, dtype=kind)[None]
+    first: Any = 0
+    last: Any = keys
+    if documents is not None:
         first, last = (bound[:, offset:] for bound in runs(documents))
-    stop = torch.minimum(last, position + 1) if causal else last
-    start = first if left < 0 else torch.maximum(first, position - left)
-    end = stop if right < 0 or causal else torch.minimum(stop, position + right + 1)
+    start = (position - left).clamp(min=first) if left >= 0 else position * 0 + first
+    stop = (position + 1).clamp(max=last) if causal else position * 0 + last
+    end = stop if right < 0 or causal else (position + (right + 1)).clamp(max=last)
     if not global_tokens:
         return torch.stack([start, torch.maximum(start, end)], -1).to(torch.int32)
     everywhere = position < first + global_tokens
     start = torch.where(everywhere, first, start)
     end = torch.maximum(start, end)
     other = torch.where(everywhere, end, first)
-    past = torch.where(everywhere, stop, torch.minimum(first + global_tokens, start))
+    past = torch.where(everywhere, stop, start.clamp(max=first + global_tokens))
     return torch.stack([start, end, other, torch.maximum(other, past)], -1).to(torch.int32)
 
 
