@@ -367,10 +367,12 @@ def _embedding(rows: int, classes: int, cols: int, dtype: torch.dtype, scale: fl
     embedding.backward(y, index, classes, 3, scale)
 
 
-def _divergence(kind: str, cols: int, dtype: torch.dtype, form: str, teacher_form: str) -> None:
+def _divergence(
+    kind: str, cols: int, dtype: torch.dtype, form: str, teacher_form: str, beta: float = 0.5
+) -> None:
     student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
     target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
-    goal, kernels = Goal(kind, 0.5, form, teacher_form, 0.5), divergence.TritonPairs("jsd")
+    goal, kernels = Goal(kind, beta, form, teacher_form, 0.5), divergence.TritonPairs("jsd")
     rows = kernels.statistics(student, teacher, target, goal)
     kernels.gradient_into(
         _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor
@@ -512,6 +514,10 @@ def calls() -> dict[str, Callable[[], None]]:
             found[label] = part(_divergence, kind, 128256, dtype, "logits", "logits")
         found[f"divergence {kind} log_prob"] = part(
             _divergence, kind, 128256, FP32, "log_prob", "log_prob"
+        )
+    for form in ("logits", "log_prob"):
+        found[f"divergence jensen 0.9 {form}"] = part(
+            _divergence, "jensen", 128256, BF16, form, form, 0.9
         )
     found["divergence forward prob"] = part(
         _divergence, "forward", 128256, FP32, "log_prob", "prob"

@@ -75,8 +75,9 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
 
     def forward(ctx: Any, *args: Any) -> Any:
         half, _, unread = WIRED[name]
+        compiling = torch.compiler.is_compiling()
         outs = (half(*args),) if single else half(*args)
-        if not torch.compiler.is_compiling():  # views made in here could not be written to
+        if not compiling:  # views made in here could not be written to
             outs = tuple([y.detach() if y._is_view() else y for y in outs])
         if dirty >= 0:
             increment_version(args[dirty])
@@ -92,7 +93,7 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outs[i] for i in fixed])
-        if not torch.compiler.is_compiling():
+        if not compiling:
             ctx.configuration = current()
         return outs[0] if visible == 1 else tuple(outs[:visible])
 

@@ -1,6 +1,11 @@
 """Launches past Triton's argument binder, and the tuner of launch numbers."""
 
+import os
+import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +14,10 @@ from liger_multi import launch as numbers
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from ci import bench_models, tune, tune_table
+from ci import bench_models, host_time, tune, tune_table
 from liger_multi.backends.triton import launching
+
+ROOT = Path(__file__).parent.parent
 
 
 class Kernel:
@@ -80,6 +87,21 @@ def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
     hooks.launch_enter_hook = types.SimpleNamespace(calls=[])  # a chain without members
     launching.launch(kernel, 1, (x,), (), 4)
     assert (len(kernel.bound), len(kernel.direct)) == (2, 1)
+
+
+@pytest.mark.slow
+def test_host_time_of_operators_and_steps():
+    command = [sys.executable, "-m", "ci.host_time", "tiny:1x16", "--steps", "1"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name in ("bare Function", "rms_norm", "swiglu", "rope", "gated_mlp"):
+        assert any(re.match(rf"{name} +forward [ \d.]+ backward [ \d.]+ us", x) for x in lines), (
+            name
+        )
+    for name in host_time.VARIANTS:
+        assert any(re.match(rf"tiny:1x16 +{name} +forward", line) for line in lines), name
 
 
 def test_grids_of_the_tuner():

@@ -163,6 +163,8 @@ def test_report_in_rich():
         ),
         ({"fused_linear_cross_entropy": {"accumulate": torch.int32}}, "accumulate must be"),
         ({"cross_entropy": {"validate": "yes"}}, "validate must be True or False"),
+        ({"geglu": {"whole": 1}}, "geglu: whole must be True, False or None, got 1"),
+        ({"swiglu_clamped": {"whole": True}}, "unknown option of swiglu_clamped 'whole'"),
     ],
 )
 def test_bad_options(ops, message):
@@ -607,6 +609,57 @@ def test_a_gated_mlp_keeps_its_input_gate_and_up():
     inner = mlp.gate_proj.out_features
     assert kept["ours"] == sorted([(7, 24), (7, inner), (7, inner)])
     assert kept["stock"].count((7, inner)) == 4  # the activation's output and the product as well
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "gelu"])
+def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
+    from liger_multi import ops
+
+    calls = []
+    for op in (ops.gated_mlp, ops.swiglu, ops.geglu):
+        spy = lambda *a, _op=op, **k: (calls.append(_op.__name__), _op(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(ops, op.__name__, spy)
+    stock, found = Gated(act, bias=True), {}
+    for whole in (True, False):
+        ours = copy.deepcopy(stock)
+        options = {"swiglu": {"whole": whole}, "geglu": {"whole": whole}}
+        report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, **options)
+        calls.clear()
+        x = torch.linspace(-3, 3, 120).view(5, 24).requires_grad_()
+        y = ours(x)
+        y.square().sum().backward()
+        found[whole] = (y, x.grad, *[p.grad for p in ours.parameters()])
+        step = "swiglu" if act == "silu" else "geglu"
+        assert calls == ["gated_mlp" if whole else step]
+        assert report.entries[0].replaced_by.startswith(calls[0])
+        assert report.entries[0].options == {"whole": whole}
+    assert torch.equal(found[True][0], found[False][0])
+    for a, b in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_small_mlps_take_steps_where_the_host_counts(monkeypatch):
+    from liger_multi import checks
+    from liger_multi.patching import mlp
+
+    auto, hidden, inner = mlp.MlpOptions(), 2048, 8192
+    rows = mlp.SMALL // (hidden * inner)
+
+    def whole(count, stands_for, options=auto):
+        token = checks.meta_device.set(stands_for)
+        try:
+            x, gate = torch.empty(count, hidden, device="meta"), torch.empty(inner, 1)
+            return mlp._worth_one(x, gate, options)
+        finally:
+            checks.meta_device.reset(token)
+
+    assert not whole(rows, "cuda")
+    assert whole(rows + 1, "cuda")
+    assert whole(rows, "cpu"), "whose products take longer than Python"
+    assert whole(rows, "cuda", mlp.MlpOptions(whole=True))
+    assert not whole(rows + 1, "cuda", mlp.MlpOptions(whole=False))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert whole(rows, "cuda"), "a graph has one form for all sizes"
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():

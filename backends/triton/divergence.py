@@ -33,6 +33,7 @@ from liger_multi.reference.divergence_rows import Goal, Rows
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
+LEAST = 32  # columns a step, of which 4 are summed at once
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,19 @@ class PairKnobs:
     num_warps: int
 
 
-def pair_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
-    """8 columns of both a thread; wide rows take all threads, so that few are in the cache.
+def sum_knobs(info: DeviceInfo, rows: int, cols: int, logits: int, element_bytes: int) -> PairKnobs:
+    """64 bytes a thread, with ``element_bytes`` of both a column: loads hide what is computed.
 
-    ``logits`` says for launch tables whether rows are walked more than once.
+    ``logits`` says whether rows are walked more than once: few rows at a time stay in the cache.
     """
-    block = min(power_of_2(checked_cols(cols)), 8192 if cols > 65536 else 4096)
+    block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192 if logits else 4096)
+    threads = min(info.max_threads, max(32, block * element_bytes // 64))
+    return PairKnobs(block, warps(threads, info.warp_size))
+
+
+def gradient_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+    """8 columns of both a thread, which has one to write as well."""
+    block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192)
     return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
 
@@ -151,6 +159,11 @@ def _step(x: Tensor | None) -> int:
     return x.stride(0) if x is not None and x.dim() else 0
 
 
+def _beta(goal: Goal) -> float | None:
+    """None for the usual half: constants, of which kernels need not choose one a class."""
+    return None if goal.beta == 0.5 else goal.beta
+
+
 def _constants(goal: Goal, block: int) -> tuple[int, ...]:
     return KINDS[goal.kind], FORMS[goal.form], FORMS[goal.teacher_form], block
 
@@ -164,12 +177,13 @@ def _rows(
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
     shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
-    k = knobs(f"{name}.forward", pair_knobs, student.device, **shape)
+    shape["element_bytes"] = student.element_size() + teacher.element_size()
+    k = knobs(f"{name}.forward", sum_knobs, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
          teacher.stride(0), _step(target), _step(factor), cols, goal.ignore_index, goal.scale,
-         goal.beta),
+         _beta(goal)),
         _constants(goal, k.block), k.num_warps,
     )  # fmt: skip
     return rows
@@ -201,12 +215,12 @@ class TritonPairs:
             return
         student, teacher = _columns(student), _columns(teacher)
         shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
-        k = knobs(f"{self.name}.backward", pair_knobs, student.device, **shape)
+        k = knobs(f"{self.name}.backward", gradient_knobs, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
              student.stride(0), teacher.stride(0), _step(target), _step(factor), out.stride(0),
-             cols, goal.ignore_index, goal.scale, goal.beta),
+             cols, goal.ignore_index, goal.scale, _beta(goal)),
             _constants(goal, k.block), k.num_warps,
         )  # fmt: skip
 

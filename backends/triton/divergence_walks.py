@@ -57,19 +57,18 @@ def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
 
 
 @triton.jit
-def _slopes(s, q, t, p, mine, other, beta, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+def _slopes(s, q, t, p, a, b, theirs, mine, KIND: tl.constexpr, CONSTANT: tl.constexpr):
     """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
     if KIND == TVD:
-        return tl.abs(q - p), tl.where(mine > other, 0.5, tl.where(mine < other, -0.5, 0.0))
+        return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
     if KIND == FORWARD:
         return tl.where(p == 0.0, 0.0, p * gap), -p
     if KIND == REVERSE:
         return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
-    x = -tl.log2(1.0 - beta + beta * tl.exp2(gap))  # log q - log m
-    rest = (1.0 - beta) * x
-    return beta * p * (gap + x) + q * rest, rest * LN2
+    x = -tl.log2(mine + theirs * tl.exp2(gap))  # log q - log m
+    return theirs * p * (gap + x) + q * (mine * x), mine * x * LN2
 
 
 @triton.jit
@@ -87,11 +86,14 @@ def _both(
 @triton.jit
 def _weights(beta):
     """Of teacher and student in m; neither vanishes in fp32, so that log m is finite."""
-    return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
+    if beta is None:
+        return 0.5, 0.5
+    else:
+        return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
 
 
 @triton.jit
-def _jensen_terms(s, t, beta, rest):
+def _jensen_terms(s, t, theirs, mine):
     """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
 
     By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
@@ -101,7 +103,7 @@ def _jensen_terms(s, t, beta, rest):
     large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
     e = tl.exp2(far * -1.0)
     up = t > s
-    of_large = log2_near(tl.where(up, beta, rest) + tl.where(up, rest, beta) * e)
+    of_large = log2_near(tl.where(up, theirs, mine) + tl.where(up, mine, theirs) * e)
     of_small = e * (far + of_large)
     return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
 
@@ -109,11 +111,18 @@ def _jensen_terms(s, t, beta, rest):
 @triton.jit
 def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
     """Largest scaled logit of the first ``cols``."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, _values(ptr + col, col < cols, scale, LOGITS))
+        z = _values(ptr + col, col < cols, scale, LOGITS)
+        best = tl.maximum(best, tl.max(tl.reshape(z, [BLOCK // 4, 4]), axis=1))
     return tl.max(best, axis=0)
+
+
+@triton.jit
+def _folded(x, BLOCK: tl.constexpr):
+    """Sums of 4 neighbours, which one thread holds: accumulators of a quarter of a step."""
+    return tl.sum(tl.reshape(x, [BLOCK // 4, 4]), axis=1)
 
 
 @triton.jit
@@ -123,25 +132,25 @@ def _totals(
 ):  # fmt: skip
     """Sums of exp2 over the anchors; of logits on both sides also that of KL's terms."""
     lane = tl.arange(0, BLOCK)
-    s_total = tl.zeros([BLOCK], tl.float32)
-    t_total = tl.zeros([BLOCK], tl.float32)
-    cross = tl.zeros([BLOCK], tl.float32)
+    s_total = tl.zeros([BLOCK // 4], tl.float32)
+    t_total = tl.zeros([BLOCK // 4], tl.float32)
+    cross = tl.zeros([BLOCK // 4], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + lane
         mask = col < cols
         if FORM == LOGITS:
             s = (_values(student_ptr + col, mask, scale, LOGITS) - s_anchor) * LOG2E
             q = tl.exp2(s)
-            s_total += q
+            s_total += _folded(q, BLOCK)
         if TEACHER_FORM == LOGITS:
             t = (_values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor) * LOG2E
             p = tl.exp2(t)
-            t_total += p
+            t_total += _folded(p, BLOCK)
         if FORM == LOGITS and TEACHER_FORM == LOGITS:
             if KIND == FORWARD:
-                cross += tl.where(p == 0.0, 0.0, p * (t - s))
+                cross += _folded(tl.where(p == 0.0, 0.0, p * (t - s)), BLOCK)
             if KIND == REVERSE:
-                cross += tl.where(q == 0.0, 0.0, q * (s - t))
+                cross += _folded(tl.where(q == 0.0, 0.0, q * (s - t)), BLOCK)
     return tl.sum(s_total, axis=0), tl.sum(t_total, axis=0), tl.sum(cross, axis=0)
 
 
@@ -194,8 +203,8 @@ def sums(
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     theirs, mine = _weights(beta)
     lane = tl.arange(0, BLOCK)
-    loss = tl.zeros([BLOCK], tl.float32)
-    slope = tl.zeros([BLOCK], tl.float32)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
+    slope = tl.zeros([BLOCK // 4], tl.float32)
     steps = tl.cdiv(cols, BLOCK)
     for step in tl.range(0, steps):
         first = (steps - 1 - step) * BLOCK
@@ -206,20 +215,22 @@ def sums(
             s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
             of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
-            loss += of_teacher
-            slope += of_student
+            loss += _folded(of_teacher, BLOCK)
+            slope += _folded(of_student, BLOCK)
         else:
             s, q, t, p, a, b = _both(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0)
-            loss += each
+            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0)
+            loss += _folded(each, BLOCK)
             if FORM == LOGITS:
                 if KIND == FORWARD:
-                    slope += r
+                    slope += _folded(r, BLOCK)
                 else:
-                    slope += q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r)
+                    slope += _folded(
+                        q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK
+                    )
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
@@ -239,7 +250,7 @@ def write_gradient(
     theirs, mine = _weights(beta)
     by_log = -mine * LN2 * factor
     lane = tl.arange(0, BLOCK)
-    loss = tl.zeros([BLOCK], tl.float32)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + lane
         mask = col < cols
@@ -248,7 +259,7 @@ def write_gradient(
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
             if SUM:
                 of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
-                loss -= theirs * of_teacher + mine * of_student
+                loss -= _folded(theirs * of_teacher + mine * of_student, BLOCK)
                 dz = of_student * by_log
             else:
                 gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
@@ -259,9 +270,9 @@ def write_gradient(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, beta, KIND, 0.0 if FORM == LOGITS else 1.0)
+            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0 if FORM == LOGITS else 1.0)
             if SUM:
-                loss += each
+                loss += _folded(each, BLOCK)
             if KIND == FORWARD:
                 dz = r - q * slope if FORM == LOGITS else r
                 if FORM == PROB:

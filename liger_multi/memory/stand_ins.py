@@ -52,8 +52,11 @@ class _Attention(torch.autograd.Function):
         def make() -> tuple[Tensor, ...]:
             partial = torch.empty_like(query, dtype=torch.float32)  # of the gradient of the query
             rows = torch.empty_like(normaliser)
+            # a head of keys that several heads of queries share has a gradient of each first
+            shared = query.ndim == 4 and key.shape[1] != query.shape[1]
+            each = [t.new_empty(query.shape[1], *t[:, 0].shape) for t in (key, value) if shared]
             made = tuple(torch.empty_like(t) for t in (query, key, value))
-            del partial, rows
+            del partial, rows, each
             return made
 
         named = "scaled_dot_product_attention_backward"

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
+from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -76,8 +76,8 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, "fused_moe", "rope", "lora"), Options),
-    **dict.fromkeys(MLP_OPS, MlpOptions),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), Options),
+    **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
