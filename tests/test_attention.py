@@ -62,21 +62,22 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     generator = torch.Generator().manual_seed(keys)
-    shape = (2, queries, 2 * sets)
+    shape = (3, queries, 2 * sets)
     ranges = torch.randint(-2, keys + 3, shape, generator=generator, dtype=torch.int32)
-    ranges[1] = torch.tensor([0, keys] * sets)  # all see all
+    ranges[1:] = torch.tensor([0, keys] * sets)  # all see all
+    ranges[2, 20:21] = 0  # but for one
     found, place = spans(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
     for which in range(sets):
         low, high = ranges[..., 2 * which : 2 * which + 2, None].unbind(2)
         seen = (place >= low) & (place < high)
         assert seen.any()
-        for batch, tile in itertools.product(range(2), range(len(found[0, 0, 0]))):
+        for batch, tile in itertools.product(range(3), range(len(found[0, 0, 0]))):
             here = [part[:, tile * 32 :][:, :32] for part in seen[batch].split(16)]
             first, last, whole, end = found[batch, which, :, tile].tolist()
             some = [i for i, part in enumerate(here) if part.any()]
             assert not some or first <= some[0] < some[-1] + 1 <= last
             assert all(part.all() for part in here[whole:end])
-            if batch:
+            if batch == 1:
                 assert (first, last, whole, end) == (0, len(here), 0, len(here))
 
 
