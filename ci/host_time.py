@@ -124,7 +124,6 @@ OTHERS = {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False}
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "ours": {},
-    "ours, MLPs whole": {"swiglu": {"whole": True}},
     "ours, MLPs in steps": {"swiglu": {"whole": False}},
     "only norms": {**OTHERS, "rms_norm": True, "swiglu": False},
     "only rotary": {**OTHERS, "rope": True, "swiglu": False},

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from liger_multi.errors import unknown
 
-# what tensors on the meta device stand for while memory is estimated
 meta_autocast: ContextVar[torch.dtype | None] = ContextVar("liger_multi_autocast", default=None)
-meta_device: ContextVar[str] = ContextVar("liger_multi_device", default="cpu")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -212,21 +212,19 @@ def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_saved_bytes_of_a_layer(dtype, size):
-    def kept(whole, device="cuda"):
-        options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": device}
+    def kept(whole):
+        options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": "cuda"}
         return estimate(small("dense"), 2, 64, **options).profile.by("kind", "op", saved=True)
 
     inner = 3 * (2 * 64) * 256 * size
     assert kept(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
     steps = kept(False)
     assert steps["LlamaMLP", "swiglu.forward"] == inner, "the product, kept for the last layer"
-    assert kept(None) == steps, "so small that the host is what counts"
-    assert kept(None, "cpu") == kept(True, "cpu"), "where it never is"
 
 
 def test_autocast_keeps_copies_of_weights():
     plain, autocast = (
-        estimate(small("dense"), 2, 64, dtype=dtype, patched={"swiglu": {"whole": True}})
+        estimate(small("dense"), 2, 64, dtype=dtype, patched=True)
         for dtype in ("float32", "bfloat16-autocast")
     )
     stock = estimate(small("dense"), 2, 64, dtype="bfloat16-autocast")

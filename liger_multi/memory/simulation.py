@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_multi.checks import meta_autocast, meta_device
+from liger_multi.checks import meta_autocast
 from liger_multi.memory.recorder import Block, Recorder
 from liger_multi.memory.stand_ins import NAMESPACE, StandIns
 
@@ -85,13 +85,9 @@ class Simulation(Recorder):
         """Where a model can run without memory, and is recorded."""
         _alone()
         stand_ins = StandIns(self, self._target, self._autocast)
-        token = meta_device.set(self._target)
-        try:
-            with _meta_has_no_autocast(), stand_ins, self.recording():
-                self._casts = stand_ins.casts
-                yield
-        finally:
-            meta_device.reset(token)
+        with _meta_has_no_autocast(), stand_ins, self.recording():
+            self._casts = stand_ins.casts
+            yield
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """``call()`` as under the autocast of this step."""

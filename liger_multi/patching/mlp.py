@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from liger_multi.checks import autocast_dtype, meta_device
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching import registered
 from liger_multi.patching.adapters import Adapter, fits, one_adapter
 from liger_multi.patching.bare import PLAIN, bare_parts, globally_hooked, is_bare
@@ -21,12 +21,6 @@ from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import MlpOptions
 from liger_multi.patching.probe import laboratory, linear, random, scalars, shell
 from liger_multi.patching.swap import Patched, stock_class
-
-# Rows x hidden x inner below which an MLP runs in steps. One operator issues its products from
-# Python, which costs the host more than autograd's own; a card that takes 0.1 ms for the 18 * SMALL
-# operations of a layer (H200, bf16) waits for the host. The product that is then kept for backward
-# takes up to 2 * SMALL / hidden bytes a layer, 9 MB of 896 channels and 2 MB of 4096.
-SMALL = 4 * 10**9
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class MlpSettings:
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
-        if self.kind.activation and _bare(module, self.names) and self.options.whole is not False:
+        if self.kind.activation and _bare(module, self.names) and self.options.whole:
             return f"gated_mlp[{self.kind.activation}]"
         if self.kind.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.kind.activation}]"
@@ -119,7 +113,7 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     (gate, gate_bias), (up, up_bias), (down, down_bias) = cast(Any, parts)
     if globally_hooked() or not _one_dtype(x, gate, up, down):
         return None
-    if not _worth_one(x, gate, settings.options):
+    if not settings.options.whole:
         wide = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
         inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
         return functional.linear(inner, down, down_bias)
@@ -127,22 +121,6 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
         x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
         activation=settings.kind.activation,
     )  # fmt: skip
-
-
-def _worth_one(x: Tensor, gate: Tensor, options: MlpOptions) -> bool:
-    """Whether one operator is the form for this call.
-
-    Both forms agree within rounding, and forward to the bit. A graph has one of them for all sizes,
-    and costs the host nothing.
-    """
-    if options.whole is not None:
-        return options.whole
-    kind = x.device.type
-    if kind == "meta":
-        kind = meta_device.get()
-    if torch.compiler.is_compiling() or kind == "cpu":
-        return True
-    return x.numel() * gate.shape[0] >= SMALL
 
 
 def _with_adapters(

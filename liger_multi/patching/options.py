@@ -37,11 +37,10 @@ class MlpOptions(Options):
 
     Attributes:
         whole: Whether an MLP whose layers only multiply runs as one operator, which keeps less for
-            backward and takes more of the host's time. None: where its products take longer than
-            the host.
+            backward; else two products, an activation and a product.
     """
 
-    whole: bool | None = None
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ _RULES: dict[str, tuple[str, Any]] = {
         lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
     ),
     "validate": ("True or False", lambda v: isinstance(v, bool)),
-    "whole": ("True, False or None", lambda v: isinstance(v, bool)),
+    "whole": ("True or False", lambda v: isinstance(v, bool)),
     "compact": ("True or False", lambda v: isinstance(v, bool)),
     "chunk": ('"auto" or an integer >= 1', lambda v: v == "auto" or (_is_int(v) and v >= 1)),
     "accumulate": (
