@@ -14,8 +14,8 @@ from liger_multi import ops
 from liger_multi.tolerance import excess
 
 
-def partition(head):
-    """As DeepSpeed ZeRO-3: hooks gather the weight for a call of its module and free it after."""
+def partition(head, library="deepspeed.runtime.zero"):
+    """As ZeRO-3 and FSDP do: hooks gather the weight for a call of its module and free it after."""
     full = head.weight.data
 
     def gather(module, args):
@@ -24,19 +24,20 @@ def partition(head):
     def free(module, args, output):
         module.weight.data = full.new_empty(0)
 
-    gather.__module__ = free.__module__ = "deepspeed.runtime.zero"
+    gather.__module__ = free.__module__ = library
     head.register_forward_pre_hook(gather)
     head.register_forward_hook(free)
     free(head, None, None)
     return full
 
 
+@pytest.mark.parametrize("library", ["deepspeed.runtime.zero", "torch.distributed.fsdp"])
 @pytest.mark.parametrize("labels", [True, False])
-def test_a_partitioned_head_is_gathered_for_the_loss(labels):
+def test_a_partitioned_head_is_gathered_for_the_loss(labels, library):
     """The loss reached for ``lm_head.weight``, which has no elements outside of the head's call."""
     stock, ours = models.pair()
     liger_multi.patch(ours, strict=True)
-    partition(ours.lm_head)
+    partition(ours.lm_head, library)
     batch = models.batch()
     ids, losses, gradients = batch["input_ids"], [], []
     for model in (stock, ours):
