@@ -11,18 +11,23 @@ from torch import Tensor
 MARK = "_liger_multi_causal"
 
 
-def _capturing(device: torch.device) -> bool:
-    """Whether a graph is recorded, in which nothing may wait for the device."""
+def _on_main_stream(device: torch.device) -> bool:
+    """Whether nothing here is a graph that is recorded, or its rehearsal: both have a stream.
+
+    A recording may not wait for the device, and what it takes, it would take for all masks later.
+    """
     if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device)
+    if not hasattr(module, "default_stream"):
         return False
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    return bool(module.current_stream(device) == module.default_stream(device))
 
 
 def looked_at(ranges: Tensor, keys: int) -> Tensor:
     """A copy, marked where it is a causal mask of as many queries as keys. Waits for the device."""
     copy, queries = ranges.clone(), ranges.shape[1]
-    if queries == keys and ranges.shape[2] == 2 and not _capturing(ranges.device):
+    if queries == keys and ranges.shape[2] == 2 and _on_main_stream(ranges.device):
         ends = torch.arange(1, keys + 1, device=ranges.device, dtype=ranges.dtype)
         plain = (ranges[..., 0] == 0).all() & (ranges[..., 1] == ends).all()
         setattr(copy, MARK, bool(plain))
@@ -31,4 +36,6 @@ def looked_at(ranges: Tensor, keys: int) -> Tensor:
 
 def unless_causal(ranges: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
     """What to compute with: a mark stands for ``causal``."""
-    return (None, True) if getattr(ranges, MARK, False) else (ranges, causal)
+    if ranges is not None and getattr(ranges, MARK, False) and _on_main_stream(ranges.device):
+        return None, True
+    return ranges, causal

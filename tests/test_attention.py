@@ -189,7 +189,8 @@ def test_routes_take_what_they_can(monkeypatch):
     assert routes.route(q, k, v, None, True, 0.0) == "triton"
 
 
-def test_a_mark_stands_for_causal_and_is_of_no_other_mask():
+def test_a_mark_stands_for_causal_and_is_of_no_other_mask(monkeypatch):
+    from liger_multi.reference import causal_ranges
     from liger_multi.reference.causal_ranges import looked_at, unless_causal
 
     ends = torch.arange(1, 17, dtype=torch.int32)
@@ -204,6 +205,9 @@ def test_a_mark_stands_for_causal_and_is_of_no_other_mask():
     for other in (late, few, window, torch.cat([causal, causal], -1)):
         assert unless_causal(looked_at(other, 16), False)[0] is not None
     torch.library.opcheck(torch.ops.liger_multi.looked_at_ranges.default, (causal, 16))
+    monkeypatch.setattr(causal_ranges, "_on_main_stream", lambda device: False)  # of a recording
+    assert unless_causal(marked, False) == (marked, False)
+    assert not hasattr(looked_at(causal, 16), causal_ranges.MARK)
 
 
 Q, K, V = heads(6)
