@@ -372,7 +372,8 @@ def _divergence(
 ) -> None:
     student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
     target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
-    goal, kernels = Goal(kind, beta, form, teacher_form, 0.5), divergence.TritonPairs("jsd")
+    name = {"jensen": "jsd", "tvd": "tvd"}.get(kind, "kl_div")  # whose launch numbers it takes
+    goal, kernels = Goal(kind, beta, form, teacher_form, 0.5), divergence.TritonPairs(name)
     rows = kernels.statistics(student, teacher, target, goal)
     kernels.gradient_into(
         _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor

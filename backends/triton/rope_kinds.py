@@ -29,8 +29,13 @@ class KindKnobs:
     num_warps: int
 
 
-def kind_knobs(info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int) -> KindKnobs:
-    """Tiles of 4096 elements, 16 a thread; many programs a core before long walks."""
+def kind_knobs(
+    info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, element_bytes: int
+) -> KindKnobs:
+    """Tiles of 4096 elements, 16 a thread; many programs a core before long walks.
+
+    ``element_bytes`` of queries and keys is for launch tables.
+    """
     common = math.gcd(q_heads, k_heads) or 1
     block = min(common & -common, 16)  # no head is masked
     width = power_of_2(cols)
@@ -113,7 +118,7 @@ def rotate(
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     n = knobs(
         f"{op}.{'backward' if inverse else 'forward'}", kind_knobs, some.device, rows=tokens,
-        cols=width, q_heads=heads[0], k_heads=heads[1],
+        cols=width, q_heads=heads[0], k_heads=heads[1], element_bytes=some.element_size(),
     )  # fmt: skip
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
