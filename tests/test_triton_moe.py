@@ -13,7 +13,9 @@ pytest.importorskip("triton", reason="needs Triton")
 if not harness.interpreted() and harness.accelerator() is None:
     pytest.skip("kernels need a device or TRITON_INTERPRET=1", allow_module_level=True)
 
-from liger_multi.backends.triton import grouped, grouped_weight
+from liger_multi.backends.triton import grouped, grouped_weight, slots
+from liger_multi.backends.triton.groups import Groups, Rows
+from liger_multi.reference.slots import sorted_slots
 
 DEVICE = torch.device("cpu") if harness.interpreted() else harness.accelerator()
 
@@ -24,7 +26,23 @@ def groups_of(sizes, per=2, spare=0):
     offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(3)
     order = torch.randperm(rows + spare, generator=generator).to(DEVICE, torch.int32)
-    return grouped.Groups(offsets, order, per)
+    return Groups(offsets, order, per)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "per", "experts"), [(40, 2, 3), (300, 4, 130), (128, 1, 127), (1, 1, 1), (0, 2, 3)]
+)
+def test_slots_are_sorted_stably(tokens, per, experts):
+    """Chunks and steps of experts that divide and do not, ids of no expert, experts of no slot."""
+    generator = torch.Generator().manual_seed(tokens)
+    index = torch.randint(-2, experts + 3, (tokens, per), generator=generator)
+    index[index == experts // 2] = 0
+    order, inverse, offsets = slots.sorted_slots(index.to(DEVICE), experts)
+    _, right, starts = sorted_slots(index, experts)
+    assert order.cpu().tolist() == right.tolist()
+    assert offsets.cpu().tolist() == starts.tolist()
+    assert torch.equal(inverse[order.long()].cpu(), torch.arange(tokens * per).int())
+    assert torch.equal(slots.inverse_of(order), inverse)
 
 
 @pytest.mark.parametrize("library", [False, True])
@@ -40,8 +58,8 @@ def test_products_of_uneven_groups(library, gather):
     weight, other = draw(5, 40, 24), draw(groups.rows, 40)
     written = x[groups.order.long() // 2] if gather else x
     with grouped.products_by(library):
-        made = grouped.product("test", grouped.Rows(x, gather), weight, groups)
-        sides = (grouped.Rows(other), grouped.Rows(x, gather))
+        made = grouped.product("test", Rows(x, gather), weight, groups)
+        sides = (Rows(other), Rows(x, gather))
         gradient = grouped_weight.weight_gradient("test", *sides, groups, False)
         turned = grouped_weight.weight_gradient("test", *sides, groups, True)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):

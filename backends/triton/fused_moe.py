@@ -9,56 +9,34 @@ between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.common import cdiv, checked_cols, power_of_2, warps
+from liger_multi.backends.triton.common import cdiv, checked_cols, power_of_2
 from liger_multi.backends.triton.fused_moe_kernels import (
     _moe_activation_backward_kernel,
     _moe_activation_kernel,
     _moe_bias_gradient_kernel,
     _moe_bias_share_kernel,
     _moe_combine_kernel,
-    _moe_inverse_kernel,
     _moe_up_kernel,
 )
 from liger_multi.backends.triton.grouped import (
-    Groups,
     ProductKnobs,
-    Rows,
     choice,
     library_product,
     product,
     product_knobs,
 )
 from liger_multi.backends.triton.grouped_weight import weight_gradient
+from liger_multi.backends.triton.groups import Groups, Rows
 from liger_multi.backends.triton.launching import launch
-from liger_multi.launch import DeviceInfo, knobs
-from liger_multi.reference.slots import sorted_slots
+from liger_multi.backends.triton.slots import piece, sorted_slots
+from liger_multi.launch import DeviceInfo
 
 Numbers = tuple[float, float, float]  # limit, alpha, offset
-
-
-@dataclass(frozen=True)
-class PieceKnobs:
-    """``block`` columns of one row a program or a step."""
-
-    block: int
-    stages: int
-    num_warps: int
-
-
-def piece_knobs(info: DeviceInfo, cols: int) -> PieceKnobs:
-    """1024 columns, 8 of them a thread; steps under way where they have memory of their own.
-
-    Elsewhere they take registers, and their stores the short addresses of buffer operations.
-    """
-    block = max(16, min(1024, power_of_2(cols)))
-    stages = 2 if info.shared_bytes > 2**16 and info.warp_size < 64 else 1
-    return PieceKnobs(block, stages, warps(block // 8, info.warp_size))
 
 
 def up_knobs(
@@ -79,12 +57,6 @@ def _columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _piece(name: str, some: Tensor, cols: int) -> PieceKnobs:
-    checked_cols(2 * cols)  # rows of gate and up
-    found: PieceKnobs = knobs(f"fused_moe.{name}", piece_knobs, some.device, cols=cols)
-    return found
-
-
 def activated(
     x: Rows, weight: Tensor, bias: Optional[Tensor], index: Tensor, groups: Groups, keep: bool,
     how: tuple[str, Numbers, bool],
@@ -95,11 +67,12 @@ def activated(
     cols = wide // 2
     k = choice("fused_moe.up", up_knobs, source, groups, cols, inner)
     made = source.new_empty(groups.rows, cols)
-    gate_up = library_product(k, x, weight, groups)
-    if gate_up is None and interleaved:
-        gate_up = product("fused_moe.up", x, weight, groups)
+    if interleaved:
+        gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
+    else:
+        gate_up = library_product(k, x, weight, groups)
     if gate_up is not None:
-        step = _piece("activation", source, cols)
+        step = piece("activation", source, cols)
         pieces = cdiv(cols, step.block)
         launch(
             _moe_activation_kernel, groups.rows * pieces,
@@ -121,14 +94,6 @@ def activated(
     return made, gate_up
 
 
-def inverse_of(groups: Groups) -> Tensor:
-    """The sorted row of every slot."""
-    found = torch.empty_like(groups.order)
-    args = (groups.order, found, groups.rows)
-    launch(_moe_inverse_kernel, cdiv(groups.rows, 1024), args, (1024,), 4)
-    return found
-
-
 def combined(
     rows: Tensor, groups: Groups, routing: Optional[Tensor], bias: Optional[Tensor], index: Tensor,
     dtype: torch.dtype,
@@ -136,11 +101,11 @@ def combined(
     """The sum over the slots of every token."""
     cols = rows.shape[1]
     y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype)
-    k = _piece("combine", rows, cols)
+    k = piece("combine", rows, cols)
     tiles = cdiv(cols, k.block)
     launch(
         _moe_combine_kernel, y.shape[0] * tiles,
-        (rows, inverse_of(groups), routing, bias, index, groups.offsets, y, groups.count, cols,
+        (rows, groups.inverse, routing, bias, index, groups.offsets, y, groups.count, cols,
          tiles),
         (groups.per, k.block), k.num_warps,
     )  # fmt: skip
@@ -178,11 +143,11 @@ def forward(
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
     keep = keep or needs_gate_up_bias or needs_down_bias
     index = index.contiguous()
-    _, order, offsets = sorted_slots(index, first.shape[0])
+    order, inverse, offsets = sorted_slots(index, first.shape[0])
     if not order.numel() or not x.numel():
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
-    groups, how = Groups(offsets, order, index.shape[1]), (limit, alpha, up_offset)
+    groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
     rows = Rows(_columns(x), gather=True)
     made, gate_up = activated(
         rows, first, _dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
@@ -202,7 +167,7 @@ def _inner_gradients(
     cols = dproduct.shape[1]
     made = torch.empty_like(gate_up) if needs_inner else None
     drouting = routing.new_empty(routing.shape if needs_routing else 0)
-    k = _piece("activation_backward", dproduct, cols)
+    k = piece("activation_backward", dproduct, cols)
     launch(
         _moe_activation_backward_kernel, groups.rows,
         (dproduct, gate_up, made, routing, drouting if needs_routing else None, groups.order,
@@ -278,6 +243,6 @@ def _add_bias_share(
     drouting: Tensor, dy: Tensor, bias: Tensor, index: Tensor, groups: Groups
 ) -> None:
     cols = dy.shape[1]
-    k = _piece("bias_share", dy, cols)
+    k = piece("bias_share", dy, cols)
     args = (dy, bias, index, drouting, dy.stride(0), groups.count, cols, groups.per)
     launch(_moe_bias_share_kernel, groups.rows, args, (k.block,), k.num_warps)

@@ -228,13 +228,6 @@ def _moe_combine_kernel(
 
 
 @triton.jit
-def _moe_inverse_kernel(order_ptr, inverse_ptr, rows, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(order_ptr + row, mask=row < rows, other=0)
-    tl.store(inverse_ptr + slot, row, mask=row < rows)
-
-
-@triton.jit
 def _moe_bias_share_kernel(
     dy_ptr, bias_ptr, index_ptr, drouting_ptr, dy_stride, groups, cols, top_k, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -1,19 +1,15 @@
 """Grouped matrix products: rows sorted into groups, a weight each; no size is read back.
 
-Groups are rows ``offsets[e]`` to ``offsets[e + 1]``. A table made on the device says for every tile
-of rows its group and its first row; the grid is the largest that any partition needs, and programs
-past the table's end leave at once. Rows may be gathered while they are read (``order``: the slot of
-every row, of which ``per`` share a row of the source), so that nobody writes them down first.
-
-Where a launch table says so (``library``), PyTorch's own grouped product does the work on rows that
-were gathered before. It knows neither fp32 nor odd strides; such calls stay here.
+:mod:`.groups` says what groups are. Rows may be gathered while they are read, so that nobody writes
+them down first. Where a launch table says so (``library``), PyTorch's own grouped product does the
+work on rows that were written before. It knows neither fp32 nor odd strides; such calls stay here.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -21,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton import embedding
 from liger_multi.backends.triton.common import (
     INTERPRETED,
     LONGEST_ROW,
@@ -32,6 +27,7 @@ from liger_multi.backends.triton.common import (
     round_to,
     warps,
 )
+from liger_multi.backends.triton.groups import Groups, Rows
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 
@@ -51,48 +47,15 @@ class ProductKnobs:
     library: bool = False
 
 
-@dataclass
-class Groups:
-    """Sorted rows: where groups begin, the slot of every row, and how many slots share a source."""
-
-    offsets: Tensor
-    order: Tensor
-    per: int
-    tables: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Number of groups."""
-        return self.offsets.shape[0] - 1
-
-    @property
-    def rows(self) -> int:
-        """Rows, those of no group included."""
-        return self.order.shape[0]
-
-    def tiles(self, block: int) -> Tensor:
-        """The table for tiles of ``block`` rows, (tiles, 2): group, or -1, and first row."""
-        found = self.tables.get(block)
-        if found is None:
-            most = min(self.rows, cdiv(self.rows, block) + self.count)
-            found = self.tables[block] = self.offsets.new_empty(most, 2)
-            groups = power_of_2(self.count)
-            step = max(16, min(128, 8192 // groups))
-            launch(
-                _group_tiles_kernel, cdiv(most, step),
-                (self.offsets, found, self.count, most),
-                (block, groups, step), 4,
-            )  # fmt: skip
-        return found
-
-
 def product_knobs(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
     factors: int = 1,
 ) -> ProductKnobs:  # fmt: skip
-    """Tiles as large as groups fill on average, in stages that half the on-chip memory holds."""
-    per_group = cdiv(rows, groups)
-    block_m = 128 if per_group > 64 else 64 if per_group > 32 else 32 if per_group > 16 else 16
+    """Tiles that most groups fit in, in stages that half the on-chip memory holds.
+
+    Groups are uneven: a tile as large as their average reads the weights of every other one twice.
+    """
+    block_m = max(16, min(MOST_ROWS, power_of_2(cdiv(5 * rows, 4 * groups))))
     return fitted(info, block_m, cols, inner, element_bytes, factors)
 
 
@@ -128,29 +91,6 @@ def dot(a, b, total):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
         return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
-def _group_tiles_kernel(
-    offsets_ptr, tiles_ptr, groups, most, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    group = tl.arange(0, GROUPS)
-    inside = group < groups
-    start = tl.load(offsets_ptr + group, mask=inside, other=0)
-    stop = tl.load(offsets_ptr + group + 1, mask=inside, other=0)
-    count = tl.cdiv(stop - start, HEIGHT)
-    last = tl.cumsum(count, 0)  # one past the group's last tile
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # the group of a tile: how many groups end before it
-    which = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    mine = (which[:, None] == group[None, :]) & inside[None, :]
-    first = tl.sum(tl.where(mine, (last - count)[None, :], 0), axis=1)
-    begin = tl.sum(tl.where(mine, start[None, :], 0), axis=1)
-    none = which >= groups
-    mask = tile < most
-    tl.store(tiles_ptr + 2 * tile, tl.where(none, -1, which), mask=mask)
-    tl.store(tiles_ptr + 2 * tile + 1, begin + (tile - first) * HEIGHT, mask=mask)
 
 
 @triton.jit
@@ -234,25 +174,6 @@ def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
         and all(s % 8 == 0 for s in t.shape[1:])
         for t in tensors
     )
-
-
-@dataclass
-class Rows:
-    """Rows of groups, or with ``gather`` what they are gathered from; columns are adjacent."""
-
-    source: Tensor
-    gather: bool = False
-    made: Optional[Tensor] = None
-
-    def written(self, groups: Groups) -> Tensor:
-        """The rows themselves; written down once."""
-        if not self.gather:
-            return self.source
-        if self.made is None:
-            token = torch.div(groups.order, groups.per, rounding_mode="floor").to(torch.int64)
-            count = self.source.shape[0]
-            self.made = embedding.forward(self.source, token, count, -1, 1.0, False)
-        return self.made
 
 
 def library_product(k: ProductKnobs, a: Rows, weight: Tensor, groups: Groups) -> Optional[Tensor]:

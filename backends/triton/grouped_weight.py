@@ -13,15 +13,14 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common import assume_rows, cdiv, power_of_2, round_to
 from liger_multi.backends.triton.grouped import (
-    Groups,
     ProductKnobs,
-    Rows,
     by_library,
     choice,
     dot,
     fitted,
     source_rows,
 )
+from liger_multi.backends.triton.groups import Groups, Rows
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo
 
