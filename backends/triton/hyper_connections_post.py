@@ -9,8 +9,10 @@ from liger_multi.backends.triton.hyper_streams import (
     _streams_post_kernel,
     as_outs,
     as_tiles,
-    run,
+    tile,
+    width_of,
 )
+from liger_multi.backends.triton.launching import launch
 
 
 def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
@@ -18,9 +20,10 @@ def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     if y.numel():
         rows, outs = as_tiles(x), as_outs(out)
-        strides = (rows.stride(0), rows.stride(1), outs.stride(0))
-        args = (rows, outs, post.contiguous(), mix.contiguous(), y, *strides)
-        run("hyper_connections_post.forward", _streams_post_kernel, rows, args)
+        constants, threads, pieces = tile("hyper_connections_post.forward", rows)
+        sizes = (rows.stride(0), rows.stride(1), outs.stride(0), rows.shape[2], pieces)
+        args = (rows, outs, post.contiguous(), mix.contiguous(), y, *sizes)
+        launch(_streams_post_kernel, rows.shape[0] * pieces, args, constants, threads)
     return y
 
 
@@ -36,7 +39,10 @@ def backward(
         up, rows, outs = as_tiles(dy), as_tiles(x), as_outs(out)
         strides = (up.stride(0), up.stride(1), rows.stride(0), rows.stride(1), outs.stride(0))
         args = (up, rows, outs, post.contiguous(), mix.contiguous(), *made, *strides)
-        run("hyper_connections_post.backward", _streams_post_backward_kernel, rows, args)
+        constants, threads, _ = tile("hyper_connections_post.backward", rows)
+        wide = width_of(rows.shape[1], constants[2], rows.element_size())
+        args = (*args, rows.shape[2])
+        launch(_streams_post_backward_kernel, rows.shape[0], args, (*constants, wide), threads)
     elif x.shape[-1] == 0:
         dpost.zero_(), dmix.zero_()
     return dx, dout, dpost, dmix

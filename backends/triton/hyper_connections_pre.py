@@ -9,8 +9,9 @@ from liger_multi.backends.triton.hyper_streams import (
     _streams_pre_kernel,
     as_outs,
     as_tiles,
-    run,
+    tile,
 )
+from liger_multi.backends.triton.launching import launch
 
 
 def forward(x: Tensor, pre: Tensor) -> Tensor:
@@ -18,8 +19,9 @@ def forward(x: Tensor, pre: Tensor) -> Tensor:
     y = x.new_empty((*x.shape[:-2], x.shape[-1]))
     if y.numel():
         rows = as_tiles(x)
-        args = (rows, pre.contiguous(), y, rows.stride(0), rows.stride(1))
-        run("hyper_connections_pre.forward", _streams_pre_kernel, rows, args)
+        constants, threads, pieces = tile("hyper_connections_pre.forward", rows)
+        args = (rows, pre.contiguous(), y, rows.stride(0), rows.stride(1), rows.shape[2], pieces)
+        launch(_streams_pre_kernel, rows.shape[0] * pieces, args, constants, threads)
     return y
 
 
@@ -33,7 +35,8 @@ def backward(
         rows, up = as_tiles(x), as_outs(dy)
         args = (
             up, rows, pre.contiguous(), dx if needs_x else None, dpre if needs_pre else None,
-            up.stride(0), rows.stride(0), rows.stride(1),
+            up.stride(0), rows.stride(0), rows.stride(1), rows.shape[2],
         )  # fmt: skip
-        run("hyper_connections_pre.backward", _streams_pre_backward_kernel, rows, args)
+        constants, threads, _ = tile("hyper_connections_pre.backward", rows)
+        launch(_streams_pre_backward_kernel, rows.shape[0], args, constants, threads)
     return dx, dpre

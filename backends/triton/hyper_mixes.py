@@ -3,7 +3,8 @@
 It is bound by the streams that it reads, so forward takes the norm's sum of squares along, and
 backward reads them once for both gradients. Products are of bf16 parts, whose sum is the fp32
 factor: 8 of its bits each, so that a stream of bf16 is one part, and products of matrix units are
-exact. Sums over rows leave as one fp32 partial a chunk of rows, added in a fixed order.
+exact. Rows are few for their length, so forward cuts them in chunks of columns, backward in chunks
+of rows: sums leave as one fp32 partial a chunk, added in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference import hyper_mixes as reference
 
+SUMMED = 512  # logits of a program that adds chunks
 MOST_OUTPUTS = 128  # of a tile; ten streams have 120
 # a tile's rows of so many fp32 stay below 2 GiB
 MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
@@ -37,7 +39,7 @@ MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 
 @dataclass(frozen=True)
 class MixKnobs:
-    """``rows`` rows by ``block`` columns a step; backward gives ``chunks`` parts of the rows.
+    """``rows`` rows by ``block`` columns a step; ``chunks`` parts of a row, backward of the rows.
 
     ``library``: PyTorch's products, as in the reference.
     """
@@ -66,13 +68,15 @@ def _threads(outputs: int) -> int:
 def mix_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
     """Steps of 8 KiB of streams, at most four under way; of 4 KiB where outputs are many.
 
-    A fourth step of fp32 would spill on cores that have memory for it (ci.static, triton 3.9).
+    About eight programs a core, of eight steps at least. A fourth step of fp32 under way would
+    spill on cores that have memory for it (ci.static, triton 3.9).
     """
     tile, wide = 64, _tall(outputs) > 32
     block = 32 if wide else min(power_of_2(checked_cols(cols)), 8192 // (tile * size))
     block, most = max(32, block), 4 if size == 2 else 3
     stages = _stages(info, tile, outputs, block, most)
-    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size))
+    chunks = max(1, min(cdiv(cols, 8 * block), 8 * info.cores // cdiv(rows, tile)))
+    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
 def gradient_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
@@ -124,33 +128,58 @@ def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexp
 
 @triton.jit
 def _mixes_kernel(
-    x_ptr, w_ptr, mixes_ptr, rstd_ptr, x_stride, rows, cols, outputs, eps, X: tl.constexpr,
-    W: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, w_ptr, partial_ptr, squares_ptr, x_stride, rows, cols, outputs, per, row_tiles,
+    X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A chunk of ``per`` columns of some rows: its part of the product and of the squares."""
     assume_rows(x_ptr, x_stride, ROWS)
     assume_rows(w_ptr, cols, OUTPUTS)
-    assume_rows(mixes_ptr, outputs, ROWS)
+    assume_rows(partial_ptr, outputs, ROWS)
     assume_cols(cols, MOST_COLS)
-    row = tl.program_id(0).to(tl.int64) * ROWS
+    chunk = tl.program_id(0) // row_tiles
+    row = (tl.program_id(0) % row_tiles).to(tl.int64) * ROWS
+    stop = tl.minimum(per, cols - chunk * per)
+    assume_cols(stop, MOST_COLS)
     r, o, c = tl.arange(0, ROWS), tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
     inside = row + r < rows
-    x_ptr += row * x_stride
+    x_ptr += row * x_stride + chunk * per
+    w_ptr += chunk * per
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, cols, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, stop, BLOCK, num_stages=STAGES):
         col = start + c
-        x_mask = inside[:, None] & (col < cols)[None, :]
+        x_mask = inside[:, None] & (col < stop)[None, :]
         x = tl.load(x_ptr + (r[:, None] * x_stride + col[None, :]), mask=x_mask, other=0.0)
-        w_mask = (o < outputs)[:, None] & (col < cols)[None, :]
+        w_mask = (o < outputs)[:, None] & (col < stop)[None, :]
         w = tl.load(w_ptr + (o[:, None] * cols + col[None, :]), mask=w_mask, other=0.0)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
         total = _exact_dot(x, tl.trans(w), total, X, W, 2)
+    row += chunk.to(tl.int64) * rows
+    tl.store(squares_ptr + row + r, squares, mask=inside)
+    place = partial_ptr + row * outputs + (r[:, None] * outputs + o[None, :])
+    tl.store(place, total, mask=inside[:, None] & (o < outputs)[None, :])
+
+
+@triton.jit
+def _mixes_sum_kernel(
+    partial_ptr, squares_ptr, mixes_ptr, rstd_ptr, rows, cols, outputs, chunks, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chunks in order, and the norm; rows without gaps are one long row here."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, mask = place // outputs, place < rows * outputs
+    total = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for _chunk in tl.range(0, chunks):
+        total += tl.load(partial_ptr + place, mask=mask, other=0.0)
+        squares += tl.load(squares_ptr + row, mask=mask, other=0.0)
+        partial_ptr += rows * outputs
+        squares_ptr += rows
     rstd = tl.rsqrt(squares / cols + eps)
-    tl.store(rstd_ptr + row + r, rstd, mask=inside)
-    place = mixes_ptr + row * outputs + (r[:, None] * outputs + o[None, :])
-    tl.store(place, total * rstd[:, None], mask=inside[:, None] & (o < outputs)[None, :])
+    tl.store(rstd_ptr + row, rstd, mask=mask & (place == row * outputs))
+    tl.store(mixes_ptr + place, total * rstd, mask=mask)
 
 
 @triton.jit
@@ -220,9 +249,14 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     k = knobs("hyper_mixes.forward", mix_knobs, rows.device, **shape)
     if k.library:
         return reference.mixes(rows, weight, rms_eps)
-    args = (rows, weight, found, rstd, rows.stride(0), count, cols, outputs, rms_eps)
-    constants = (_digits(rows), _digits(weight), k.rows, _tall(outputs), k.block, k.stages)
-    launch(_mixes_kernel, cdiv(count, k.rows), args, constants, k.num_warps)
+    tiles, per = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
+    chunks, tall = cdiv(cols, per), _tall(outputs)
+    partial, squares = found.new_empty(chunks, count * outputs), found.new_empty(chunks, count)
+    args = (rows, weight, partial, squares, rows.stride(0), count, cols, outputs, per, tiles)
+    constants = (_digits(rows), _digits(weight), k.rows, tall, k.block, k.stages)
+    launch(_mixes_kernel, chunks * tiles, args, constants, k.num_warps)
+    sums = (partial, squares, found, rstd, count, cols, outputs, chunks, rms_eps)
+    launch(_mixes_sum_kernel, cdiv(count * outputs, SUMMED), sums, (SUMMED,), 4)
     return found, rstd
 
 
