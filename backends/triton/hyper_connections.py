@@ -23,7 +23,6 @@ from liger_multi.backends.triton.common import (
     checked_cols,
     power_of_2,
     sigmoid,
-    warps,
 )
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
@@ -39,10 +38,8 @@ class SquashKnobs:
 
 
 def squash_knobs(info: DeviceInfo, streams: int) -> SquashKnobs:
-    """Matrices of about 512 elements together, 4 a thread."""
-    square = power_of_2(streams) ** 2
-    rows = max(1, 512 // square)
-    return SquashKnobs(rows, warps(max(32, rows * square // 4), info.warp_size))
+    """Matrices of about 256 elements together for one warp: their sums need no other."""
+    return SquashKnobs(max(1, 256 // power_of_2(streams) ** 2), 1)
 
 
 @triton.jit
