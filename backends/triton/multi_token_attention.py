@@ -3,8 +3,8 @@
     p = softmax of what a row sees, 0 past the diagonal;  y = conv(p), 0 past the diagonal
     dp = conv'(dy up to the diagonal);  dscores = p (dp - sum p dp)   of sparsemax as softmax.py
 
-What stands past the diagonal is never read: of the scores, of dy, p and dp only the half is, and
-the y of the convolution is not read at all. Kernels are in multi_token_attention_kernels.py.
+What stands past the diagonal is not used: of the scores, of dy, p and dp the kernels read about
+half, of the convolution's y nothing. They are in multi_token_attention_kernels.py.
 Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
 """
 
