@@ -37,6 +37,7 @@ from liger_multi.backends.triton import (
     layer_norm,
     low_rank,
     modulated_rms_norm,
+    multi_token_attention,
     poly_norm,
     relu_squared,
     rms_norm,
@@ -344,6 +345,16 @@ def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     sparsemax.backward(sparsemax.forward(x), x)
 
 
+def _multi_token(heads: int, size: int, dtype: torch.dtype = BF16, sparse: bool = False) -> None:
+    scores, weight = (
+        _meta(1, heads, size, size, dtype=dtype),
+        _meta(heads, heads, 3, 3, dtype=dtype),
+    )
+    shape = (1, 1, 1, 1, sparse)  # stride, padding, dilation, groups
+    y, p = multi_token_attention.forward(scores, weight, None, *shape)
+    multi_token_attention.backward(y, weight, None, p, *shape, True, True, False)
+
+
 def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
     kinds = float8.TritonRounding()
     kinds.rounded(_meta(rows, cols), dtype)
@@ -503,6 +514,12 @@ def calls() -> dict[str, Callable[[], None]]:
         (4096, 32768, BF16), (2048, 131072, FP32),
     ):  # fmt: skip
         found[f"softmax {rows}x{cols} {_name(dtype)}"] = part(_softmax, rows, cols, dtype)
+    for heads, size, dtype in (
+        (16, 2048, BF16), (8, 4096, BF16), (16, 2048, FP32), (2, 16384, BF16), (1, 65536, BF16),
+    ):  # fmt: skip
+        label = f"multi_token_attention {heads}x{size} {_name(dtype)}"
+        found[label] = part(_multi_token, heads, size, dtype)
+    found["multi_token_attention 16x2048 sparse"] = part(_multi_token, 16, 2048, sparse=True)
     found["selective_log_softmax 128256"] = part(_selective, 128256, 1, 1.0)
     found["selective_log_softmax 151936 of 16"] = part(_selective, 151936, 16, 0.5, FP32)
     for cols, dtype in ((128, BF16), (2048, BF16), (4096, BF16), (8192, FP32)):

@@ -59,7 +59,7 @@ ADDRESSED = {
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
-NOT_READ = ("_zero_groups_", "_squash_")
+NOT_READ = ("_zero_groups_", "_squash_", "_multi_token_zero_")
 
 
 # --- judging ---

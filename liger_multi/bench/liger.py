@@ -94,6 +94,10 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         _liger_log_prob,
     ),
     "softmax": ("liger_softmax", lambda f: lambda x: f(x)),
+    "multi_token_attention": (
+        "liger_multi_token_attention",
+        lambda f: lambda scores, weight, padding=0: f(scores, weight, None, 1, padding),
+    ),
     "sparsemax": ("liger_sparsemax", lambda f: lambda x: f(x, -1)),
     "embedding": (
         "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply",

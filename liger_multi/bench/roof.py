@@ -174,10 +174,16 @@ def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
 
 
 def _multi_token(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    *_, heads, rows, cols = shapes["scores"]
     scores = math.prod(shapes["scores"])
-    product = 2.0 * scores * math.prod(shapes["weight"][1:])
-    # scores read, probabilities and y written; dy and probabilities read, dscores written
-    return Work(3 * scores * size, 6 * scores * size, product, 3 * product)
+    seen = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
+    wide = shapes["weight"][0] / heads  # what y has to scores, where the convolution keeps sizes
+    product = 2.0 * seen * wide * math.prod(shapes["weight"][1:])
+    # seen scores read, probabilities and y written with their zeros; what is seen of dy and the
+    # probabilities read, dscores written; no product past the diagonal
+    forward = (seen + scores * (1 + wide)) * size
+    both = forward + (seen * (1 + wide) + scores) * size
+    return Work(forward, both, product, 3 * product)
 
 
 def _kl_div(
