@@ -209,9 +209,10 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
     x, out = _meta(rows, streams, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
     pre, mix = _meta(rows, streams, dtype=FP32), _meta(rows, streams, streams, dtype=FP32)
     z = _meta(rows, streams * (streams + 2), dtype=FP32)
-    parts = hyper_connections.TritonParts
-    grads = parts.values(z, streams, 20, 1e-6, 2.0)
-    parts.gradient(z, grads, streams, 20, 1e-6, 2.0)
+    parts, how = hyper_connections.TritonParts, (streams, 20, 1e-6, 2.0)
+    bias, scale, rstd = z[0], _meta(3, dtype=FP32), _meta(rows, dtype=FP32)
+    grads = parts.values(z, bias, scale, how)
+    parts.gradient(z, bias, scale, rstd, cols, grads, how, (True, True))
     weight = _meta(streams * (streams + 2), streams * cols, dtype=FP32)
     rows_of = x.flatten(1)
     parts.mixes(rows_of, weight, 1e-6)

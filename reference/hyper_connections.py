@@ -7,16 +7,9 @@ streams, and what is made of the few numbers that it leaves of a row.
 from collections.abc import Callable
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from liger_multi.reference.sinkhorn import Parts, ReferenceParts
-
-
-def _spread(scale: Tensor, count: int, kind: torch.dtype) -> Tensor:
-    """The scale of every logit."""
-    sizes = (count, count, count * count)
-    return torch.cat([s.expand(n) for s, n in zip(scale.to(kind), sizes, strict=True)])
 
 
 def halves(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -29,8 +22,8 @@ def halves(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
         count, lead = x.shape[-2], x.shape[:-2]
         rows = x.reshape(lead.numel(), count * x.shape[-1])
         mixes, rstd = parts.mixes(rows, weight, rms_eps)
-        z = torch.addcmul(bias.to(mixes.dtype), mixes, _spread(scale, count, mixes.dtype))
-        pre, post, mix = parts.values(z, count, iterations, eps, post_scale)
+        how = (count, iterations, eps, post_scale)
+        pre, post, mix = parts.values(mixes, bias, scale, how)
         return (
             pre.contiguous().view(*lead, count), post.contiguous().view(*lead, count),
             mix.contiguous().view(*lead, count, count), mixes.view(*lead, weight.shape[0]),
@@ -45,23 +38,15 @@ def halves(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         count, kind = x.shape[-2], mixes.dtype
         rows = x.reshape(x.shape[:-2].numel(), count * x.shape[-1])
-        m, r = mixes.reshape(rows.shape[0], weight.shape[0]), rstd.reshape(-1, 1)
-        spread = _spread(scale, count, kind)
+        m, r = mixes.reshape(rows.shape[0], weight.shape[0]), rstd.reshape(-1)
         shapes = ((rows.shape[0], count),) * 2 + ((rows.shape[0], count, count),)
         given = zip((dpre, dpost, dmix), shapes, strict=True)
         grads = tuple(None if g is None else g.reshape(s).to(kind) for g, s in given)
-        z = torch.addcmul(bias.to(kind), m, spread)
-        dz = parts.gradient(z, grads, count, iterations, eps, post_scale)
-        dm = dz * spread
-        own = (dm * m).sum(-1, keepdim=True) * r.square() / rows.shape[1]
-        needs = (needs_x, needs_weight)
-        dx, dweight = parts.mixes_gradients(rows, weight, dm * r, own, *needs)
-        dbias, dscale = bias.new_empty(0), scale.new_empty(0)
-        if needs_bias:
-            dbias = dz.sum(0).to(bias.dtype)
-        if needs_scale:
-            sums = (dz * m).sum(0).split([count, count, count**2])
-            dscale = torch.stack([t.sum() for t in sums]).to(scale.dtype)
+        how = (count, iterations, eps, post_scale)
+        d, own, dbias, dscale = parts.gradient(
+            m, bias, scale, r, rows.shape[1], grads, how, (needs_bias, needs_scale)
+        )
+        dx, dweight = parts.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
         return dx.view(x.shape) if needs_x else dx, dweight, dbias, dscale
 
     return forward, backward

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,10 +24,12 @@ from liger_multi.backends.triton.common import (
     checked_cols,
     power_of_2,
     sigmoid,
+    sum_partials,
 )
 from liger_multi.backends.triton.launching import launch
 from liger_multi.launch import DeviceInfo, knobs
 from liger_multi.reference.hyper_connections import halves
+from liger_multi.reference.sinkhorn import How
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,34 @@ def _divide(m, COLUMNS: tl.constexpr, eps, mask):
 
 
 @triton.jit
+def _logits(m, bias_ptr, scale_ptr, at, mask, PART: tl.constexpr):
+    """Bias + m scale, of one of the three parts that have a scale each."""
+    scale = tl.load(scale_ptr + PART).to(tl.float32)
+    return tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32) + m * scale, scale
+
+
+@triton.jit
 def _squash_kernel(
-    z_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale, N: tl.constexpr,
-    TALL: tl.constexpr, ROWS: tl.constexpr,
+    m_ptr, bias_ptr, scale_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale,
+    N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
     inside = (first + row < rows)[:, None] & (i < N)[None, :]
     mask = inside[:, :, None] & (i < N)[None, None, :]
-    z_ptr += first * (N * (N + 2))
+    m_ptr += first * (N * (N + 2))
     pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
-    pre = sigmoid(tl.load(z_ptr + wide, mask=inside, other=0.0)) + eps
-    tl.store(pre_ptr + first * N + pair, pre, mask=inside)
-    post = sigmoid(tl.load(z_ptr + N + wide, mask=inside, other=0.0)) * post_scale
-    tl.store(post_ptr + first * N + pair, post, mask=inside)
+    m = tl.load(m_ptr + wide, mask=inside, other=0.0)
+    z, _ = _logits(m, bias_ptr, scale_ptr, i[None, :], (i < N)[None, :], 0)
+    tl.store(pre_ptr + first * N + pair, sigmoid(z) + eps, mask=inside)
+    m = tl.load(m_ptr + N + wide, mask=inside, other=0.0)
+    z, _ = _logits(m, bias_ptr + N, scale_ptr, i[None, :], (i < N)[None, :], 1)
+    tl.store(post_ptr + first * N + pair, sigmoid(z) * post_scale, mask=inside)
     at = (i[:, None] * N + i[None, :])[None, :, :]
     row = row[:, None, None]
-    z = tl.load(z_ptr + 2 * N + (row * (N * (N + 2)) + at), mask=mask, other=0.0)
+    m = tl.load(m_ptr + 2 * N + (row * (N * (N + 2)) + at), mask=mask, other=0.0)
+    both = ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
+    z, _ = _logits(m, bias_ptr + 2 * N, scale_ptr, at, both, 2)
     m = tl.where(mask, _softmax_rows(z, mask) + eps, 0.0)
     m, _ = _divide(m, True, eps, mask)
     for _step in tl.range(1, steps):
@@ -100,19 +114,27 @@ def _undivide(d, m, total, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _squash_backward_kernel(
-    z_ptr, dpre_ptr, dpost_ptr, dmix_ptr, dz_ptr, kept_ptr, rows, steps, eps, post_scale,
-    N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
+    m_ptr, bias_ptr, scale_ptr, rstd_ptr, dpre_ptr, dpost_ptr, dmix_ptr, d_ptr, own_ptr, sums_ptr,
+    kept_ptr, rows, steps, eps, post_scale, length, N: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of m, times rstd; own; and the rows' part of those of bias and scale."""
     assume_cols(steps, LONGEST_ROW // (2 * ROWS * N * N))
     base = tl.program_id(0).to(tl.int64) * ROWS
     row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
     inside = (base + row < rows)[:, None] & (i < N)[None, :]
     mask = inside[:, :, None] & (i < N)[None, None, :]
-    z_ptr += base * (N * (N + 2))
-    dz_ptr += base * (N * (N + 2))
+    m_ptr += base * (N * (N + 2))
+    d_ptr += base * (N * (N + 2))
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(0).to(tl.int64) * (N * (N + 2) + 3)
+    rstd = tl.load(rstd_ptr + base + row, mask=base + row < rows, other=0.0)
+    own = tl.zeros([ROWS], tl.float32)
     pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
     for half in tl.static_range(2):
-        p = sigmoid(tl.load(z_ptr + half * N + wide, mask=inside, other=0.0))
+        m = tl.load(m_ptr + half * N + wide, mask=inside, other=0.0)
+        z, scale = _logits(m, bias_ptr + half * N, scale_ptr, i[None, :], (i < N)[None, :], half)
+        p = sigmoid(z)
         d = tl.zeros([ROWS, TALL], tl.float32)
         if half == 0:
             if dpre_ptr is not None:
@@ -121,13 +143,20 @@ def _squash_backward_kernel(
             if dpost_ptr is not None:
                 d = tl.load(dpost_ptr + base * N + pair, mask=inside, other=0.0)
                 d *= post_scale
-        tl.store(dz_ptr + half * N + wide, d * p * (1.0 - p), mask=inside)
+        d *= p * (1.0 - p)
+        if sums_ptr is not None:
+            tl.store(sums_ptr + half * N + i, tl.sum(d, axis=0), mask=i < N)
+            tl.store(sums_ptr + N * (N + 2) + half, tl.sum(tl.sum(d * m, axis=1), axis=0))
+        d *= scale
+        own += tl.sum(d * m, axis=1)
+        tl.store(d_ptr + half * N + wide, d * rstd[:, None], mask=inside)
     at = (i[:, None] * N + i[None, :])[None, :, :]
+    both = ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
     square = row[:, None, None] * (N * (N + 2)) + at
-    if dmix_ptr is None:
-        tl.store(dz_ptr + 2 * N + square, tl.zeros([ROWS, TALL, TALL], tl.float32), mask)
-    else:
-        z = tl.load(z_ptr + 2 * N + square, mask=mask, other=0.0)
+    d = tl.zeros([ROWS, TALL, TALL], tl.float32)
+    logits = tl.load(m_ptr + 2 * N + square, mask=mask, other=0.0)
+    z, scale = _logits(logits, bias_ptr + 2 * N, scale_ptr, at, both, 2)
+    if dmix_ptr is not None:
         first = _softmax_rows(z, mask)
         row = row[:, None, None]
         d = tl.load(dmix_ptr + base * (N * N) + (row * (N * N) + at), mask=mask, other=0.0)
@@ -152,8 +181,17 @@ def _squash_backward_kernel(
             d = _undivide(d, m, total, False)
         m, total = _divide(tl.where(mask, first + eps, 0.0), True, eps, mask)
         d = tl.where(mask, _undivide(d, m, total, True), 0.0)
-        dz = first * (d - tl.sum(d * first, axis=2)[:, :, None])
-        tl.store(dz_ptr + 2 * N + square, dz, mask=mask)
+        d = first * (d - tl.sum(d * first, axis=2)[:, :, None])
+    if sums_ptr is not None:
+        place = sums_ptr + 2 * N + (i[:, None] * N + i[None, :])
+        tl.store(place, tl.sum(d, axis=0), mask=(i < N)[:, None] & (i < N)[None, :])
+        total = tl.sum(tl.sum(tl.sum(d * logits, axis=2), axis=1), axis=0)
+        tl.store(sums_ptr + N * (N + 2) + 2, total)
+    d *= scale
+    own += tl.sum(tl.sum(d * logits, axis=2), axis=1)
+    tl.store(d_ptr + 2 * N + square, d * rstd[:, None, None], mask=mask)
+    row = tl.arange(0, ROWS)
+    tl.store(own_ptr + base + row, own * rstd * rstd / length, mask=base + row < rows)
 
 
 class TritonParts:
@@ -163,39 +201,45 @@ class TritonParts:
     mixes_gradients = staticmethod(hyper_mixes.gradients)
 
     @staticmethod
-    def values(
-        z: Tensor, count: int, steps: int, eps: float, post_scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def values(m: Tensor, bias: Tensor, scale: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
         """Sigmoids, and the last iterate."""
-        rows = z.shape[0]
-        pre, post = z.new_empty(rows, count), z.new_empty(rows, count)
-        mix = z.new_empty(rows, count, count)
+        rows, count = m.shape[0], how[0]
+        pre, post = m.new_empty(rows, count), m.new_empty(rows, count)
+        mix = m.new_empty(rows, count, count)
         if rows:
-            k = knobs("hyper_connections.forward", squash_knobs, z.device, streams=count)
-            args = (z.contiguous(), pre, post, mix, rows, steps, eps, post_scale)
+            k = knobs("hyper_connections.forward", squash_knobs, m.device, streams=count)
+            args = (m.contiguous(), bias.contiguous(), scale.contiguous(), pre, post, mix, rows)
             constants = (count, power_of_2(count), k.rows)
-            launch(_squash_kernel, cdiv(rows, k.rows), args, constants, k.num_warps)
+            launch(_squash_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
         return pre, post, mix
 
     @staticmethod
     def gradient(
-        z: Tensor, grads: tuple[Optional[Tensor], ...], count: int, steps: int, eps: float,
-        post_scale: float,
-    ) -> Tensor:  # fmt: skip
-        """The gradient of the logits."""
-        rows = z.shape[0]
-        z, dz = z.contiguous(), z.new_empty(z.shape)
-        if rows:
-            k = knobs("hyper_connections.backward", squash_knobs, z.device, streams=count)
-            checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
-            dense = [None if g is None else g.contiguous() for g in grads]
-            kept = z.new_empty(
-                rows * (2 * steps - 1) * count * count if grads[2] is not None else 0
+        m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
+        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """One launch, and one that adds what programs leave of the parameters' gradients."""
+        (rows, outputs), (count, steps, *_) = m.shape, how
+        d, own = m.new_empty(m.shape), m.new_empty(rows, 1)
+        if not rows:
+            dbias, dscale = (
+                t.new_zeros(t.shape if n else 0) for t, n in zip((bias, scale), needs, strict=True)
             )
-            args = (z, *dense, dz, kept, rows, steps, eps, post_scale)
-            constants = (count, power_of_2(count), k.rows)
-            launch(_squash_backward_kernel, cdiv(rows, k.rows), args, constants, k.num_warps)
-        return dz
+            return d, own, dbias, dscale
+        k = knobs("hyper_connections.backward", squash_knobs, m.device, streams=count)
+        checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
+        programs = cdiv(rows, k.rows)
+        sums = m.new_empty(programs, outputs + 3) if any(needs) else None
+        kept = m.new_empty(rows * (2 * steps - 1) * count * count if grads[2] is not None else 0)
+        dense = [None if g is None else g.contiguous() for g in grads]
+        given = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
+        args = (*given, *dense, d, own, sums, kept, rows, *how[1:], length)
+        constants = (count, power_of_2(count), k.rows)
+        launch(_squash_backward_kernel, programs, args, constants, k.num_warps)
+        total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)
+        dbias = total[:outputs].to(bias.dtype) if needs[0] else bias.new_empty(0)
+        dscale = total[outputs:].to(scale.dtype, copy=True) if needs[1] else scale.new_empty(0)
+        return d, own, dbias, dscale
 
 
 forward, backward = halves(TritonParts())
