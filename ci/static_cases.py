@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton import (
     attention,
+    attention_residuals,
     cross_entropy,
     cross_entropy_inplace,
     divergence,
@@ -91,6 +92,12 @@ def _attention(
     y, lse = attention.forward(q, k, v, *extra, not ranges, 0.125, softcap)
     needs = (True, True, True, sinks)
     attention.backward(y, q, k, v, *extra, y, lse, not ranges, 0.125, softcap, *needs)
+
+
+def _attention_residuals(count: int, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
+    blocks, weight = _meta(count, rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    y, p, rstd = attention_residuals.forward(blocks, weight, weight, 1e-6)
+    attention_residuals.backward(y, blocks, weight, weight, p, rstd, True, True, True)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -468,6 +475,13 @@ def calls() -> dict[str, Callable[[], None]]:
         for dtype in (BF16, FP32):
             label = f"hyper_connections {rows}x{streams}x{cols} {_name(dtype)}"
             found[label] = part(_hyper, rows, streams, cols, dtype)
+    for count, rows, cols, dtype in (
+        (8, 65536, 256, BF16), (32, 4096, 2048, BF16), (8, 8192, 4096, FP32), (8, 8192, 4096, BF16),
+        (8, 8192, 8192, BF16), (8, 8192, 8192, FP32), (16, 2048, 16384, BF16),
+        (16, 2048, 16384, FP32),
+    ):  # fmt: skip
+        label = f"attention_residuals {count}x{rows}x{cols} {_name(dtype)}"
+        found[label] = part(_attention_residuals, count, rows, cols, dtype)
     found["swiglu_packed 8192x11008"] = _swiglu_packed
     for interleaved in (True, False):
         label = "interleaved" if interleaved else "halves"

@@ -16,7 +16,9 @@ from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_IN_MINUTES = {("neighborhood_attention", "long")}
-TILES_OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu")
+TILES_OF_ROWS = (
+    "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
+)  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):

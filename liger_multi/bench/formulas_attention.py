@@ -175,3 +175,9 @@ TABLE: dict[str, dict[str, Formula]] = {
     "multi_token_attention": {"torch": _multi_token},
     "neighborhood_attention": {"torch": _neighbours, "flex": _neighbours_flex},
 }
+LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    "attention_residuals": (
+        "liger_attn_res",
+        lambda f: lambda blocks, query, weight, eps=1e-6: f(blocks, query, weight, eps),
+    ),
+}

@@ -8,7 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.bench import divergences, formulas_experts, formulas_norms, formulas_rope
+from liger_multi.bench import (
+    divergences,
+    formulas_attention,
+    formulas_experts,
+    formulas_norms,
+    formulas_rope,
+)
 from liger_multi.bench.formulas import Formula
 
 LIGER_MODULE = "liger_kernel.transformers.functional"
@@ -42,6 +48,7 @@ def _liger_log_prob(nll: Formula) -> Formula:
 # Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
 # arguments.
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    **formulas_attention.LIGER,
     **formulas_experts.LIGER,
     **formulas_norms.LIGER,
     **formulas_rope.LIGER,

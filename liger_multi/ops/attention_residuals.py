@@ -96,7 +96,7 @@ def _case(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:
     size = (shape[-1],)
     return {
         "blocks": T(shape, layout=layout),
-        "query": T(size, scale=0.3),
+        "query": T(size, scale=size[0] ** -0.5),  # scores of about 1, at any width
         "weight": T(size, scale=1.0),
     }
 
@@ -114,6 +114,8 @@ SAMPLES = (
     Sample("swapped", _case((3, 4, 2, 8), layout="swapped")),
     Sample("frozen-blocks", {**_case((3, 4, 8)), "blocks": T((3, 4, 8), grad=False)}),
     Sample("frozen-query", {**_case((3, 4, 8)), "query": T((8,), grad=False, scale=0.3)}),
+    Sample("more-tokens-than-programs", _case((3, 131, 600))),
+    Sample("several-steps", _case((5, 2, 8200)), path="wide"),
     Sample("past-65535-rows", _case((2, 65537, 2)), size="thin"),
     Sample("8x8192x4096", _case((8, 1, 8192, 4096)), size="bench"),
     Sample("32x4096x2048", _case((32, 1, 4096, 2048)), size="bench"),
