@@ -23,6 +23,7 @@ if KIND != "cpu":
 torch.set_default_device(device)
 group = dist.get_default_backend_for_device(device)
 dist.init_process_group(group, init_method=f"file://{meeting}", rank=rank, world_size=count)
+assert dist.get_backend() == {"cpu": "gloo", "cuda": "nccl"}.get(KIND, group)
 torch.manual_seed(0)
 ROWS, H = 7, 6
 
