@@ -68,9 +68,16 @@ def backward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> Residua
 
 
 def forward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualKnobs:
-    """The same tiles, of a program each; three of them on chip where there is room for 12."""
+    """The same tiles, of a program each; three of them on chip where there is room for 12.
+
+    A thread has 32 columns, of two blocks: programs of few warps wait less for each other's sums.
+    """
     k = backward_knobs(info, rows, cols, size)
-    return replace(k, stages=max(1, min(3, info.shared_bytes // (4 * TILE_BYTES))), programs=0)
+    stages = max(1, min(3, info.shared_bytes // (4 * TILE_BYTES)))
+    if size == 2 and k.rows == 1 and k.block <= WIDEST:
+        threads = max(32, k.block // 32)
+        k = replace(k, group=min(2, k.group), num_warps=warps(threads, info.warp_size))
+    return replace(k, stages=stages, programs=0)
 
 
 def _knobs(half: str, formula: Callable[..., ResidualKnobs], v: Tensor) -> ResidualKnobs:
