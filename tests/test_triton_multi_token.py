@@ -52,14 +52,15 @@ def same_convolutions():
         yield
 
 
-@pytest.fixture(params=["formula", "steps", "tiles"])
+@pytest.fixture(params=["formula", "steps", "tiles", "turned"])
 def tiles(request, monkeypatch):
-    """As launched, rows of more than a step, and tiles of several rows."""
+    """As launched, rows of more than a step, tiles of several rows, and heads on the last axis."""
     if request.param != "formula":
         tile = TileKnobs(1, 16, 1) if request.param == "steps" else TileKnobs(4, 128, 1)
-        zero = kernels.ZeroKnobs(16, 1)
+        turn = kernels.TurnKnobs(16 if request.param == "turned" else 0, 1)
+        others = {"zero": kernels.ZeroKnobs(16, 1), "turn": turn}
         monkeypatch.setattr(
-            kernels, "knobs", lambda name, *_, **__: zero if name.endswith(".zero") else tile
+            kernels, "knobs", lambda name, *_, **__: others.get(name.split(".")[1], tile)
         )
 
 
@@ -67,6 +68,10 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_equals_the_reference(tiles, sizes, sparse):
     compare(*made(sizes), shape(sparse=sparse))
+
+
+def test_heads_that_are_no_power_of_two(tiles):
+    compare(*made((2, 3, 18, 21), out=5), shape())
 
 
 def test_the_triangle_is_of_what_the_convolution_makes(tiles):

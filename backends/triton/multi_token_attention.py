@@ -3,6 +3,9 @@
     p = softmax of what a row sees, 0 past the diagonal;  y = conv(p), 0 past the diagonal
     dp = conv'(dy up to the diagonal);  dscores = p (dp - sum p dp)   of sparsemax as softmax.py
 
+cuDNN's convolutions of 2-byte numbers want heads on the last axis, and would turn every tensor by
+passes of their own: there kernels that copy the lower triangle anyway turn it on the way.
+
 What stands past the diagonal is not used: of the scores, of dy, p and dp the kernels read about
 half, of the convolution's y nothing. They are in multi_token_attention_kernels.py.
 Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
@@ -18,7 +21,14 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 from liger_multi.backends.triton import sparsemax
-from liger_multi.backends.triton.common import cdiv, checked_cols, room, tile_rows, warps
+from liger_multi.backends.triton.common import (
+    cdiv,
+    checked_cols,
+    power_of_2,
+    room,
+    tile_rows,
+    warps,
+)
 from liger_multi.backends.triton.launching import launch
 from liger_multi.backends.triton.multi_token_attention_kernels import (
     GROUP,
@@ -27,6 +37,7 @@ from liger_multi.backends.triton.multi_token_attention_kernels import (
     _multi_token_forward_kernel,
     _multi_token_forward_wide_kernel,
     _multi_token_lower_kernel,
+    _multi_token_turn_kernel,
     _multi_token_zero_kernel,
 )
 from liger_multi.backends.triton.softmax import tile_knobs
@@ -44,6 +55,22 @@ class ZeroKnobs:
 def zero_knobs(info: DeviceInfo, rows: int, cols: int) -> ZeroKnobs:
     """Steps of 2048 elements, 16 a thread."""
     return ZeroKnobs(2048 // GROUP.value, warps(128, info.warp_size))
+
+
+@dataclass(frozen=True)
+class TurnKnobs:
+    """``block`` columns of all heads a program; none where convolutions keep the layout."""
+
+    block: int
+    num_warps: int
+
+
+def turn_knobs(info: DeviceInfo, heads: int, others: int, size: int) -> TurnKnobs:
+    """Tiles of 4096 elements, where convolutions are cuDNN's and have instructions for them."""
+    fit = all(n % 8 == 0 and 8 <= n <= 128 for n in (heads, others))
+    if not (info.arch.startswith("sm") and size == 2 and fit):
+        return TurnKnobs(0, 1)
+    return TurnKnobs(4096 // power_of_2(max(heads, others)), warps(128, info.warp_size))
 
 
 def supports(weight: Tensor) -> str | None:
@@ -135,14 +162,39 @@ def _zero_(y: Tensor) -> Tensor:
     return y
 
 
+def _turn(x: Tensor, k: TurnKnobs, to_last: bool) -> Tensor:
+    """The lower triangle of ``x`` with heads adjacent, or with columns adjacent again."""
+    layout = torch.channels_last if to_last else torch.contiguous_format
+    made = torch.empty_like(x, memory_format=layout)
+    if not made.numel():
+        return made
+    x = _by_rows(x) if to_last else x.contiguous(memory_format=torch.channels_last)
+    (batch, heads, rows, cols), pieces = x.shape, cdiv(x.shape[3], k.block)
+    strides = (x if to_last else made).stride()[:3]
+    launch(
+        _multi_token_turn_kernel, batch * rows * pieces, (x, made, *strides, rows, cols, pieces),
+        (to_last, heads, power_of_2(heads), k.block), k.num_warps,
+    )  # fmt: skip
+    return made
+
+
+def _turning(weight: Tensor, p: Tensor) -> TurnKnobs:
+    heads, others, size = p.shape[1], weight.shape[0], p.element_size()
+    return knobs(
+        "multi_token_attention.turn", turn_knobs, p.device, heads=heads, others=others, size=size
+    )
+
+
 def forward(
     scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
     dilation: int, groups: int, sparse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
-    y = conv2d(p, weight, bias, stride, padding, dilation, groups)
-    return _zero_(y.contiguous()), p
+    how, k = (stride, padding, dilation, groups), _turning(weight, p)
+    if k.block:
+        return _turn(conv2d(_turn(p, k, True), weight, bias, *how), k, False), p
+    return _zero_(conv2d(p, weight, bias, *how).contiguous()), p
 
 
 def backward(
@@ -151,12 +203,15 @@ def backward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The convolution's gradients, then in place of the probabilities' that of the scores."""
+    k = _turning(weight, p)
+    sides = (_turn(dy, k, True), _turn(p, k, True)) if k.block else (_lower(dy, False), p)
     found = torch.ops.aten.convolution_backward(
-        _lower(dy, False), p, weight, None if bias is None else list(bias.shape), [stride] * 2,
+        *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
         [padding] * 2, [dilation] * 2, False, [0, 0], groups,
         [needs_scores, needs_weight, bias is not None and needs_bias],
     )  # fmt: skip
-    dp, dweight, dbias = (weight.new_empty(0) if x is None else x.contiguous() for x in found)
+    dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in found)
     if needs_scores:
+        dp = _turn(dp, k, False) if k.block else dp.contiguous()
         _softmax_backward_(p.contiguous(), dp, sparse)
-    return dp, dweight, dbias
+    return dp, dweight.contiguous(), dbias

@@ -217,3 +217,27 @@ def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.co
         col = start + tl.arange(0, BLOCK)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         tl.store(y_ptr + (offset + col[None, :]), tl.zeros([ROWS, BLOCK], KIND), mask=mask)
+
+
+@triton.jit
+def _multi_token_turn_kernel(
+    x_ptr, y_ptr, batch_stride, head_stride, row_stride, rows, cols, pieces,
+    TO_LAST: tl.constexpr, HEADS: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads to the last axis (B, R, S, C), or from there: up to the diagonal, 0 past it."""
+    image = (tl.program_id(0) // pieces).to(tl.int64)  # a row of an element of the batch
+    start = (tl.program_id(0) % pieces) * BLOCK
+    row = image % rows
+    head, col = tl.arange(0, TALL)[None, :], start + tl.arange(0, BLOCK)[:, None]
+    inside = (head < HEADS) & (col < cols)
+    mask = inside & (col < _loaded(row))
+    last = image * cols * HEADS + (col * HEADS + head)
+    if TO_LAST:
+        x_ptr += image // rows * batch_stride + row * row_stride
+        x = tl.load(x_ptr + (head.to(tl.int64) * head_stride + col), mask=mask, other=0.0)
+        tl.store(y_ptr + last, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
+    else:
+        y_ptr += image // rows * batch_stride + row * row_stride
+        x = tl.load(x_ptr + last, mask=mask, other=0.0)
+        place = y_ptr + (head.to(tl.int64) * head_stride + col)
+        tl.store(place, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
