@@ -74,6 +74,13 @@ def test_heads_that_are_no_power_of_two(tiles):
     compare(*made((2, 3, 18, 21), out=5), shape())
 
 
+@pytest.mark.parametrize("tiles", ["turned"], indirect=True)
+def test_heads_far_apart_are_turned_another_way(tiles, monkeypatch):
+    monkeypatch.setattr(kernels, "FAR", 64)
+    monkeypatch.delattr(kernels, "_multi_token_turn_kernel")
+    compare(*made((2, 3, 18, 21), out=5), shape())
+
+
 def test_the_triangle_is_of_what_the_convolution_makes(tiles):
     for options in (shape(2, 0), shape(1, 2, 2), shape(3, 3)):
         compare(*made((1, 1, 23, 30)), options)

@@ -115,7 +115,7 @@ def _undivide(d, m, total, COLUMNS: tl.constexpr):
 @triton.jit
 def _squash_backward_kernel(
     m_ptr, bias_ptr, scale_ptr, rstd_ptr, dpre_ptr, dpost_ptr, dmix_ptr, d_ptr, own_ptr, sums_ptr,
-    kept_ptr, rows, steps, eps, post_scale, length, N: tl.constexpr, TALL: tl.constexpr,
+    kept_ptr, rows, steps, eps, post_scale, length, wide_sums, N: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of m, times rstd; own; and the rows' part of those of bias and scale."""
@@ -127,7 +127,7 @@ def _squash_backward_kernel(
     m_ptr += base * (N * (N + 2))
     d_ptr += base * (N * (N + 2))
     if sums_ptr is not None:
-        sums_ptr += tl.program_id(0).to(tl.int64) * (N * (N + 2) + 3)
+        sums_ptr += tl.program_id(0).to(tl.int64) * wide_sums
     rstd = tl.load(rstd_ptr + base + row, mask=base + row < rows, other=0.0)
     own = tl.zeros([ROWS], tl.float32)
     pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
@@ -229,16 +229,21 @@ class TritonParts:
         k = knobs("hyper_connections.backward", squash_knobs, m.device, streams=count)
         checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
         programs = cdiv(rows, k.rows)
-        sums = m.new_empty(programs, outputs + 3) if any(needs) else None
+        wide = cdiv(outputs + 3, 16) * 16  # what is past them is not used
+        sums = m.new_empty(programs, wide) if any(needs) else None
         kept = m.new_empty(rows * (2 * steps - 1) * count * count if grads[2] is not None else 0)
         dense = [None if g is None else g.contiguous() for g in grads]
         given = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
-        args = (*given, *dense, d, own, sums, kept, rows, *how[1:], length)
+        args = (*given, *dense, d, own, sums, kept, rows, *how[1:], length, wide)
         constants = (count, power_of_2(count), k.rows)
         launch(_squash_backward_kernel, programs, args, constants, k.num_warps)
         total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)
         dbias = total[:outputs].to(bias.dtype) if needs[0] else bias.new_empty(0)
-        dscale = total[outputs:].to(scale.dtype, copy=True) if needs[1] else scale.new_empty(0)
+        dscale = (
+            total[outputs : outputs + 3].to(scale.dtype, copy=True)
+            if needs[1]
+            else scale.new_empty(0)
+        )
         return d, own, dbias, dscale
 
 

@@ -228,16 +228,19 @@ def _multi_token_turn_kernel(
     image = (tl.program_id(0) // pieces).to(tl.int64)  # a row of an element of the batch
     start = (tl.program_id(0) % pieces) * BLOCK
     row = image % rows
-    head, col = tl.arange(0, TALL)[None, :], start + tl.arange(0, BLOCK)[:, None]
+    head, lane = tl.arange(0, TALL)[None, :], tl.arange(0, BLOCK)[:, None]
+    col = start + lane
     inside = (head < HEADS) & (col < cols)
     mask = inside & (col < _loaded(row))
-    last = image * cols * HEADS + (col * HEADS + head)
+    last, apart = (image * cols + start) * HEADS, head * head_stride + lane
+    place = lane * HEADS + head
     if TO_LAST:
-        x_ptr += image // rows * batch_stride + row * row_stride
-        x = tl.load(x_ptr + (head.to(tl.int64) * head_stride + col), mask=mask, other=0.0)
-        tl.store(y_ptr + last, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
+        assume_rows(x_ptr, head_stride, TALL)
+        x_ptr += image // rows * batch_stride + row * row_stride + start
+        x = tl.load(x_ptr + apart, mask=mask, other=0.0)
+        tl.store(y_ptr + last + place, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
     else:
-        y_ptr += image // rows * batch_stride + row * row_stride
-        x = tl.load(x_ptr + last, mask=mask, other=0.0)
-        place = y_ptr + (head.to(tl.int64) * head_stride + col)
-        tl.store(place, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
+        assume_rows(y_ptr, head_stride, TALL)
+        y_ptr += image // rows * batch_stride + row * row_stride + start
+        x = tl.load(x_ptr + last + place, mask=mask, other=0.0)
+        tl.store(y_ptr + apart, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
