@@ -40,6 +40,16 @@ def _start_of(image, row, batch_stride, head_stride, row_stride, heads):
 
 
 @triton.jit
+def _store_zeros(row_ptr, first, cols, BLOCK: tl.constexpr):
+    """From column ``first`` to the end of a row."""
+    zeros = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
+    for start in tl.range(first, cols, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        tl.store(row_ptr + col, zeros, mask=col < cols)
+
+
+@triton.jit
 def _multi_token_forward_kernel(
     x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -97,11 +107,7 @@ def _multi_token_forward_wide_kernel(
         p = tl.exp2((x.to(tl.float32) - anchor) * LOG2E) * scale
         p = round_to(tl.where(col < end, p, 0.0), p_ptr.dtype.element_ty)
         tl.store(p_ptr + col, p, mask=col < cols)
-    zeros = tl.zeros([BLOCK], p_ptr.dtype.element_ty)
-    for start in tl.range(tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK):
-        assume_cols(start)
-        col = start + tl.arange(0, BLOCK)
-        tl.store(p_ptr + col, zeros, mask=col < cols)
+    _store_zeros(p_ptr, tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK)
 
 
 @triton.jit
@@ -167,11 +173,7 @@ def _multi_token_backward_wide_kernel(
         w = _weight(p, SPARSE)
         dx = tl.where(w == 0.0, 0.0, w * (dp.to(tl.float32) - mean))
         tl.store(dp_ptr + col, round_to(dx, dp_ptr.dtype.element_ty), mask=col < cols)
-    zeros = tl.zeros([BLOCK], dp_ptr.dtype.element_ty)
-    for start in tl.range(tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK):
-        assume_cols(start)
-        col = start + tl.arange(0, BLOCK)
-        tl.store(dp_ptr + col, zeros, mask=col < cols)
+    _store_zeros(dp_ptr, tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK)
 
 
 @triton.jit
