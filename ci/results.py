@@ -102,7 +102,7 @@ def write(
         commit(),
         now.isoformat(timespec="seconds"),
         {name: counts[name] for name in OUTCOMES if counts.get(name)},
-        round(seconds, 1),
+        round(seconds, 3),
         note,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
