@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ci import docs_status, results
-from liger_multi.registry import backends  # before inner sessions, which forget what they import
+from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
+from liger_multi.registry import backends
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
