@@ -61,6 +61,12 @@ class Divergence(NamedTuple):
     keywords: Callable[[Any], dict[str, Any]]
     source: str
 
+    @property
+    def of_rows(self) -> Callable[..., Tensor]:
+        """What compares two rows."""
+        found: Callable[..., Tensor] = self.rows if callable(self.rows) else getattr(ops, self.rows)
+        return found
+
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:
     """``1 - cos`` of rows of logits."""
@@ -261,8 +267,8 @@ def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
         classes = min(student.shape[-1], teacher.shape[-1])
         student, teacher = student[..., :classes], teacher[..., :classes]
         if callable(kind.rows):
-            return kind.rows(student, teacher)
-        return getattr(ops, kind.rows)(  # type: ignore[no-any-return]
+            return kind.of_rows(student, teacher)
+        return kind.of_rows(
             student, teacher, form="logits", teacher_form="logits", reduction="none",
             **kind.keywords(o),
         )  # fmt: skip
@@ -331,8 +337,7 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
             q, p = (torch.cat((x, _remainder(x)), -1) for x in sides)
         else:
             q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
-        assert isinstance(kind.rows, str)
-        each = getattr(ops, kind.rows)(
+        each = kind.of_rows(
             q, p.detach(), form="log_prob", teacher_form="log_prob", reduction="none",
             **kind.keywords(o),
         )  # fmt: skip
