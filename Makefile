@@ -4,11 +4,13 @@
 #   BACKEND=cuda             run the suite natively on that backend's device (cpu, the default: all that a CPU can run)
 #   RESULTS=folder           leave what ran where, with its counts, as JSON and JUnit files
 #   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
+#   CONSTRAINT=file          versions of everything else (ci/constraints/pinned.txt; empty for the newest)
 #   WORKERS=2                test processes
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+CONSTRAINT ?= ci/constraints/pinned.txt
 BACKEND ?=
 WORKERS ?= 2
 RESULTS ?=
@@ -17,7 +19,7 @@ ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full doctor container check lint static static-full static-tables bench docs site
-.PHONY: tune format clean env test-npu test-npu-some
+.PHONY: tune format clean env pins test-portable test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -33,6 +35,8 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARA
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q
 # $(call keep,part): where a part of the suite leaves its results
 keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)
+# $(call skipped,part,reason): a part that this machine cannot run, with its reason, on the screen and among the results
+skipped = echo "== $(1): not run: "$(2); $(if $(RESULTS),$(RUN) -m ci.results --not-run $(2) $(RESULTS)/$(1).json;)
 PROCESSES := $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS))
 DEVICE := $(filter-out cpu,$(BACKEND))
 # Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
@@ -46,15 +50,19 @@ help:  ## this list
 
 env: $(ENV)  ## the environment alone
 
-$(VENV)/.stamp: pyproject.toml setup.py ci/venv.py liger_multi/_version.py
-	$(PYTHON) -m ci.venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --extras test
+$(VENV)/.stamp: pyproject.toml setup.py ci/venv.py ci/constraints/pinned.txt liger_multi/_version.py
+	$(PYTHON) -m ci.venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "$(CONSTRAINT)" --extras test
 	@touch $@
+
+pins:  ## the newest versions into ci/constraints/pinned.txt
+	$(PYTHON) -m ci.venv $(VENV)-newest --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "" --extras test,docs
+	$(VENV)-newest/bin/python -m ci.pins
 
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@
 
 demo: $(ENV)  ## train two small models, stock and patched, and compare them
-	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo $(ARGS)
+	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo --overwrite $(ARGS)
 
 ifeq ($(DEVICE),)
 test: $(ENV)  ## the suite: references natively, kernels interpreted and cross-compiled (BACKEND=cuda: on a device)
@@ -68,6 +76,10 @@ else
 test: $(ENV)
 	$(PYTEST) -m "not slow" --backend $(DEVICE) $(PROCESSES) $(call keep,$(DEVICE)) $(ARGS)
 endif
+
+test-portable: $(ENV)  ## the native suite under other instruction sets, numbers of threads and orders (hours; ROWS=1,4 for some)
+	$(RUN) -m ci.portable $(or $(RESULTS),build/results)/portable.json --rows "$(ROWS)" $(PROCESSES) $(ARGS)
+ROWS ?=
 
 # Ascend without an NPU (docs/ascend.md): each NPU_SHARE of the samples of every operator. NPU_FORMS=--slow-npu compiles
 # every form of every kernel again, and not only those that want the most room.
@@ -95,15 +107,18 @@ NPU_AGAIN ?= tests/test_npu_kernels.py tests/test_ops.py -k "planted or kernel o
 # the interpreter gathers a view that has gaps, and then reads it by the strides that it had
 NPU_VIEWLESS ?= $(subst forward_and_backward,forward_and_backward and not packed and not gaps and not sliced and not expanded,$(NPU_AGAIN))
 
-# a part of it, where its environment can be built
+# a part of it, where its environment can be had; one that can be had and is not built is a failure
 test-npu-some: $(ENV)
-	@if $(MAKE) --no-print-directory $(NPU_VENV)/.stamp; then \
-	  $(MAKE) --no-print-directory test-npu NPU_SHARE=1/40 NPU_FORMS= NPU_AGAIN=; \
-	else echo "== Ascend: its environment cannot be built here, not run"; fi
+	@reason=$$($(RUN) -m ci.npu.environment --check $(NPU_VENV)); \
+	case $$? in \
+	  3) $(call skipped,npu-simulated,"$$reason") ;; \
+	  *) $(MAKE) --no-print-directory test-npu NPU_SHARE=1/40 NPU_FORMS= NPU_AGAIN= ;; \
+	esac
 
 define SUITE_TRITON
 if ! $(RUN) -c 'import triton' 2>/dev/null; then \
-  echo "== kernels: no Triton on this machine, not run"; \
+  $(call skipped,interpreted,"no Triton on this machine") \
+  $(call skipped,cross-compiled,"no Triton on this machine") \
 else \
   $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PROCESSES) --backend triton $(INTERPRETED) $(call keep,interpreted) $(ARGS) || failed=1;) \
   $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) -m "not slow" $(PROCESSES) $(COMPILED) $(call keep,cross-compiled) $(ARGS) || failed=1;) \
@@ -131,7 +146,7 @@ if $(if $(NO_VENV),true,$(MAKE) --no-print-directory $(ADAPTERS)); then \
   PYTHONPATH=$(abspath $(ADAPTERS))$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) $(if $(DEVICE),--backend $(DEVICE)) \
     $(wildcard tests/test_adapters.py tests/test_distributed.py tests/test_examples_parallel.py tests/test_planning.py) \
     -k "deepspeed or bitsandbytes" $(call keep,$(addsuffix -,$(DEVICE))adapters) $(ARGS) || failed=1; \
-else echo "== DeepSpeed and bitsandbytes: cannot be installed here, not run"; fi;
+else echo "== DeepSpeed and bitsandbytes: not installed"; failed=1; fi;
 endef
 
 test-full: $(ENV)  ## the suite with the slow tests
@@ -178,7 +193,7 @@ docs: $(ENV)  ## regenerate the pages that are made of contracts and results
 	$(RUN) -m ci.docs
 
 site: docs  ## the pages as a website, in build/site
-	$(RUN) -m pip install --quiet "mkdocs>=1.6"
+	$(RUN) -m pip install --quiet $(CONSTRAINT:%=-c %) "mkdocs>=1.6"
 	$(RUN) -m mkdocs build --quiet --strict -f ci/mkdocs.yml
 
 format: $(ENV)  ## rewrite the sources in the house format
@@ -186,5 +201,5 @@ format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff format .
 
 clean:  ## remove what these targets made
-	rm -rf .venv .venv-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
+	rm -rf .venv .venv-newest .venv-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,6 @@ alone, each as large as it is in a step, which tells what the rest of a step tak
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 import liger_multi
+from ci.measured import now
 from liger_multi.bench import report
 from liger_multi.memory import measure
 from liger_multi.ops import fused_linear_cross_entropy
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = [tuple(map(int, text.split("x"))) for text in given.shapes.split(",")]  # type: ignore[misc]
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     data: dict[str, Any] = {"device": report.device_facts(device), "versions": report.versions()}
-    data |= {"commit": given.commit, "date": datetime.date.today().isoformat(), "rows": []}
+    data |= {"commit": given.commit, "date": now(), "rows": []}
     for shape in shapes:
         found = row(shape, given.steps)
         data["rows"].append(found)

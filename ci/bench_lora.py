@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ci.measured import now
 from liger_multi import patch
 from liger_multi.memory import peak_memory
 from liger_multi.patching.swap import Patched
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         name = "CPU" if module is None else module.get_device_name(device)
         about = {"device": name, "torch": torch.__version__, "commit": given.commit}
+        about["date"] = now()
         content = {**about, "tokens": tokens, "rank": given.rank, "rows": rows}
         given.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

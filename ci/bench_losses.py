@@ -9,7 +9,6 @@ and the peak without inputs, gradients, and an fp32 gradient of the weight.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import sys
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ci import results
+from ci.measured import now
 from liger_multi import losses
 from liger_multi.bench import report
 from liger_multi.bench.cases import error
@@ -421,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out:
         head: dict[str, Any] = {"device": report.device_facts(device)}
         head["versions"] = report.versions()
-        head |= {"commit": results.commit(), "date": datetime.date.today().isoformat()}
+        head |= {"commit": results.commit(), "date": now()}
         file = given.out / "losses.json" if given.out.is_dir() else given.out
         file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     ours = [row for row in rows if row["provider"].startswith("ours")]

@@ -8,7 +8,6 @@ variant stands beside its time, so that a fast wrong answer is seen.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ci.measured import now
 from liger_multi.memory.sizes import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -234,11 +234,12 @@ def report(runs: list[Run], variants: list[str], given: argparse.Namespace) -> i
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     facts = bench_report.device_facts(device)
     head = {"device": facts, "versions": bench_report.versions(), "commit": given.commit}
-    head["date"] = datetime.date.today().isoformat()
+    head["date"] = now()
     head["limit_gb"] = given.limit_gb
     given.out.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() else "-" for c in facts["name"].lower())
-    file = given.out / f"models-{name}-{head['date']}.json"
+    when = head["date"].partition("+")[0].replace(":", "")
+    file = given.out / f"models-{name}-{when}.json"
     file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {file}")
     return int(any("failure" in row and row["variant"] != "stock" for row in rows))

@@ -8,7 +8,6 @@ policy, under its own checkpointing and with activations on the host. An out-of-
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -22,6 +21,7 @@ import torch
 
 import liger_multi
 from ci.bench_models import Run, build
+from ci.measured import now
 from liger_multi.bench import report
 from liger_multi.memory import (
     POLICIES,
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     head = {"device": {"name": "estimated"} if given.predict else report.device_facts(device)}
     head |= {"versions": report.versions(), "commit": given.commit}
-    head["date"] = datetime.date.today().isoformat()  # type: ignore[assignment]
+    head["date"] = now()  # type: ignore[assignment]
     rows: list[dict[str, Any]] = []
     for text in given.runs:
         first: dict[str, Any] = {}

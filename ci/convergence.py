@@ -12,7 +12,6 @@ a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture, al
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ci.curves import CURVES, Curves, draw, judge
+from ci.measured import now
 from liger_multi.bench import report
 from liger_multi.demo import corpus
 from liger_multi.memory.sizes import SIZES, config_of
@@ -315,7 +315,7 @@ def run(
     jobs = given.jobs if given.jobs is not None else 4 * (device.type != "cpu")
     versions = {**report.versions(), "transformers": importlib.metadata.version("transformers")}
     data: dict[str, Any] = {"device": report.device_facts(device), "versions": versions}
-    data |= {"commit": given.commit, "date": datetime.date.today().isoformat(), "rows": []}
+    data |= {"commit": given.commit, "date": now(), "rows": []}
     bad = 0
     for row in rows_of(cases, everybody, device, jobs):
         data["rows"].append(row)

@@ -1,7 +1,8 @@
 """Pages generated from contracts, modules and results: ``python -m ci.docs [--check]``.
 
 The operator table in ``README.md`` (between its markers), one page an operator, the modules, the
-site's first page and list of pages, and what :mod:`ci.docs_status` and :mod:`ci.regressions` say.
+site's first page and list of pages, what :mod:`ci.docs_status` and :mod:`ci.regressions` say, and
+the numbers that pages quote (:mod:`ci.measured`).
 Backends are read as files, so the pages are the same on every machine.
 """
 
@@ -25,7 +26,9 @@ from ci import (
     docs_losses,
     docs_memory,
     docs_planning,
+    docs_recompute,
     docs_status,
+    measured,
     regressions,
 )
 from ci.npu import ladder
@@ -250,13 +253,13 @@ def _schemas(op: Any) -> list[str]:
 
 
 def readme(old: str) -> str:
-    """README with the current table."""
+    """README with the current table and numbers."""
     if old.count(START) != 1 or old.count(END) != 1:
         raise SystemExit(
             f"README.md needs the lines {START} and {END}, once each, where the operator table goes"
         )
     before, rest = old.split(START)
-    return f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+    return measured.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
 
 
 def front() -> str:
@@ -299,7 +302,9 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "benchmarks.md": lambda old: docs_benchmarks.page(),
         docs / "memory.md": docs_memory.page,
         docs / "planning.md": docs_planning.page,
+        docs / "recompute.md": docs_recompute.page,
     }
+    made |= {page: measured.quoted for page in docs.glob("*.md") if page not in made}
     made |= {
         docs / "ops" / f"{name}.md": lambda old, name=name: operator_page(name)  # type: ignore[misc]
         for name in public_operators()

@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent
+from ci import measured
+
 BAR = 24  # characters of the longest bar
 HEAD = """# Benchmarks
 
 Generated from the files in the folder `benchmarks` by `make docs`; what each column means stands
 in `benchmarks/README.md`, what was tried and why in [Performance](performance.md). Times are
-medians of one run beside each other; bar and ratio hold an implementation against ours in that
-run. Compare nothing across runs but ratios; `python -m ci.compare OLD NEW` does that.
+medians of one run; every row is the newest of its implementation, and the ratio holds it against
+ours in the same run. Compare nothing across runs but ratios; `python -m ci.compare OLD NEW` does
+that.
 """
 
 
-def by_date(path: Path) -> tuple[str, int]:
-    """Date of a result file, and its number among those of the day."""
-    found = re.search(r"(\d{4}-\d\d-\d\d)(?:-.*?(\d+))?$", path.stem)
-    return (found[1], int(found[2] or 1)) if found else ("", 0)
+class Row(NamedTuple):
+    """A row of a result, with the file that it stands in and what that says of all its rows.
+
+    Attributes:
+        path: The file.
+        data: All of it.
+        row: This row.
+        ours: Our row of the same run, if it has one.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    row: Mapping[str, Any]
+    ours: Mapping[str, Any]
+
+    def of_ours(self, field: str) -> str:
+        """A number over ours in the same run."""
+        own, ours = self.row.get(field), self.ours.get(field)
+        return f"{own / ours:.2f}" if own and ours else "-"
+
+    @property
+    def file(self) -> str:
+        """The file, and what was measured."""
+        return f"`{self.path.name}`, {self.data.get('commit', 'unknown')}"
 
 
-def _files(pattern: str) -> list[tuple[Path, Any]]:
-    found = sorted((ROOT / "benchmarks").glob(pattern), key=by_date)
-    loaded = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in found]
-    return [(path, data) for path, data in loaded if "rows" in data]
+def newest(
+    files: Iterable[tuple[Path, Any]], group: Callable[[Any, Any], Any], who: str
+) -> dict[Any, dict[str, Row]]:
+    """The newest row of every implementation, by group.
+
+    Args:
+        files: Results, the oldest first.
+        group: From a result and its row to what rows are compared within.
+        who: The column that names an implementation.
+    """
+    found: dict[Any, dict[str, Row]] = {}
+    for path, data in files:
+        ours = {group(data, row): row for row in data["rows"] if row[who] == "ours"}
+        for row in data["rows"]:
+            key = group(data, row)
+            found.setdefault(key, {})[row[who]] = Row(path, data, row, ours.get(key, {}))
+    return found
 
 
 def _versions(data: Mapping[str, Any]) -> str:
@@ -36,26 +69,21 @@ def _versions(data: Mapping[str, Any]) -> str:
     return ", ".join(f"{n} {data['versions'][n]}" for n in names if n in data["versions"])
 
 
-def _file(path: Path, data: Mapping[str, Any]) -> str:
-    return f"`{path.name}`" + (f", {data['commit']}" if data.get("commit") else "")
-
-
 def _size(count: float | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.0f}"
 
 
-def _group(rows: list[Any]) -> list[str]:
+def _group(sample: str, rows: Mapping[str, Row]) -> list[str]:
     """Lines of the providers of one sample, ours first, with bars."""
-    timed = [r for r in rows if r.get("both_ms")]
-    ours = next((r["both_ms"] for r in timed if r["provider"] == "ours"), None)
-    longest = max((r["both_ms"] for r in timed), default=1.0)
+    timed = [r for r in rows.values() if r.row.get("both_ms")]
+    longest = max((r.row["both_ms"] for r in timed), default=1.0)
     lines = []
-    for row in sorted(timed, key=lambda r: (r["provider"] != "ours", r["both_ms"])):
+    for one in sorted(timed, key=lambda r: (r.row["provider"] != "ours", r.row["both_ms"])):
+        row = one.row
         bar = "█" * max(1, round(BAR * row["both_ms"] / longest))
-        ratio = f"{row['both_ms'] / ours:.2f}" if ours else "-"
-        roof = row.get("roof_percent", {}).get("both")
+        roof = (row.get("roof_percent") or {}).get("both")
         cells = (
-            row["sample"], row["provider"], f"{row['both_ms']:.3g}", ratio, bar,
+            sample, row["provider"], f"{row['both_ms']:.3g}", one.of_ours("both_ms"), bar,
             "-" if roof is None else f"{roof:.0f} %", _size(row.get("extra_bytes")),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -63,77 +91,72 @@ def _group(rows: list[Any]) -> list[str]:
 
 
 def _operators() -> list[str]:
-    newest: dict[tuple[str, str], dict[str, tuple[Path, Any, list[Any]]]] = {}
-    for path, data in _files("*.json"):
-        if "ceilings" not in data:
-            continue
-        samples: dict[tuple[str, str], list[Any]] = {}
-        for row in data["rows"]:
-            samples.setdefault((row["op"], row["sample"]), []).append(row)
-        for (op, sample), rows in samples.items():
-            key = (data["device"]["name"], op)
-            newest.setdefault(key, {})[sample] = (path, data, rows)
+    files = [(path, data) for path, data in measured.read() if "ceilings" in data]
+    found = newest(files, lambda d, r: (measured.device(d), r["op"], r["sample"]), "provider")
+    by_op: dict[tuple[str, str], dict[str, Mapping[str, Row]]] = {}
+    for (device, op, sample), rows in found.items():
+        by_op.setdefault((op, device), {})[sample] = rows
     lines: list[str] = []
-    for (device, op), samples_of in sorted(newest.items()):
-        sources = {f"`{p.name}` ({d['commit']}, {_versions(d)})" for p, d, _ in samples_of.values()}
+    for (op, device), samples in sorted(by_op.items()):
+        every = [one for rows in samples.values() for one in rows.values()]
+        sources = {f"`{r.path.name}` ({r.data['commit']}, {_versions(r.data)})" for r in every}
         lines += [f"\n## {op} on {device}\n", f"From {'; '.join(sorted(sources))}.\n"]
         lines += [
             "| sample | who | fwd+bwd, ms | of ours | | of the roof | extra MiB |",
             "|---|---|---|---|---|---|---|",
         ]
-        for _, _, rows in samples_of.values():
-            lines += _group(rows)
+        for sample, providers in samples.items():
+            lines += _group(sample, providers)
     return lines
 
 
 def _models() -> list[str]:
-    newest: dict[tuple[str, float, str], tuple[Path, Any, list[Any]]] = {}
-    for path, data in _files("models-*.json"):
-        runs: dict[str, list[Any]] = {}
-        for row in data["rows"]:
-            runs.setdefault(row["run"], []).append(row)
-        for run, rows in runs.items():  # ratios hold within one file
-            newest[run, data["limit_gb"] or 0.0, data["device"]["name"]] = (path, data, rows)
+    found = newest(
+        measured.read("models-*.json"),
+        lambda d, r: (r["run"], d["limit_gb"] or 0.0, measured.device(d)),
+        "variant",
+    )
     lines = ["\n## Whole models\n", "| model | who | tokens/s | of ours | peak GiB | file |"]
     lines.append("|---|---|---|---|---|---|")
-    for (run, limit, device), (path, data, rows) in sorted(newest.items()):
+    for (run, limit, device), rows in sorted(found.items()):
         where = f"{run}, {device}" + (f", {limit} GB" if limit else "")
-        ours = next((r.get("tokens_per_second") for r in rows if r["variant"] == "ours"), None)
-        for row in rows:
-            speed = row.get("tokens_per_second")
+        for variant, one in rows.items():
+            speed, peak = one.row.get("tokens_per_second"), one.row.get("peak_bytes")
             cells = (
-                where, row["variant"], f"{speed:,.0f}" if speed else row.get("failure", "-"),
-                f"{speed / ours:.2f}" if speed and ours else "-",
-                f"{row['peak_bytes'] / 2**30:.1f}" if row.get("peak_bytes") else "-",
-                f"`{path.name}`, {data['commit']}",
+                where, variant, f"{speed:,.0f}" if speed else one.row.get("failure", "-"),
+                one.of_ours("tokens_per_second"), f"{peak / 2**30:.1f}" if peak else "-", one.file,
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    return lines if newest else []
+    return lines if found else []
 
 
 def _losses() -> list[str]:
     """Whole losses over the products of the head that they cannot do without."""
-    newest: dict[tuple[str, str, str], tuple[str, list[Any]]] = {}
-    for path, data in _files("losses-*.json"):
-        cases: dict[tuple[str, str, str], list[Any]] = {}
-        for row in data["rows"]:
-            shape = "x".join(str(n) for n in row["shape"].values())
-            cases.setdefault((row["case"], shape, data["device"]["name"]), []).append(row)
-        newest |= {key: (_file(path, data), rows) for key, rows in cases.items()}
+    found = newest(
+        measured.read("losses-*.json"),
+        lambda d, r: (r["case"], measured.shape(r), measured.device(d)),
+        "provider",
+    )
     lines = ["\n## Whole losses\n", "| loss | who | fwd+bwd, ms | of the products | extra MiB |"]
     lines[-1] += " error / tolerance | file |\n|---|---|---|---|---|---|---|"
-    for (case, shape, device), (file, rows) in sorted(newest.items()):
-        floor = next((r["both_ms"] for r in rows if r["provider"] == "products"), None)
-        for row in rows:
+    for (case, shape, device), rows in sorted(found.items()):
+        for provider, one in rows.items():
+            row, floor = one.row, _products(one)
             time, error = row.get("both_ms"), row.get("error")
             cells = (
-                f"{case} {shape}, {device}", row["provider"],
-                f"{time:.1f}" if time else row["status"],
+                f"{case} {shape}, {device}", provider, f"{time:.1f}" if time else row["status"],
                 f"{time / floor:.2f}" if time and floor else "-", _size(row.get("extra_bytes")),
-                "-" if error is None else f"{error:.2f}", file,
+                "-" if error is None else f"{error:.2f}", one.file,
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    return lines if newest else []
+    return lines if found else []
+
+
+def _products(one: Row) -> float | None:
+    """The time of the bare products in the run of a row."""
+    own = (one.row["case"], one.row["shape"])
+    rows = [r for r in one.data["rows"] if (r["case"], r["shape"]) == own]
+    return next((r.get("both_ms") for r in rows if r["provider"] == "products"), None)
 
 
 def page() -> str:

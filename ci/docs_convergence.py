@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ci import curves
+from ci import curves, measured
 from ci.curves import EARLIEST, FACTOR, FINAL, LAST, Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -89,8 +88,7 @@ def bugs(data: Mapping[str, Any]) -> list[str]:
 def page() -> str:
     """The page: newest file of each device, with its picture."""
     newest: dict[tuple[str, bool], tuple[Path, Any]] = {}
-    for path in sorted((ROOT / "benchmarks").glob("convergence-*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
+    for path, data in measured.read("convergence-*.json"):
         seeded = any(name in row["curves"] for row in data["rows"] for name in BUGS)
         newest[data["device"]["name"], seeded] = (path, data)
     out = [HEAD]
@@ -100,7 +98,7 @@ def page() -> str:
         )
         first = data["rows"][0]
         size = f"{first['steps']} steps of {first['batch']} x {first['tokens']} tokens"
-        said = f"{size}, {versions}, {data['date']}, commit {data['commit']}, `{path.name}`:"
+        said = f"{size}, {versions}, {data['date'][:10]}, commit {data['commit']}, `{path.name}`:"
         out += [f"## {'Seeded bugs, ' if seeded else ''}{device}", "", said, ""]
         picture = ROOT / "docs" / f"{path.stem}.png"
         if picture.exists():

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ci import measured as results
+
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- memory-tables:start -->", "<!-- memory-tables:end -->"
 GIB = 2**30
@@ -48,9 +50,8 @@ def stories() -> list[str]:
 def measured() -> list[str]:
     """Every measured case beside its estimate, newest of each device."""
     newest: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for path in sorted((ROOT / "benchmarks").glob("memory-*.json")):
-        data = _load(path)
-        for row in data["rows"] if "device" in data else ():
+    for _, data in results.read("memory-*.json"):
+        for row in data["rows"]:
             newest[data["device"]["name"], json.dumps(row["case"], sort_keys=True)] = (data, row)
     lines = [
         "| device | case | limit, GB | measured, MiB | estimated, MiB | error |",
@@ -73,8 +74,7 @@ def measured() -> list[str]:
 def reused() -> list[str]:
     """What the chunked loss leaves in an allocator, and how it comes through a shortage."""
     lines = []
-    for path in sorted((ROOT / "benchmarks").glob("memory-*.json")):
-        data = _load(path)
+    for _, data in results.read("memory-*.json"):
         if "steps" not in data.get("reuse", {}):
             continue
         steps, short = data["reuse"]["steps"], data["reuse"]["shortage"]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ci.docs_benchmarks import by_date
+from ci import measured
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- planning-tables:start -->", "<!-- planning-tables:end -->"
@@ -55,14 +55,18 @@ def example() -> list[str]:
 def executed() -> list[str]:
     """Executed plans, newest file of each device."""
     newest: dict[str, Any] = {}
-    for path in sorted((ROOT / "benchmarks").glob("plans-*.json"), key=by_date):
-        data = _load(path)
+    for _, data in measured.read("plans-*.json"):
         newest[data["device"]["name"]] = data
     lines = []
     for device, data in newest.items():
         columns = "| model in a memory | way | batch | predicted, GiB | measured, GiB | error "
         columns += "| told, s | measured, s |"
-        lines += [f"{device}, {data['date']}:", "", columns, "|---|---|---|---|---|---|---|---|"]
+        lines += [
+            f"{device}, {data['date'][:10]}:",
+            "",
+            columns,
+            "|---|---|---|---|---|---|---|---|",
+        ]
         for row in data["rows"]:
             case = row["case"]
             name = f"{case['model']} {case['batch']} x {case['sequence']} in {case['memory']}"

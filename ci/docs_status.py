@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,30 @@ def page() -> str:
     for name, record in _records().items():
         cells = (name, _native(name, record, found), _beside(name, found), _own(name))
         rows.append(f"| {' | '.join(cells)} |")
-    kept = ["", "## Runs", "", results.table(found), ""]
-    notes = [f"- {one.part}, {one.date[:10]}: {one.note}." for one in found if one.note]
+    kept = [*failed(found), "", "## Runs", "", results.table(found), ""]
+    notes = [f"- {o.part}, {o.date[:10]}: {o.note.rstrip('.')}." for o in found if o.note]
+    for one in found:
+        notes += [f"- {one.part}, {one.date[:10]}, {k}: {v}." for k, v in one.settings.items()]
     return HEAD + "\n".join([*rows, *kept, *notes, *[""] * bool(notes)])
+
+
+def failed(found: Sequence[Result]) -> list[str]:
+    """What failed in the newest run of every part, where it is red.
+
+    Raises:
+        ValueError: A red run does not say it.
+    """
+    newest: dict[str, Result] = {}
+    for one in found:
+        newest.setdefault(one.part, one)
+    lines = []
+    for one in newest.values():
+        if one.ran and not one.green:
+            said = one.note or ", ".join(f"`{name}`" for name in one.failures)
+            if not said:
+                raise ValueError(f"the run of {one.part} on {one.date} does not say what failed")
+            lines.append(f"- {one.part}, {one.date[:10]}, {one.commit[:7]}: {said.rstrip('.')}.")
+    return ["", "## What failed", "", *lines] if lines else []
 
 
 def _records() -> dict[str, Any]:
@@ -63,13 +85,18 @@ def _native(name: str, record: Any, found: Sequence[Result]) -> str:
     runs = [
         one
         for one in found
-        if names & {one.part, *(["reference"] if one.part == "native" and on_cpu else [])}
+        if one.ran
+        and names & {one.part, *(["reference"] if one.part == "native" and on_cpu else [])}
         and (one.device["device"] == "cpu") == on_cpu
     ]
     if not runs:
         return NOT_RUN
-    failed = "" if runs[0].green else " **failing**"
-    return (f"by {runs[0].part}: " if shared else "") + _said(runs[0]) + failed
+    said = (f"by {runs[0].part}: " if shared else "") + _said(runs[0])
+    if runs[0].green:
+        return said
+    said += " **failing**, see [what failed](#what-failed)"
+    green = next((one for one in runs if one.green), None)
+    return said if green is None else f"{said}; before it, at {green.commit[:7]}, {_said(green)}"
 
 
 def _heirs(name: str) -> list[str]:
@@ -82,10 +109,19 @@ def _beside(name: str, found: Sequence[Result]) -> str:
         if one.part == "interpreted" and name in one.backends and name != "reference":
             said.append(f"interpreted: {_said(one)}")
             break
-    compiled = next((one for one in found if one.part == "cross-compiled" and one.green), None)
+    compiled = next(
+        (o for o in found if o.part == "cross-compiled" and o.green and judged(o)), None
+    )
     if compiled is not None and name in CODE_GENERATORS:
         said.append(f"compiled for {', '.join(architectures(name))} ({compiled.date[:10]})")
     return "; ".join(said)
+
+
+def judged(one: Result) -> bool:
+    """Whether a run's Triton is one whose code is judged, and not an older one."""
+    text = (ROOT / "ci" / "static.py").read_text(encoding="utf-8")
+    (floor,) = re.findall(r"^JUDGED = \((\d+), (\d+)\)$", text, re.MULTILINE)
+    return results.numbers(one.versions.get("triton", "0")) >= tuple(map(int, floor))
 
 
 def architectures(backend: str) -> list[str]:

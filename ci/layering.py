@@ -33,7 +33,16 @@ LAYERS = (
     ("bench", "cli", "demo", "__main__", "__init__"),
 )
 # Order within the machinery; modules that are not listed may stand anywhere that makes no cycle.
-MACHINERY = ("errors", "backend", "config_file", "config", "registry", "primitive", "op")
+MACHINERY = (
+    "errors",
+    "backend",
+    "documents",
+    "config_file",
+    "config",
+    "registry",
+    "primitive",
+    "op",
+)
 LAZY = (
     "triton",
     "transformers",
@@ -56,14 +65,19 @@ VENDOR_WORDS = re.compile(
     re.IGNORECASE,
 )
 BUDGETS = {
-    "liger_multi/op.py": 200,
+    "liger_multi/op.py": 220,
     "liger_multi/registry.py": 200,
-    "liger_multi/config.py": 200,
+    "liger_multi/config.py": 220,
     "liger_multi/launch.py": 200,
     "liger_multi/samples.py": 200,
     "liger_multi/errors.py": 200,
+    "liger_multi/patching/lazy.py": 660,
+    "liger_multi/patching/mlp.py": 460,
+    "liger_multi/patching/recipe.py": 440,
+    "liger_multi/patching/rotary.py": 420,
     "backends/triton/cross_entropy.py": 400,
     "backends/triton/*.py": 300,
+    "reference/chunking.py": 140,
     "reference/*.py": 120,
     "*": 400,
 }

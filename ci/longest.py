@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import os
@@ -26,6 +25,7 @@ import torch
 from torch import nn
 
 from ci.bench_models import MODELS, ROOT, Run, build
+from ci.measured import now
 from liger_multi.bench import report
 from liger_multi.memory import apply_recompute, decoder_layers, estimate
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     data: dict[str, Any] = {"device": report.device_facts(device)}
     data |= {"versions": report.versions(), "commit": given.commit, "limit_gb": given.limit_gb}
-    data |= {"date": datetime.date.today().isoformat(), "rows": []}
+    data |= {"date": now(), "rows": []}
     for provider in providers:
         row = {"model": given.model, "provider": provider, **child(given.model, provider, given)}
         data["rows"].append(row)

@@ -10,7 +10,6 @@ the estimates that ``docs/memory.md`` quotes; both need no accelerator.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ci.measured import now
 from ci.memory_cases import ACCELERATOR, CPU, Case
 from liger_multi.bench import report
 from liger_multi.memory import estimate, measure, profile
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = report.device_facts(device)
     if device.type == "cpu":  # storages are counted, whatever processor runs
         facts = {"name": "CPU, storages tracked"}
-    date = datetime.date.today().isoformat()
+    date = now()
     data: dict[str, Any] = {"device": facts}
     data |= {"versions": report.versions(), "commit": given.commit, "date": date}
     parts = given.parts.split(",")
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in {"reuse", "profile"} & set(parts):
             data[part] = child("--part", part, "--out", str(given.out))
     name = "cpu" if device.type == "cpu" else facts["name"].lower().replace(" ", "-")
-    path = given.out / f"memory-{name}-{date}.json"
+    path = given.out / f"memory-{name}-{date[:10]}.json"
     if path.exists():  # a day's runs add up, the newest row of a case stays
         old = json.loads(path.read_text(encoding="utf-8"))
         done = [row["case"] for row in data["rows"]]

@@ -11,7 +11,6 @@ written after every candidate. ``--write-plans F`` plans and stops, which needs 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ci.measured import now
 from ci.plan_runs import ROOT, Case, Worker
 from liger_multi.bench import report
 from liger_multi.memory import Candidate, Plan, Space, plan
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(made)
         return 0
     data: dict[str, Any] = {"versions": report.versions(), "commit": given.commit}
-    data |= {"date": datetime.date.today().isoformat(), "card": given.card}
+    data |= {"date": now(), "card": given.card}
     if given.write_plans is not None:
         data["plans"] = plans_of(given)
         given.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -75,10 +75,10 @@ CASES = (
         (
             Break(
                 "the call that a graph holds loses `ignore_index`",
-                "liger_multi/primitive.py",
-                "else self.overload(*args)\n            )",
-                "else self.overload(*(0 if type(a) is int and a == -100 else a for a in args))\n"
-                "            )",
+                "liger_multi/op.py",
+                "return self.whole(*args, traced, sources())",
+                "args = tuple(0 if type(a) is int and a == -100 else a for a in args)\n"
+                "            return self.whole(*args, traced, sources())",
                 ("tests/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",),
             ),
         ),

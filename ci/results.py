@@ -2,19 +2,21 @@
 
 ``make test BACKEND=cuda RESULTS=benchmarks/suites/nvidia-h200-2026-11-21`` writes ``cuda.json``
 there (and ``cuda.xml`` in the form of JUnit). Without a backend there are three files: ``native``,
-``interpreted`` and ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table.
+``interpreted`` and ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table;
+``--not-run REASON FILE`` leaves a part that this machine cannot run, which the table then says.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
+import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ class Result:
         counts: Tests by outcome.
         seconds: From the first test to the last.
         note: Anything a reader must know, in a sentence.
+        failures: Tests that failed.
+        settings: Outcome by setting, of a run under several (:mod:`ci.portable`); of those that
+            the machine does not have, the reason.
     """
 
     part: str
@@ -48,12 +53,24 @@ class Result:
     counts: Mapping[str, int]
     seconds: float
     note: str = ""
+    failures: Sequence[str] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> bool:
+        """Whether there was a run: one that could not be leaves its reason in ``note``."""
+        return bool(self.counts)
 
     @property
     def green(self) -> bool:
         """Whether something passed and nothing failed."""
         bad = ("failed", "error", "xpassed")
         return self.counts.get("passed", 0) > 0 and not any(self.counts.get(n) for n in bad)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version such as ``3.7.1+gitabc``, to compare by."""
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
 
 
 def commit() -> str:
@@ -86,7 +103,7 @@ def device_facts(device: Any) -> dict[str, str]:
 
 def write(
     path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float,
-    note: str = "",
+    note: str = "", failures: Sequence[str] = (), settings: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write the result of the session that ends."""
     from liger_multi.cli import doctor
@@ -104,6 +121,8 @@ def write(
         {name: counts[name] for name in OUTCOMES if counts.get(name)},
         round(seconds, 3),
         note,
+        list(failures),
+        settings or {},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
@@ -128,7 +147,8 @@ def table(found: Sequence[Result]) -> str:
     """Results as a table in Markdown."""
     rows = ["| suite | device | PyTorch | outcome | date | commit |", "|---|---|---|---|---|---|"]
     for one in found:
-        counts = ", ".join(f"{n} {name}" for name, n in one.counts.items()) or "nothing ran"
+        counts = ", ".join(f"{n} {name}" for name, n in one.counts.items())
+        counts = counts or one.note or "nothing ran"
         outcome = counts if one.green else f"**{counts}**"
         known = filter(None, (one.device.get("name"), one.device.get("arch")))
         device = " ".join(dict.fromkeys(["simulated"] * ("simulated" in one.part) + [*known]))
@@ -138,9 +158,17 @@ def table(found: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    """Print the results below a folder; 1 where there is none."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    found = read(folder)
+    """Print the results below a folder; 1 where there is none. Or leave why a part did not run."""
+    parser = argparse.ArgumentParser(description="Results of the suite.")
+    parser.add_argument("path", type=Path, nargs="?", default=FOLDER, help="folder, or file")
+    parser.add_argument("--not-run", metavar="REASON", help="write to the file that it did not run")
+    given = parser.parse_args()
+    if given.not_run:
+        import torch
+
+        write(given.path, [], torch.device("cpu"), {}, 0.0, f"not run: {given.not_run}")
+        return 0
+    folder, found = given.path, read(given.path)
     print(table(found) if found else f"no results below {folder}")
     return 0 if found else 1
 

@@ -34,6 +34,11 @@ TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
+# the oldest Triton whose code is judged: 3.3 spills 16 bytes where this one spills none, and has no
+# linker for AMD's
+JUDGED = (3, 7)
+# launched beside the grouped product of PyTorch alone, which 2.7 does not have
+BESIDE_GROUPED_MM = ("_slots_rows_kernel", "_zero_groups_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,11 +216,20 @@ def missing(target: Target) -> str | None:
     from triton.backends import backends
 
     vendor = {"hip": "amd", "cuda": "nvidia"}[target.gpu.backend]
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < JUDGED:
+        said = ".".join(map(str, JUDGED))
+        return f"code is judged as Triton {said} and later compile it, this is {triton.__version__}"
     if vendor not in backends:
         return f"this Triton was built without the code generator of {vendor}"
     if vendor == "nvidia" and not (BINARIES / "nvdisasm").exists():
         return "this Triton comes without NVIDIA's disassembler"
     return None
+
+
+def launched() -> set[str]:
+    """Names of the kernels that a launcher launches with this PyTorch."""
+    left = () if hasattr(torch, "_grouped_mm") else BESIDE_GROUPED_MM
+    return set(kernels()) - set(left)
 
 
 @functools.cache

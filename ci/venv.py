@@ -7,11 +7,16 @@ Needs the standard library alone, so that any Python >= 3.10 can run it. Which P
    makes do with what the base has.
 2. Otherwise ``--torch`` is installed: the CPU build, or on a machine with an NVIDIA device the CUDA
    build. ``--torch-index`` overrides where from; ROCm and Ascend builds need it, or case 1.
+
+Versions of everything else follow from ``--constraint``, by default ``ci/constraints/pinned.txt``:
+a release of a linter or of transformers changes no run until that file does. What a base
+interpreter of case 1 has stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shutil
@@ -19,12 +24,12 @@ import site
 import socket
 import subprocess
 import sys
-import tempfile
 import venv
 from pathlib import Path
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).absolute().parent.parent
+PINNED = ROOT / "ci" / "constraints" / "pinned.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD_TOOLS = ["pip>=23", "setuptools>=77", "wheel"]
 PROBE = """
@@ -82,7 +87,34 @@ def torch_arguments(torch: str, index: str) -> list[str]:
     return [torch, "--extra-index-url", CPU_INDEX] if reachable(CPU_INDEX) else [torch]
 
 
-def build(folder: Path, torch: str, index: str, extras: list[str]) -> None:
+def constraints(path: Path | None, base: bool) -> list[str]:
+    """The lines of a file of constraints, and of those that it includes (``-c other.txt``).
+
+    Args:
+        path: The file, or None. What it says itself goes before what it includes.
+        base: Whether what this interpreter has is used, and so left out.
+    """
+    found: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path else ():
+        if path and line.startswith("-c "):
+            included = constraints(path.parent / line.removeprefix("-c ").strip(), base)
+            found |= {one.partition("==")[0]: one for one in included}
+        elif line and not line.startswith("#"):
+            found[line.partition("==")[0]] = line
+    return [line for name, line in found.items() if not (base and installed(name))]
+
+
+def installed(name: str) -> bool:
+    """Whether this interpreter has a package."""
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def build(
+    folder: Path, torch: str, index: str, extras: list[str], constraint: Path | None = PINNED
+) -> None:
     """Create the environment, or bring one up to date."""
     base = probe(sys.executable)
     shared = bool(base["accelerated"]) and at_least(str(base["torch"]), (2, 7)) and not index
@@ -97,16 +129,21 @@ def build(folder: Path, torch: str, index: str, extras: list[str]) -> None:
     if shared and sys.prefix != sys.base_prefix:
         inherit(folder)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    lines, given = constraints(constraint, shared), folder / "constraints.txt"
     if shared:
-        build_shared(folder, pip, str(base["torch"]), bool(base["triton"]), extras)
+        given.write_text("\n".join([*lines, f"torch=={base['torch']}\n"]), encoding="utf-8")
+        build_shared(folder, [*pip, "-c", str(given)], bool(base["triton"]), extras)
         return
     subprocess.run([*pip, *BUILD_TOOLS], check=True)
     if not at_least(str(probe(python)["torch"] or "0.0"), (2, 7)):
         subprocess.run([*pip, *torch_arguments(torch, index)], check=True)
-    linux = sys.platform == "linux" and not probe(python)["triton"]
-    subprocess.run(
-        [*pip, "--no-build-isolation", "-e", target([*extras, *["triton"] * linux])], check=True
-    )
+    if probe(python)["accelerated"]:  # which brings the Triton that it pins
+        lines = [line for line in lines if not line.startswith("triton==")]
+    else:
+        extras = [*extras, *["triton"] * (sys.platform == "linux")]
+    given.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    wanted = ["--no-build-isolation", "-e", target(extras)]
+    subprocess.run([*pip, "-c", str(given), *wanted], check=True)
 
 
 def packages_of(folder: Path) -> Path:
@@ -120,15 +157,12 @@ def inherit(folder: Path) -> None:
     (packages_of(folder) / "base-environment.pth").write_text("\n".join(lines) + "\n")
 
 
-def build_shared(folder: Path, pip: list[str], torch: str, triton: bool, extras: list[str]) -> None:
+def build_shared(folder: Path, pip: list[str], triton: bool, extras: list[str]) -> None:
     """Install into an environment that sees the base packages, without touching its PyTorch."""
     wanted = target([*extras, *["triton"] * (not triton)])
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write(f"torch=={torch}\n")
-        constraints.flush()
-        full = [*pip, "--retries", "1", "-c", constraints.name]
-        done = subprocess.run([*full, *BUILD_TOOLS[1:]]).returncode == 0
-        done = done and not subprocess.run([*full, "--no-build-isolation", "-e", wanted]).returncode
+    full = [*pip, "--retries", "1"]
+    done = subprocess.run([*full, *BUILD_TOOLS[1:]]).returncode == 0
+    done = done and not subprocess.run([*full, "--no-build-isolation", "-e", wanted]).returncode
     if not done:
         # No pip here: building needs newer tools than a fresh environment may have.
         say = "no package index answers: the environment has what the base Python has, and this"
@@ -148,6 +182,7 @@ def main() -> None:
     parser.add_argument("--torch", default="torch==2.13.0", help="requirement to install")
     parser.add_argument("--torch-index", default="", help="package index of PyTorch")
     parser.add_argument("--extras", default="test", help="comma-joined extras of the project")
+    parser.add_argument("--constraint", default=str(PINNED), help="versions; empty for the newest")
     args = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036  run by whatever python3 is
         raise SystemExit(
@@ -160,6 +195,7 @@ def main() -> None:
             args.torch,
             args.torch_index,
             [e for e in args.extras.split(",") if e],
+            Path(args.constraint).absolute() if args.constraint else None,
         )
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"this step failed: {' '.join(map(str, error.cmd))}") from None

@@ -9,22 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from liger_multi.config import current, within
+from liger_multi.double_backward import not_differentiable
 from liger_multi.errors import ContractError, TransformError
 
 if TYPE_CHECKING:
     from liger_multi.op import Op
-    from liger_multi.primitive import Primitive
 
 
 TENSORS = ("input", "output")  # sources that are saved for backward
-
-# What the functions below need of each operator. Dynamo of torch 2.7 follows globals, not closures,
-# to objects that it does not know.
-WIRED: dict[str, tuple[Primitive, Primitive, Callable[..., Sequence[str]] | None]] = {}
 
 
 def _sources(op: Op) -> list[tuple[str, int]]:
@@ -52,8 +47,32 @@ def _sources(op: Op) -> list[tuple[str, int]]:
     return [pool[name] for name in op.bwd.params]
 
 
-def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
-    """The ``autograd.Function`` that joins the halves of ``op``."""
+def anchor_of(op: Op, omits: bool, added: Sequence[str]) -> tuple[str, ...]:
+    """The residual that autograd is told of, so that gradients have an edge to every input.
+
+    A gradient is computed from what backward reads. Saved inputs and visible outputs bring their
+    edges with them. A hidden residual has none, and may depend on inputs that are not saved; it is
+    then returned beside the outputs.
+
+    Args:
+        op: The operator, both halves declared.
+        omits: Whether backward does not read all that its signature names.
+        added: Inputs that no residual depends on.
+    """
+    read, hidden = set(op.bwd.params), [n for n in op.bwd.params if n in op.residuals]
+    smooth = set(op.fwd.returns) - set(op.residuals) - set(op.constants)
+    wanted = {*op.passed, *op.shared, *(name[1:] for name in op.bwd.returns)}
+    unread = wanted - read - set(added)
+    return (hidden[0],) if hidden and not read & smooth and (unread or omits) else ()
+
+
+def make_function(
+    op: Op,
+    forward_half: Callable[..., Any],
+    backward_half: Callable[..., Any],
+    omit: Callable[..., Sequence[str]] | None,
+) -> Any:
+    """The ``autograd.Function`` that joins two halves of ``op``."""
     fwd, bwd, sources = op.fwd, op.bwd, _sources(op)
     visible, inputs = len(fwd.returns) - len(op.residuals), len(fwd.params)
     single = len(fwd.returns) == 1
@@ -64,28 +83,26 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
     back = [bwd.returns.index(f"d{n}") if f"d{n}" in bwd.returns else None for n in owners]
     cast = [i for i, n in enumerate(fwd.params) if owners[i] != n or n in op.shared.values()]
     typed = sorted({*cast, *(s[1] for s in sources if s[0] == "dtype")})
-    order = _order(sources, len(fwd.params), visible, saved, plain, typed, kept)
+    anchor = [fwd.returns.index(n) for n in op.anchor]
+    order = _order(sources, len(fwd.params), visible + len(anchor), saved, plain, typed, kept)
     fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
     straight = [(fwd.params.index(n), fwd.returns.index(y)) for n, y in op.passed.items()]
     smooth = [i for i in range(visible) if i not in fixed]
     asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
     dirty = fwd.params.index(op.inplace) if op.inplace else -1
     name, everything = op.name, (*fwd.params, *fwd.returns)
-    WIRED[name] = (fwd, bwd, omit)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        half, _, unread = WIRED[name]
-        compiling = torch.compiler.is_compiling()
-        outs = (half(*args),) if single else half(*args)
-        if not compiling:  # views made in here could not be written to
-            outs = tuple([y.detach() if y._is_view() else y for y in outs])
+        outs = (forward_half(*args),) if single else forward_half(*args)
+        # views made in here could not be written to
+        outs = tuple([y.detach() if y._is_view() else y for y in outs])
         if dirty >= 0:
             increment_version(args[dirty])
         pool = (*args, *outs)
-        if unread is None:
+        if omit is None:
             ctx.save_for_backward(*[pool[i] for i in saved])
         else:
-            left = unread(*[args[i] for i in asked])
+            left = omit(*[args[i] for i in asked])
             ctx.save_for_backward(*[None if everything[i] in left else pool[i] for i in saved])
         ctx.plain = [args[i] for i in plain]
         if typed:
@@ -93,15 +110,15 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
         ctx.set_materialize_grads(False)
         if fixed:
             ctx.mark_non_differentiable(*[outs[i] for i in fixed])
-        if not compiling:
-            ctx.configuration = current()
-        return outs[0] if visible == 1 else tuple(outs[:visible])
+        ctx.configuration = current()
+        if anchor:
+            return (*outs[:visible], outs[anchor[0]])
+        return outs[0] if visible == 1 else outs[:visible]
 
-    def run(ctx: Any, grads: tuple[Any, ...]) -> Any:
+    def run(ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
         needs = ctx.needs_input_grad
-        tensors = ctx.saved_tensors
         pool = (*grads, *needs, *tensors, *ctx.plain)
-        outs = WIRED[name][1](*[pool[i] for i in order])
+        outs = backward_half(*[pool[i] for i in order])
         if dirty >= 0:  # its buffer is the gradient now; a second backward meets a changed version
             logits = tensors[saved.index(dirty)]
             increment_version(logits)
@@ -118,44 +135,48 @@ def make_function(op: Op, omit: Callable[..., Sequence[str]] | None) -> Any:
             found[i] = None if g is None else g.to(ctx.plain[len(plain) + typed.index(i)])
         return tuple(found)
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None,) * inputs
+    def configured(ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
         if torch.compiler.is_compiling():
-            return run(ctx, grads)
-        for g in given:
-            if is_legacy_batchedtensor(g):
+            return run(ctx, grads, tensors)
+        for g in grads:
+            if g is not None and is_legacy_batchedtensor(g):
                 raise TransformError(
                     f"the backward of liger_multi.{name} does not support functorch transforms "
                     "(is_grads_batched, vectorize=True)"
                 )
         if ctx.configuration is current():
-            return run(ctx, grads)
+            return run(ctx, grads, tensors)
         with within(ctx.configuration):
-            return run(ctx, grads)
+            return run(ctx, grads, tensors)
 
-    once = once_differentiable(backward)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        for g in grads:
+            if g is not None:
+                break
+        else:
+            return (None,) * inputs
+        tensors = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return configured(ctx, grads, tensors)
+        with torch.no_grad():
+            found = configured(ctx, grads, tensors)
+        return not_differentiable(name, found, (*grads, *tensors))
 
-    def differentiable_once(ctx: Any, *grads: Any) -> Any:
-        guarded = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        return once(ctx, *grads) if guarded else backward(ctx, *grads)
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once)}
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(op.name, (torch.autograd.Function,), members)
 
 
 def _order(
     sources: Sequence[tuple[str, int]],
     inputs: int,
-    visible: int,
+    outputs: int,
     saved: Sequence[int],
     plain: Sequence[int],
     typed: Sequence[int],
     kept: Mapping[tuple[str, int], int],
 ) -> list[int]:
     """Where every argument of backward stands among gradients, flags, tensors, values, dtypes."""
-    flags = visible
+    flags = outputs
     tensors = flags + inputs
     values = tensors + len(saved)
     dtypes = values + len(plain)

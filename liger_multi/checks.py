@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from liger_multi.errors import unknown
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+ACCUMULATE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes in which gradients of weights are summed."""
 meta_autocast: ContextVar[torch.dtype | None] = ContextVar("liger_multi_autocast", default=None)
 
 
@@ -35,27 +39,46 @@ def in_checkpoint() -> bool:
 
 def describe(x: object) -> str:
     """A short name of an argument: shape, dtype and device of a tensor, or the type and value."""
+    if isinstance(x, int) and abs(x) >= 10**60:
+        return f"an integer of {x.bit_length()} bits"  # Python prints no more than 4300 digits
     if isinstance(x, Tensor):
         dtype = str(x.dtype).removeprefix("torch.")
         return f"a tensor of shape {tuple(x.shape)}, {dtype}, on {x.device}"
     return f"{type(x).__name__} {x!r:.60}"
 
 
-def floating(op: str, **tensors: Tensor | None) -> None:
-    """Every given argument is a floating-point tensor, and all stand on one device."""
-    first: Tensor | None = None
+def floating(op: str, *, optional: tuple[str, ...] = (), **tensors: Tensor | None) -> None:
+    """Every argument is a floating-point tensor, or None where ``optional`` names it.
+
+    All stand on the device of the first.
+    """
+    device: torch.device | None = None
     for name, x in tensors.items():
-        if x is None and first is not None:
+        if x is None and name in optional:
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {describe(x)}")
-        if first is None:
-            first = x
-        elif x.device != first.device:
+        if device is None:
+            device = x.device
+        elif x.device != device:
             raise ValueError(
                 f"{op}: all tensors must be on one device, got {name} on {x.device} and the "
-                f"first on {first.device}"
+                f"first on {device}"
             )
+
+
+def ids(op: str, name: str, x: object) -> None:
+    """A tensor of integers."""
+    if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
+        raise TypeError(
+            f"{op}: {name} must be a tensor of integer class ids (int64), got {describe(x)}"
+        )
+
+
+def integers(op: str, name: str, x: object) -> None:
+    """A tensor of int32 or int64."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be a tensor of int64 or int32, got {describe(x)}")
 
 
 def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
@@ -75,7 +98,7 @@ def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | No
 
 def vector(op: str, name: str, x: Tensor | None, size: int, of: str) -> None:
     """A one-axis tensor of a given size (or None)."""
-    if x is not None and (x.ndim != 1 or x.shape[0] != size):
+    if x is not None and x.shape != (size,):
         raise ValueError(f"{op}: {name} must have shape ({size},), the {of}, got {describe(x)}")
 
 
@@ -96,16 +119,7 @@ def targets(
     op: str, target: Tensor, rows: torch.Size, beside: Tensor, name: str = "target"
 ) -> None:
     """One class id a row: integers of the rows' shape, on the same device."""
-    if not isinstance(target, Tensor) or target.dtype not in (
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.uint8,
-        torch.int8,
-    ):
-        raise TypeError(
-            f"{op}: {name} must be a tensor of integer class ids (int64), got {describe(target)}"
-        )
+    ids(op, name, target)
     if target.shape != rows:
         raise ValueError(
             f"{op}: {name} must have shape {tuple(rows)}, one id a row, got {describe(target)}"
@@ -119,34 +133,67 @@ def targets(
 
 def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
     """A word from a fixed set."""
-    if value not in tuple(known):
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{op}: {unknown(name, value, known)}")
 
 
+def boolean(op: str, name: str, value: object) -> bool:
+    """True or False, and nothing that Python takes for them."""
+    if value is True or value is False:
+        return value
+    raise TypeError(f"{op}: {name} must be True or False, got {describe(value)}")
+
+
+_INFINITY = float("inf")
+
+
 def number(
-    op: str, name: str, value: object, low: float, high: float | None = None, *, above: bool = False
+    op: str,
+    name: str,
+    value: object,
+    low: float = -_INFINITY,
+    high: float = _INFINITY,
+    *,
+    above: bool = False,
+    infinite: bool = False,
 ) -> float:
-    """A real number in ``[low, high]``, or above ``low``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A finite number in ``[low, high]``, or above ``low``; infinity where it has a meaning."""
+    if type(value) is float and low < value < high:
+        return value
+    if type(value) is not float:
+        value = _as_float(op, name, value)
+    finite = -_INFINITY < value < _INFINITY or (infinite and value == _INFINITY)
+    if finite and (value > low if above else value >= low) and value <= high:
+        return value
+    wanted = f"{'above' if above else 'at least'} {low:g}"
+    if high != _INFINITY:
+        wanted = f"in [{low:g}, {high:g}]"
+    if not finite:
+        wanted = "finite" if low == -_INFINITY else f"finite and {wanted}"
+    raise ValueError(f"{op}: {name} must be {wanted}, got {value!r}")
+
+
+def _as_float(op: str, name: str, value: object) -> float:
+    """A number of another type: an integer, or a scalar of NumPy."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
-    inside = (value > low if above else value >= low) and (high is None or value <= high)
-    if not inside:
-        wanted = (
-            f"in [{low:g}, {high:g}]"
-            if high is not None
-            else f"{'above' if above else 'at least'} {low:g}"
-        )
-        raise ValueError(f"{op}: {name} must be {wanted}, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} is too large a number, got {describe(value)}") from None
 
 
 def integer(op: str, name: str, value: object) -> int:
-    """An integer, or what says that it is one."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value  # also a size that a compiler keeps symbolic
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{op}: {name} must be an integer, got {describe(value)}")
-    return operator.index(value)
+    """An integer of 64 bits, or what says that it is one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        try:
+            # a tensor has an index, too, which costs a wait
+            value = operator.index(None if isinstance(value, (bool, Tensor)) else value)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{op}: {name} must be an integer, got {describe(value)}") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must be an integer of 64 bits, got {describe(value)}")
+    return value  # also a size that a compiler keeps symbolic
 
 
 def constant(op: str, name: str, x: Tensor | None) -> None:
@@ -155,10 +202,10 @@ def constant(op: str, name: str, x: Tensor | None) -> None:
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 
 
-def names(op: str, outputs: object, known: tuple[str, ...]) -> str:
-    """A tuple of output names as one comma-joined word."""
+def names(op: str, outputs: object, known: tuple[str, ...], name: str = "outputs") -> str:
+    """A tuple of names as one comma-joined word."""
     if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, frozenset, set)):
-        raise TypeError(f"{op}: outputs must be a tuple of names, got {describe(outputs)}")
-    for name in outputs:
-        one_of(op, "output", name, known)
-    return ",".join(name for name in known if name in outputs)
+        raise TypeError(f"{op}: {name} must be a tuple of names, got {describe(outputs)}")
+    for word in outputs:
+        one_of(op, f"word in {name}", word, known)
+    return ",".join(word for word in known if word in outputs)

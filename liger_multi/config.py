@@ -18,20 +18,33 @@ from typing import Any
 
 import torch
 
-from liger_multi.config_file import AUTO, Choice, Layer, load, parse
+from liger_multi.config_file import AUTO, Choice, Layer, load, order, parse
 from liger_multi.errors import ConfigurationError
 
 ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
+MOST_CONFIGURATIONS = 64  # that keep their plans for when they are configured again
+
+
+Key = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Configuration:
-    """An immutable stack of layers with the plans resolved under it."""
+    """An immutable stack of layers with the plans resolved under it.
 
-    def __init__(self, layers: tuple[Layer, ...], scopes: tuple[Layer, ...] = ()) -> None:
+    Args:
+        layers: What :func:`configure` and the file say, the strongest first.
+        scopes: What enclosing :func:`use` blocks say, the innermost first.
+        path: Keys of the same blocks, the outermost first.
+    """
+
+    def __init__(
+        self, layers: tuple[Layer, ...], scopes: tuple[Layer, ...] = (), path: tuple[Key, ...] = ()
+    ) -> None:
         self.layers = (*scopes, *layers)
-        self.base, self.scopes = layers, scopes
+        self.base, self.scopes, self.path = layers, scopes, path
         self.plans: dict[Any, Any] = {}
-        self._scopes: dict[tuple[tuple[str, str], ...], Configuration] = {}
+        self._scopes: dict[Key, Configuration] = {}
+        self._moved: tuple[Configuration, Configuration] | None = None
 
     def choice(self, op: str, device: str) -> Choice:
         """The backends to try for ``op`` on tensors of ``device``."""
@@ -53,21 +66,33 @@ class Configuration:
 
     def scoped(self, choices: Mapping[str, str | list[str]]) -> Configuration:
         """This configuration under one more layer; equal scopes share their plans."""
-        key = tuple(sorted((op, str(order)) for op, order in choices.items()))
+        key = tuple(sorted((op, order(value)) for op, value in choices.items()))
         found = self._scopes.get(key)
         if found is None:
             ops = {k: v for k, v in choices.items() if k != "default"}
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
                 mapping["default"] = choices["default"]
-            found = Configuration(self.base, (parse(mapping, "use()"), *self.scopes))
+            layer = parse(mapping, "use()")
+            found = Configuration(self.base, (layer, *self.scopes), (*self.path, key))
             self._scopes[key] = found
         return found
+
+    def over(self, base: Configuration) -> Configuration:
+        """The scopes of this configuration over another base, the same object each time."""
+        moved = self._moved
+        if moved is None or moved[0] is not base:
+            found = base
+            for key in self.path:
+                found = found.scoped({op: list(names) for op, names in key})
+            self._moved = moved = (base, found)
+        return moved[1]
 
 
 Scope = tuple["Configuration | None", bool]
 _scope: ContextVar[Scope] = ContextVar("liger_multi_scope", default=(None, False))
 _base: Configuration | None = None
+_known: dict[tuple[Any, ...], Configuration] = {}
 HANDED = "liger_multi.scope"
 _local = threading.local()
 
@@ -112,11 +137,13 @@ def current() -> Configuration:
             return base
     if pinned or scope.base is base.layers:
         return scope
-    return Configuration(base.layers, scope.scopes)  # configure() was called within the scope
+    return scope.over(base)  # configure() was called within the scope
 
 
 def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Configuration:
     """Set the process-wide configuration from a YAML file or a mapping; None resets it.
+
+    Saying again what was said before costs nothing: equal configurations share their plans.
 
     Args:
         source: Path of a YAML file, a mapping of the same form, or None to fall back to the file
@@ -124,7 +151,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
 
     Raises:
         ConfigurationError: A file that cannot be read or is not YAML, an unknown key, operator or
-            backend. The configuration in force stays as it was.
+            backend, a value of the wrong form. The configuration in force stays as it was.
     """
     global _base
     layers: list[Layer] = []
@@ -138,8 +165,21 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
             layers.append(load(named))
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (named by {ENVIRONMENT_VARIABLE})") from error
-    _base = Configuration(tuple(layers))
-    return _base
+    key = tuple(layer.key for layer in layers)
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= MOST_CONFIGURATIONS:
+            _known.pop(next(iter(_known)))
+        found = _known[key] = Configuration(tuple(layers))
+    _base = found
+    return found
+
+
+def forget() -> None:
+    """Drop all plans and the configuration in force, as after backends have changed."""
+    global _base
+    _known.clear()
+    _base = None
 
 
 @contextlib.contextmanager
@@ -152,7 +192,7 @@ def use(**choices: str | list[str]) -> Iterator[None]:
     where ``backward`` is called, which may lie outside of the block).
 
     Raises:
-        ConfigurationError: Unknown operator or backend.
+        ConfigurationError: Unknown operator or backend, or neither a name nor a list of names.
     """
     token = _scope.set((current().scoped(choices), False))
     _hand_over()

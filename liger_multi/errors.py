@@ -7,6 +7,7 @@
     ├── BackendUnavailableError (RuntimeError)  a backend bound by name cannot run this call
     ├── ContractError (TypeError)               a function differs from its operator's schema
     ├── TransformError (RuntimeError)           functorch transforms over an operator
+    ├── DoubleBackwardError (RuntimeError)      a gradient of an operator is differentiated
     ├── PatchError (ValueError)                 a model cannot be patched or unpatched as asked
     └── PlanError (RuntimeError)                no way to train fits; carries the nearest one
 """
@@ -14,8 +15,11 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from typing import Any
+
+MOST_NAMES = 100  # that a message lists; of more, only the nearest
 
 
 class LigerMultiError(Exception):
@@ -38,6 +42,10 @@ class TransformError(LigerMultiError, RuntimeError):
     """An operator was called under a functorch transform, which it does not support."""
 
 
+class DoubleBackwardError(LigerMultiError, RuntimeError):
+    """The gradient of an operator was differentiated; operators have first derivatives only."""
+
+
 class PatchError(LigerMultiError, ValueError):
     """A model cannot be patched or unpatched as asked."""
 
@@ -55,9 +63,53 @@ class PlanError(LigerMultiError, RuntimeError):
         self.nearest, self.plan = nearest, plan
 
 
+class _Short(reprlib.Repr):
+    """``repr`` of any value in about 80 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out integers of more than some thousand digits."""
+        if x.bit_length() > 1024:
+            return f"an integer of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """``repr`` of what a caller gave, short enough for a message and never an error itself."""
+    try:
+        return _short.repr(value)
+    except Exception:  # its own __repr__, or a type that is named as one it is not
+        return f"<{type(value).__name__}>"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception of others says, or its type."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def summary(error: BaseException) -> str:
+    """An exception of others in one line, with its type."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """Word the message for an unknown name, with the nearest known one."""
+    """Word the message for an unknown name, with the nearest known one.
+
+    Where more than :data:`MOST_NAMES` are known, the nearest ones stand for all.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    text = name if isinstance(name, str) and len(name) < 200 else ""
+    many = len(names) > MOST_NAMES
+    close = difflib.get_close_matches(text, names, n=5 if many else 1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}"
+    if many:
+        listed = ", ".join(close) or "none has a similar name"
+        return f"unknown {kind} {shown(name)}; {hint}nearest of {len(names)} known: {listed}"
+    return f"unknown {kind} {shown(name)}; {hint}known: {', '.join(names)}"

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from liger_multi.config import current
-from liger_multi.errors import ConfigurationError, unknown
+from liger_multi.devices import device_of
+from liger_multi.errors import ConfigurationError, shown, unknown
 from liger_multi.op import OPS
 from liger_multi.plan import Candidate, candidate, candidates
 from liger_multi.registry import backends, operators
@@ -114,12 +115,16 @@ def explain(
         dtype: Dtype of the tensors; None stands for float32 on a CPU and bfloat16 elsewhere.
 
     Raises:
-        ConfigurationError: Unknown operator.
-        RuntimeError: A device type that torch does not know.
+        ConfigurationError: Unknown operator or device, or an index that this machine lacks.
+        TypeError: ``device`` or ``dtype`` is of another type.
     """
     if op is not None and op not in operators():
         raise ConfigurationError(unknown("operator", op, operators()))
-    devices = _devices() if device is None else [torch.device(device)]
+    if device is not None and not isinstance(device, str | torch.device):
+        raise TypeError(f"device must be a torch.device or its name, got {shown(device)}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
+    devices = _devices() if device is None else [device_of(str(device))]
     rows: list[Row] = []
     for place in devices:
         kind = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from liger_multi.backend import DeviceInfo
+from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError, unknown
 
 __all__ = ["DeviceInfo", "device_info", "knobs", "simulate", "table"]
@@ -111,9 +112,7 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
     file = importlib.resources.files(packages()[backend]) / "launch" / f"{arch}.yaml"
     if not file.is_file():
         return {}
-    import yaml
-
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
     device = dict(content.get("device") or {})
     for key in device:
         if key not in ("warp_size", "shared_bytes"):

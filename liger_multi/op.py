@@ -10,6 +10,11 @@ wants, or that no upstream gradient reaches, is an empty tensor and becomes None
 Each half is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes see
 one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
 function.
+
+Both halves together are a third ``torch.library`` operator, which is what Dynamo puts into its
+graph. AOTAutograd expands it by the same ``autograd.Function`` as in eager mode. Dynamo itself does
+not trace that Function: it refuses one tensor in two arguments, and loses symbolic sizes that
+forward keeps for backward.
 """
 
 from __future__ import annotations
@@ -22,9 +27,9 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from liger_multi.autograd import make_function
+from liger_multi.autograd import anchor_of, make_function
 from liger_multi.errors import TransformError
-from liger_multi.primitive import Primitive, inline_ops
+from liger_multi.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
 
 __all__ = ["OPS", "Op", "inline_ops"]
 
@@ -85,6 +90,7 @@ class Op:
         omit: Callable[..., Sequence[str]] | None = None,
         shared: Mapping[str, str] = {},
         passed: Mapping[str, str] = {},
+        added: Sequence[str] = (),
     ) -> Callable[[Half], Half]:
         """Declare the backward half and wire it to forward.
 
@@ -96,6 +102,8 @@ class Op:
                 is only added to).
             omit: Given arguments of forward by name, which tensors backward will not read; they are
                 not kept alive.
+            added: Inputs of forward that are only added to its outputs: no residual depends on
+                them, and backward does not read them.
         """
 
         def declare(fake: Half) -> Half:
@@ -103,9 +111,15 @@ class Op:
                 self, "backward", fake, returns, (self.inplace,) if self.inplace else ()
             )
             self.shared, self.passed = dict(shared), dict(passed)
-            self.function = make_function(self, omit)
+            self.anchor = anchor_of(self, omit is not None, added)
+            self.function = make_function(self, self.fwd, self.bwd, omit)
             # the part in C++; what Python does around it serves functorch and setup_context
             self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+            self.traced = self.function
+            if self.compile == "trace":
+                self.traced = make_function(self, self.fwd.trace, self.bwd.trace, omit)
+            if not self.inplace:
+                self.whole = self._define()
             names = [self.fwd.params[i] for i in self.fwd.places]
             needs = [p[len("needs_") :] for p in self.fwd.params if p.startswith("needs_")]
             self.flags = [names.index(name) for name in needs]
@@ -118,23 +132,49 @@ class Op:
         """Both halves."""
         return self.fwd, self.bwd
 
+    def _define(self) -> Any:
+        """The operator that compilers see: the arguments of ``__call__`` and how to expand it."""
+        given, _, made = self.fwd.schema.partition(" -> ")
+        wanted = [a for a in given.strip("()").split(", ") if not a.split()[1].startswith("needs_")]
+        visible = len(self.fwd.returns) - len(self.residuals)
+        outs = made.strip("()").split(", ")[:visible]
+        result = outs[0] if visible == 1 else f"({', '.join(outs)})"
+        arguments = ", ".join([*wanted, "bool traced", "str sources"])
+        LIBRARY.define(f"{self.name}({arguments}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(self.name, self._expand, "CompositeImplicitAutograd")
+        return getattr(torch.ops.liger_multi, self.name).default
+
+    def _expand(self, *arguments: Any) -> Any:
+        """Run in terms of the halves, for whoever looks below autograd."""
+        *given, traced, _ = arguments
+        args = tuple(given)
+        self._special(args)
+        function = self.traced if traced else self.function
+        halves = self.fwd.trace if traced else self.fwd
+        return self._run(args, function.apply, halves)
+
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling and torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            traced = self.compile == "trace" and automatic(self.name)
+            return self.whole(*args, traced, sources())
+        return self._run(args, self.function.apply if self._special(args) else self.apply, self.fwd)
+
+    def _run(self, args: tuple[Any, ...], apply: Any, forward: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
             raise TransformError(
                 f"liger_multi.{self.name} does not support functorch transforms "
                 f"(torch.func.grad, vmap, jvp); "
                 "call it outside of them, or use plain PyTorch operations there"
             )
-        special = compiling or self._special(args)
         grad = torch.is_grad_enabled()
         tensors = [args[i] for i in self.fwd.places]
         wanted = [grad and a is not None and a.requires_grad for a in tensors]
         flags = [wanted[i] for i in self.flags]
         if True in wanted:
-            return (self.function.apply if special else self.apply)(*args, *flags)
-        outs = self.fwd(*args, *flags)
+            outs = apply(*args, *flags)
+            return outs if not self.anchor else outs[0] if len(outs) == 2 else outs[:-1]
+        outs = forward(*args, *flags)
         visible = len(self.fwd.returns) - len(self.residuals)
         return (
             outs if isinstance(outs, Tensor) else outs[0] if visible == 1 else tuple(outs[:visible])

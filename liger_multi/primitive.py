@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -60,9 +62,6 @@ class Primitive:
         LIBRARY.impl(name, self.call, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_multi::{name}", fake, lib=LIBRARY)
         self.overload = getattr(torch.ops.liger_multi, name).default
-        self.traced: Callable[..., Any] | None = None
-        if op.compile == "trace":
-            self.traced = getattr(importlib.import_module(f"liger_multi.reference.{op.name}"), half)
 
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
@@ -76,14 +75,17 @@ class Primitive:
         with module.device(device.index):
             return resolve(self, args)(*args)
 
+    def trace(self, *args: Any) -> Any:
+        """Run the reference, for a compiler to look into; dtypes as they are."""
+        reference = importlib.import_module(f"liger_multi.reference.{self.op.name}")
+        whole = importlib.import_module("liger_multi.reference.one_piece").one_piece
+        with whole(), torch._C._DisableAutocast():
+            return getattr(reference, self.half)(*args)
+
     def __call__(self, *args: Any) -> Any:
         """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
         if torch.compiler.is_compiling():
-            return (
-                self.traced(*args)
-                if self.traced is not None and _automatic(self.op.name)
-                else self.overload(*args)
-            )
+            return self.overload(*args)
         if torch._C._autograd._profiler_enabled():
             return self.overload(*args)
         if torch._C._len_torch_dispatch_stack() and not _inline.get():
@@ -118,7 +120,7 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 @constant_in_graphs
-def _automatic(op: str) -> bool:
+def automatic(op: str) -> bool:
     """Whether nobody bound the operator to a backend: its reference may then be traced."""
     for layer in current().layers:
         for device in {"", *layer.ops, *layer.default}:
@@ -126,3 +128,22 @@ def _automatic(op: str) -> bool:
             if choice is not None and choice.order != AUTO:
                 return False
     return True
+
+
+@constant_in_graphs
+def sources() -> str:
+    """A hash of the code that expands operators in graphs.
+
+    It is part of every graph. PyTorch keeps compiled graphs on disk, and would otherwise serve
+    those of another version, as it knows operators by name only.
+    """
+    return _hash_of_sources()
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    package = Path(__file__).parent
+    reference = importlib.import_module("liger_multi.reference").__path__[0]
+    files = [*package.glob("*.py"), *(package / "ops").glob("*.py"), *Path(reference).glob("*.py")]
+    joined = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(joined).hexdigest()[:16]

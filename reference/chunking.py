@@ -30,7 +30,7 @@ def row_blocks(rows: int, row_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[
 
 def as_rows(x: Tensor) -> Tensor:
     """View (or copy) ``(..., H)`` as ``(rows, H)``, also where H or the number of rows is zero."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # sizes may be symbolic
 
 
 def free_bytes(device: torch.device) -> int:

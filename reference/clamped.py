@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.chunking import as_rows, row_blocks, statistics_dtype
+from liger_multi.reference.one_piece import in_one_piece
 
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
@@ -36,7 +37,7 @@ def _gradients(dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers) -> tuple[
 
 def gradients(dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
-    if torch.compiler.is_compiling():
+    if in_one_piece():
         return _gradients(dy, gate, up, numbers)
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _gradients_into(dgate, dup, dy, gate, up, numbers)
@@ -69,7 +70,7 @@ def packed_product(gate_up: Tensor, numbers: Numbers, interleaved: bool) -> Tens
 
 def packed_gradients(dy: Tensor, gate_up: Tensor, numbers: Numbers, interleaved: bool) -> Tensor:
     """Both gradients, written to their places in one tensor."""
-    if torch.compiler.is_compiling():
+    if in_one_piece():
         made = _gradients(dy, *_parts(gate_up, interleaved), numbers)
         return torch.stack(made, -1).flatten(-2) if interleaved else torch.cat(made, -1)
     rows = as_rows(gate_up)

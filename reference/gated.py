@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.chunking import as_rows, row_blocks, statistics_dtype
+from liger_multi.reference.one_piece import in_one_piece
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
@@ -37,7 +38,7 @@ def backward(
     by: tuple[float, float] = ONE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
-    if torch.compiler.is_compiling():
+    if in_one_piece():
         dgate, dup = gradients(dy, gate, up, activation, by)
         dgate, dup = dgate.contiguous(), dup.contiguous()
         return (dgate if needs_gate else gate.new_empty(0), dup if needs_up else up.new_empty(0))
@@ -52,7 +53,7 @@ def gradients_and_product(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both gradients, and the product; block by block it takes the place of ``dy``."""
-    if torch.compiler.is_compiling():
+    if in_one_piece():
         # not forward, whose question about strides no backward of a compiler can answer
         return *gradients(dy, gate, up, activation, ONE), activate(gate, activation) * up
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
@@ -103,7 +104,7 @@ def packed_backward(
     dy: Tensor, gate_up: Tensor, activation: str, by: tuple[float, float] = ONE
 ) -> Tensor:
     """Both gradients side by side, written where a concatenation would copy them."""
-    if torch.compiler.is_compiling():
+    if in_one_piece():
         gate, up = gate_up.chunk(2, -1)
         return torch.cat(gradients(dy, gate, up, activation, by), -1)
     rows = as_rows(gate_up)

@@ -91,7 +91,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     seconds = time.monotonic() - config.stash[STARTED]
     simulated = config.pluginmanager.hasplugin("ci.npu.plugin")
     note = "on a simulated NPU (docs/ascend.md)" if simulated else ""
-    results.write(path, backends, device, counts, seconds, note)
+    red = [r.nodeid for n in ("failed", "error") for r in terminalreporter.stats.get(n, ())]
+    results.write(path, backends, device, counts, seconds, note, sorted(set(red)))
     terminalreporter.write_line(f"wrote {path}")
 
 
@@ -123,9 +124,9 @@ def generator(seed):
 def default_configuration():
     """No test sees the configuration that another one left behind."""
     yield
-    from liger_multi.config import configure
+    from liger_multi.config import forget
 
-    configure(None)
+    forget()
 
 
 @pytest.fixture(autouse=True)

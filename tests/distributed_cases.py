@@ -14,6 +14,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from comparing import assert_same_gradients
 from models import build
 from torch import nn
 
@@ -99,22 +100,19 @@ class Run:
         dist.all_reduce(loss)
         return loss
 
-    def close(self, got, wanted, what=""):
-        """Equal but for the order of sums in fp32."""
-        got, wanted = got.detach().double().cpu(), wanted.detach().double().cpu()
-        bound = 3e-5 * wanted.abs().max() + 1e-9
-        assert (got - wanted).abs().max() <= bound, (
-            f"{what}: {(got - wanted).abs().max()} > {bound}"
-        )
+    def close(self, got, wanted):
+        """Losses are equal but for the order of sums in fp32."""
+        got, wanted = (x.detach().double().cpu() for x in (got, wanted))
+        torch.testing.assert_close(got, wanted, rtol=3e-5, atol=0)
+
+    def gradients(self, found, right):
+        """Every gradient, gathered where it is sharded."""
+        assert_same_gradients(found, right, rtol=3e-5)
 
     def same(self, model, loss, right, name=lambda n: n):
         """The loss, and every gradient, gathered where it is sharded."""
-        self.close(loss, right[0], "loss")
-        found = {name(n): p for n, p in model.named_parameters() if p.grad is not None}
-        assert found.keys() == right[1].keys(), found.keys() ^ right[1].keys()
-        for n, p in found.items():
-            whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            self.close(whole, right[1][n], n)
+        self.close(loss, right[0])
+        self.gradients({name(n): p.grad for n, p in model.named_parameters()}, right[1])
 
 
 # --- data parallelism ---
@@ -236,11 +234,12 @@ def fsdp1(run):
     )
     loss = run.train(wrapped)
     right = run.right(stock)
-    run.close(loss, right[0], "loss")
+    run.close(loss, right[0])
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        for n, p in wrapped.named_parameters():
-            clean = n.replace("_fsdp_wrapped_module.", "")
-            run.close(p.grad, right[1][clean], clean)
+        found = {
+            n.replace("_fsdp_wrapped_module.", ""): p.grad for n, p in wrapped.named_parameters()
+        }
+        run.gradients(found, right[1])
 
 
 # --- a model over ranks ---
@@ -366,15 +365,13 @@ def pipeline_whose_first_stage_has_no_head(run):
         loss = ours(inputs_embeds=hidden, labels=batch["labels"], use_cache=False).loss
         loss.backward()
         dist.send(hidden.grad, 0)
-        run.close(loss, right[0], "loss")
+        run.close(loss, right[0])
         found = {
             n.replace("layers.0.", "layers.1."): p.grad
             for n, p in ours.named_parameters()
             if p.grad is not None
         }
-    assert found
-    for n, grad in found.items():
-        run.close(grad, right[1][n], n)
+    run.gradients(found, {n: right[1][n] for n in found})
 
 
 @case()
@@ -441,7 +438,7 @@ def stepped(run, model, options, rate=0.5):
 def alike(run, before, stock, ours):
     """Losses, and how far parameters moved."""
     (wanted, right), (got, found) = stock, ours
-    run.close(got, wanted, "loss")
+    run.close(got, wanted)
     for name, p in found.items():
         moved = (right[name] - before[name].to(right[name])).abs().max()
         off = (p - right[name]).abs().max()

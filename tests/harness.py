@@ -13,6 +13,8 @@ import torch
 import yaml
 from torch.utils._device import _device_constructors
 
+PATIENCE = 1800.0
+"""Seconds after which a process of a test hangs; a machine that is only slow has long ended it."""
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -117,7 +119,7 @@ def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None
         for rank in range(count)
     ]
     try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -5,12 +5,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ci import plan
+from ci import pins, plan, portable, results, venv
+from ci.npu import environment
 from liger_multi.registry import backends
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +67,9 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
     pythons = [tuple(map(int, row["python"].split("."))) for row in rows]
     floor = tuple(map(int, floors_of_python().split(".")))
     assert min(pythons) == floor
-    assert max(pythons) == (3, 13)
+    assert len(rows) == len(set(pythons))
+    said = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', read("pyproject.toml"))
+    assert said == [f"{a}.{b}" for a, b in sorted(pythons)], "classifiers for what a job runs"
     default = re.search(r"^TORCH \?= (\S+)", read("Makefile"), re.MULTILINE)[1]
     assert versions["pinned"]["torch"] == default
     assert versions["newest"]["torch"] == "torch"
@@ -78,6 +82,121 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
     assert versions["oldest"]["python"] == floors_of_python()
     assert versions["oldest"]["constraint"] == "ci/constraints/oldest.txt"
     assert all((ROOT / row["constraint"]).is_file() for row in rows)
+    assert versions["newest"]["constraint"] == "ci/constraints/none.txt"
+
+
+def test_pull_requests_run_a_part_of_ascend():
+    """Its wheels are of a Python that no row had, which passed for "cannot be built here"."""
+    job = workflow()["jobs"]["cpu"]
+    rows = job["strategy"]["matrix"]["include"]
+    assert ".".join(map(str, environment.VERSION)) in {
+        row["python"] for row in rows if row["torch"] == f"torch=={environment.TORCH}"
+    }
+    assert job["if"] == "github.event.action != 'labeled'"
+    assert "'test'" in job["env"]["TARGET"]
+    assert "test-npu-some" in read("Makefile").partition("\ntest: $(ENV)")[2].partition("\nelse")[0]
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that says what it is told of Ascend's environment, and builds nothing."""
+
+    def made(code, said=""):
+        path = tmp_path / "python"
+        path.write_text(
+            f'#!/bin/bash\nif [ "$2" = ci.npu.environment ]; then echo "{said}"; exit {code}; fi\n'
+            f'exec {sys.executable} "$@"\n'
+        )
+        path.chmod(0o755)
+        return path
+
+    return made
+
+
+def make(target, python, tmp_path, *arguments):
+    # what `make test` was told is for itself
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", target, "NO_VENV=1", f"PYTHON={python}", f"NPU_VENV={tmp_path / 'npu'}"]
+        + [f"RESULTS={tmp_path / 'results'}", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_what_a_machine_cannot_run_is_said_with_its_reason(python, tmp_path):
+    done = make("test-npu-some", python(3, "needs Python 3.11"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "== npu-simulated: not run: needs Python 3.11" in done.stdout
+    (one,) = results.read(tmp_path / "results")
+    assert not one.ran
+    assert "| **not run: needs Python 3.11** |" in results.table([one])
+
+
+def test_an_environment_that_is_not_built_is_a_failure(python, tmp_path):
+    """It said "cannot be built here, not run", and passed."""
+    done = make("test-npu-some", python(1), tmp_path)
+    assert done.returncode != 0
+    assert "not run" not in done.stdout
+
+
+# --- pinned versions ---
+
+
+def test_every_setting_of_processors_is_a_job():
+    job = workflow()["jobs"]["portable"]
+    rows = [int(row) for row in job["strategy"]["matrix"]["row"]]
+    assert rows == list(range(1, len(portable.SETTINGS) + 1))
+
+
+def test_what_can_turn_a_run_red_is_pinned():
+    pinned = dict(pins.PIN.findall(read("ci/constraints/pinned.txt")))
+    assert {"ruff", "mypy", "transformers", "trl", "triton", "peft", "pytest"} <= set(pinned)
+    wanted = set(re.findall(r'^    "([A-Za-z-]+)>=', read("pyproject.toml"), re.M)) - {"setuptools"}
+    assert wanted <= set(pinned) | {"wheel"}, wanted - set(pinned)
+    for name, version in pinned.items():
+        floor = floors().get(name)
+        assert floor is None or numbers(version) >= numbers(floor), name
+    default = re.search(r"^CONSTRAINT \?= (\S+)$", read("Makefile"), re.MULTILINE)[1]
+    assert ROOT / default == venv.PINNED
+    assert '--constraint "$(CONSTRAINT)"' in read("Makefile")
+
+
+def numbers(version):
+    return tuple(int(n) for n in re.findall(r"\d+", version))
+
+
+def test_constraints_include_and_override(tmp_path, monkeypatch):
+    one, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_text("# says why\nx==1\ny==2\n")
+    other.write_text("-c a.txt\ny==3\n")
+    assert venv.constraints(other, base=False) == ["x==1", "y==3"]
+    monkeypatch.setattr(venv, "installed", lambda name: name == "x")
+    assert venv.constraints(other, base=True) == ["y==3"], "a base keeps what it has"
+    assert venv.constraints(None, base=False) == []
+
+
+def test_pins_become_what_is_installed():
+    text = "# of pytest==1.0\npytest==1.0\nno-such-package==2.0\n"
+    wanted = f"# of pytest==1.0\npytest=={pytest.__version__}\nno-such-package==2.0\n"
+    assert pins.updated(text) == wanted
+
+
+def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
+    text = read(".github/workflows/update.yml")
+    made = yaml.load(text, yaml.BaseLoader)
+    assert set(made["on"]) == {"schedule", "workflow_dispatch"}
+    assert made["permissions"] == {"contents": "read"}
+    (job,) = made["jobs"].values()
+    assert job["permissions"] == {"contents": "write", "pull-requests": "write"}
+    assert not [step for step in job["steps"] if "${{" in step.get("run", "")]
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    order = [
+        next(i for i, r in enumerate(runs) if w in r) for w in ("make pins", "make test", "gh pr")
+    ]
+    assert order == sorted(order), "what is offered was tested"
+    for action, comment in re.findall(r"uses: (\S+)(.*)", text):
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action), action
+        assert comment
 
 
 def floors_of_python():
@@ -129,7 +248,7 @@ def test_actions_are_pinned_to_commits():
 
 
 def test_results_are_kept_even_of_a_failure():
-    for name in ("cpu", "image", "devices"):
+    for name in ("cpu", "portable", "image", "devices"):
         uploads = [
             s for job, s in steps() if job == name and "upload-artifact" in s.get("uses", "")
         ]
@@ -274,7 +393,7 @@ def test_every_image_has_a_supported_python_and_pytorch():
         ("npu", r"-py(\d\.\d+)$"),
     ):
         found = re.search(pattern, IMAGES[name].read_text(), re.MULTILINE)[1]
-        assert (3, 10) <= tuple(map(int, found.split("."))) <= (3, 13), name
+        assert (3, 10) <= tuple(map(int, found.split("."))) <= (3, 14), name
     for name, pattern in (("rocm", r"pytorch_release_(\S+)"), ("npu", r"TORCH=(\S+)")):
         found = re.search(pattern, IMAGES[name].read_text())[1]
         floor = tuple(map(int, floors()["torch"].split(".")))

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import harness
 import liger_multi
 from liger_multi import registry
 from liger_multi._version import __version__
@@ -322,6 +323,8 @@ def test_a_page_with_rich():
 
 def test_as_a_program(fresh_configuration):
     command = [sys.executable, "-W", "error:::liger_multi", "-m", "liger_multi", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=harness.PATIENCE
+    )
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["versions"]["liger_multi"] == __version__

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ci import compare, docs_benchmarks
+from ci import compare, docs_benchmarks, measured
 
 ROW = {
     "op": "rms_norm",
@@ -73,20 +73,36 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     assert "share no row of 'ours'" in capsys.readouterr().err
 
 
-def test_the_page_shows_the_newest_rows_of_one_file(tmp_path, monkeypatch):
+def kept(folder, name, date, rows):
+    folder.mkdir(exist_ok=True)
+    data = FILE | {"rows": rows, "commit": name[-2:]} | ({"date": date} if date else {})
+    (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def test_the_page_shows_the_newest_rows_whatever_files_are_called(tmp_path, monkeypatch):
+    """They were sorted by what follows the day in their names."""
     folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    rows = [ROW, ROW | {"provider": "liger", "both_ms": 2.0}]
-    for name, ms in (
-        ("card-2026-01-02", 1.0),
-        ("card-2026-01-02-10", 4.0),
-        ("card-2026-01-02-2", 3.0),
+    liger = ROW | {"provider": "liger", "both_ms": 2.0}
+    for name, hour, ms, rows in (
+        ("card-2026-01-02", "23", 4.0, [liger]),
+        ("card-2026-01-02-10", "09", 1.0, [liger]),
+        ("card-2026-01-02-side-by-side", "10", 3.0, [liger]),
+        ("card-2026-01-03", "05", 5.0, []),
     ):
-        data = FILE | {"rows": [rows[0] | {"both_ms": ms}, rows[1]], "commit": name[-2:]}
-        (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
-    monkeypatch.setattr(docs_benchmarks, "ROOT", tmp_path)
+        date = f"{name[5:15]}T{hour}:00:00+00:00"
+        kept(folder, name, date, [ROW | {"both_ms": ms}, *rows])
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
     page = docs_benchmarks.page()
-    assert "| 8x4 | ours | 4 | 1.00 | ████████████████████████ | 80 % | 16 |" in page
-    assert "| 8x4 | liger | 2 | 0.50 | ████████████ | 80 % | 16 |" in page
-    assert "`card-2026-01-02-10.json`" in page
-    assert "`card-2026-01-02-2.json`" not in page
+    assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 |" in page
+    # what was not measured again stands beside ours of its own run
+    assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 |" in page
+    assert "`card-2026-01-02.json`" in page
+    assert "`card-2026-01-03.json`" in page
+    assert "-side-by-side" not in page
+
+
+@pytest.mark.parametrize("date", ["2026-01-02", "", "yesterday", "2026-01-02T10:00:00"])
+def test_a_result_without_a_time_is_refused(tmp_path, date):
+    kept(tmp_path, "card-2026-01-02", date, [ROW])
+    with pytest.raises(ValueError, match=r"card-2026-01-02\.json has the date"):
+        measured.read(folder=tmp_path)

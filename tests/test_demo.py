@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import harness
 from liger_multi.cli.main import main
 from liger_multi.demo import command
 from liger_multi.memory import Peak
@@ -38,7 +39,7 @@ def demo(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=harness.PATIENCE,
         env=environment,
     )
     return folder, done

@@ -52,9 +52,9 @@ class Ranks:
             for rank, file in enumerate(files)
         ]
         try:
-            self.output = "".join(p.communicate(timeout=600)[0] for p in started)
+            self.output = "".join(p.communicate(timeout=harness.PATIENCE)[0] for p in started)
         except subprocess.TimeoutExpired:
-            self.output = "no answer within ten minutes"
+            self.output = f"no answer within {harness.PATIENCE:.0f} s"
         finally:
             for p in started:
                 p.kill()

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 import liger_multi
-from ci import docs, docs_status
+from ci import docs, docs_status, measured
 from liger_multi import config_file
 from liger_multi.cli import main as command_line
 
@@ -187,3 +188,82 @@ def test_the_chains_of_the_page_are_those_of_the_registry():
             words = ", ".join(f"`{n}`" for n in [*chain(name), REFERENCE])
             assert f"| {words} |" in text, name
     assert liger_multi.explain("rms_norm", "cpu").chosen("rms_norm") == REFERENCE
+
+
+# --- numbers ---
+
+
+def disagreements(texts):
+    """Quotes of one name with several values, and those that are not what results say."""
+    values = {}
+    for text in texts:
+        for key, shown in measured.quotes(text):
+            values.setdefault(key, set()).add(shown)
+    return {key for key, shown in values.items() if shown != {measured.value(key)}}
+
+
+def test_pages_agree_on_every_number_that_they_quote():
+    """README said 38.4 GiB where the page of benchmarks printed an older row of 46.4."""
+    texts = [path.read_text(encoding="utf-8") for path in EVERY]
+    quoted = [key for text in texts for key, _ in measured.quotes(text)]
+    assert len(quoted) > 70
+    assert not disagreements(texts)
+    other = texts[0].replace("-->38.4<!-- / -->", "-->46.4<!-- / -->")
+    assert other != texts[0]
+    assert disagreements([other, *texts[1:]]) == {"models llama-3.2-1b:8x4096 ours GiB"}
+    assert measured.quoted(other) == texts[0]
+
+
+def test_the_page_of_benchmarks_shows_what_others_quote():
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    quoted = {key for path in EVERY for key, _ in measured.quotes(path.read_text("utf-8"))}
+    seen = 0
+    for key in quoted:
+        kind, what, who, unit = re.fullmatch(r"(\w+) (.+) (\S+) (\S+)", key).groups()
+        if kind != "models" or "/" in who:
+            continue
+        (row,) = [r for r in lines if r[0].startswith(f"{what}, {measured.DEVICE}") and r[1] == who]
+        shown = row[4] if unit == "GiB" else f"{float(row[2].replace(',', '')) / 1000:.1f}k"
+        assert shown == measured.value(key), key
+        seen += 1
+    assert seen > 10
+
+
+def test_measured_numbers_of_the_first_page_come_from_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(
+        r"```.*?```|^ {4}.*$|<!-- op-table:start.*?op-table:end -->", "", text, flags=re.S | re.M
+    )
+    by_hand = re.findall(r"\b\d+(?:\.\d+)?k?\s*(?:GiB|MiB|tokens/s|ms|%|x\b)", without_quotes(text))
+    assert not by_hand, "quote them, as ci/measured.py says"
+
+
+def without_quotes(text):
+    return measured.QUOTE.sub("", text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["models none ours GiB", "models llama-3.2-1b:8x4096 ours", "ops a ours mm", "plans a b ms"],
+)
+def test_a_quote_of_nothing_is_refused(key):
+    with pytest.raises(ValueError, match=re.escape(repr(key))):
+        measured.value(key)
+
+
+def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for hour, speeds in ((1, {"ours": 4.0, "liger": 2.0}), (2, {"ours": 5.0})):
+        rows = [
+            {"run": "m:1x2", "variant": n, "tokens_per_second": 1e3 * s} for n, s in speeds.items()
+        ]
+        data = {"device": {"name": measured.DEVICE}, "date": f"2026-01-01T0{hour}:00:00+00:00"}
+        (folder / f"models-{9 - hour}.json").write_text(json.dumps(data | {"rows": rows}))
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    assert measured.value("models m:1x2 ours tokens") == "5.0k"
+    assert measured.value("models m:1x2 ours/liger tokens") == "2.00"

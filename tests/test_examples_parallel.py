@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,36 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
+import harness
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("transformers")
 
 
 def losses(name, ranks=1, **environment):
     """What an example printed as its losses; it runs as a user starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(ranks)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLES / f"{name}.py")],
-            env={**os.environ, **hidden, **places, **environment}
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [p.communicate(timeout=600)[0] for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    assert [p.returncode for p in started] == [0] * ranks, said
-    assert "fused_linear_cross_entropy" in said[0]
-    return [float(x) for x in re.findall(r"step \d+: loss ([0-9.]+)", said[0])]
+    # the launcher holds the port of the ranks' meeting itself: nobody else can take it before them
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else ()), str(EXAMPLES / f"{name}.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=harness.PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "fused_linear_cross_entropy" in done.stdout
+    return [float(x) for x in re.findall(r"step \d+: loss ([0-9.]+)", done.stdout)]
 
 
 def learns(found):

@@ -146,7 +146,7 @@ PLANTED = {
     "print": ("print", "liger_multi/op.py", "def f():\n    print('x')\n"),
     "print in a kernel file": ("print", "backends/triton/rms_norm.py", "print('x')\n"),
     "file over 400 lines": ("length", "liger_multi/nn/__init__.py", LINES * 401),
-    "machinery over 200 lines": ("length", "liger_multi/op.py", LINES * 201),
+    "machinery over 200 lines": ("length", "liger_multi/op.py", LINES * 221),
     "kernel file over 300 lines": ("length", "backends/triton/rms_norm.py", LINES * 301),
     "reference over 120 lines": ("length", "reference/rms_norm.py", LINES * 121),
     "long kernel": (

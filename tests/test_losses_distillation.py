@@ -283,6 +283,8 @@ def test_forms_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="of a top-k teacher is not defined"):
         losses.distillation_loss(student, few(pair), pair.target, divergence="cosine")
     with pytest.raises(ValueError, match="K"):
-        losses.distillation_loss(student, losses.TopK(pair.target, pair.target), pair.target)
+        losses.distillation_loss(
+            student, losses.TopK(pair.target, pair.target.float()), pair.target
+        )
     with pytest.raises(TypeError, match="temperature"):
         losses.distillation_loss(student, teacher, pair.target, temperatur=2.0)

@@ -319,7 +319,7 @@ def test_one_pass_twice_backward_scales_and_no_double_backward():
     for x, y in zip(first, second, strict=True):
         torch.testing.assert_close(1.5 * x, y)
     (once,) = torch.autograd.grad(ours, b.leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="has first derivatives only"):
         once.sum().backward()
 
 
@@ -396,7 +396,7 @@ def test_arguments_that_do_not_fit_are_errors():
         losses.policy_loss(b.head(), b.target, b.advantages, reference=b.reference)
     with pytest.raises(ValueError, match="off_policy_threshold only"):
         losses.policy_loss(b.head(), b.target, b.advantages, sampled=b.sampled)
-    with pytest.raises(ValueError, match="advantage must have the shape"):
+    with pytest.raises(ValueError, match="advantages must have the shape"):
         losses.policy_loss(b.head(), b.target, b.advantages[:2])
     with pytest.raises(TypeError, match="epsilon_low"):
         losses.policy_loss(b.head(), b.target, b.advantages, epsilon_lo=0.1)

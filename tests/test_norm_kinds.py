@@ -327,7 +327,7 @@ BAD = [
     (lambda: ops.swiglu_clamped_packed(x[:, :5]), ValueError, "must be even"),
     (lambda: ops.swiglu_clamped_packed(x, interleaved=1), TypeError, "True or False, got int 1"),
     (lambda: ops.dyt(x, w), ValueError, r"alpha must have shape \(1,\) or \(\), got .*\(8,\)"),
-    (lambda: ops.dyt(x, None), ValueError, "alpha must have shape"),
+    (lambda: ops.dyt(x, None), TypeError, "alpha must be a floating-point tensor, got None"),
     (lambda: ops.dyt(x, w[:1], w[:7]), ValueError, r"weight must have shape \(8,\)"),
     (lambda: ops.gated_rms_norm(x, x[:2]), ValueError, r"x and gate.*\(4, 8\) and \(2, 8\)"),
     (lambda: ops.gated_rms_norm(x, x, w[:3]), ValueError, r"weight must have shape \(8,\)"),

@@ -14,6 +14,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from comparing import assert_same_gradients, gradients
 from models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
@@ -309,9 +310,9 @@ def test_models_of_fake_tensors_are_recognised_and_remembered_rightly():
     """Probes compared fake numbers, which raised, and remembered that as a refusal."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from liger_multi.patching import mlp, norms, rotary
+    from liger_multi.patching import mlp_probe, norms, rotary
 
-    for memory in (norms._known, mlp._known, rotary._known):
+    for memory in (norms._known, mlp_probe._known, rotary._known):
         memory.clear()
     with FakeTensorMode():
         patch(build("gemma"), strict=True)
@@ -319,9 +320,9 @@ def test_models_of_fake_tensors_are_recognised_and_remembered_rightly():
 
 
 def test_probes_leave_the_random_state_and_the_module_alone():
-    from liger_multi.patching import mlp, norms, rotary
+    from liger_multi.patching import mlp_probe, norms, rotary
 
-    for memory in (norms._known, mlp._known, rotary._known):
+    for memory in (norms._known, mlp_probe._known, rotary._known):
         memory.clear()
     model = build("qwen3")
     calls = []
@@ -580,14 +581,19 @@ def test_activations_that_differ_in_a_function_are_told_apart():
 def test_probes_run_once_for_equal_layers(monkeypatch):
     """The activations of gemma hold a ``functools.partial`` of their own each."""
     from liger_multi import ops
-    from liger_multi.patching import mlp
+    from liger_multi.patching import mlp_probe
 
-    mlp._known.clear()
+    mlp_probe._known.clear()
     calls = []
     stock = ops.gated_mlp
     monkeypatch.setattr(ops, "gated_mlp", lambda *a, **k: (calls.append(k), stock(*a, **k))[1])
-    patch(build("gemma"))
-    assert [k["activation"] for k in calls] == ["silu", "gelu_tanh"]
+    patch(build("gemma", num_hidden_layers=1))
+    one = [k["activation"] for k in calls]
+    assert list(dict.fromkeys(one)) == ["silu", "gelu_tanh"]
+    mlp_probe._known.clear()
+    calls.clear()
+    patch(build("gemma", num_hidden_layers=3))
+    assert [k["activation"] for k in calls] == one
 
 
 def test_a_gated_mlp_keeps_its_input_gate_and_up():
@@ -628,14 +634,13 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
         x = torch.linspace(-3, 3, 120).view(5, 24).requires_grad_()
         y = ours(x)
         y.square().sum().backward()
-        found[whole] = (y, x.grad, *[p.grad for p in ours.parameters()])
+        found[whole] = (y, {"x": x.grad} | gradients(ours))
         step = "swiglu" if act == "silu" else "geglu"
         assert calls == ["gated_mlp" if whole else step]
         assert report.entries[0].replaced_by.startswith(calls[0])
         assert report.entries[0].options == ({} if whole else {"whole": False})
     assert torch.equal(found[True][0], found[False][0])
-    for a, b in zip(found[True], found[False], strict=True):
-        torch.testing.assert_close(a, b)
+    assert_same_gradients(found[True][1], found[False][1])
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():

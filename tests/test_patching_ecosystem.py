@@ -13,6 +13,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from comparing import assert_same_gradients, gradients
 from models import (
     VOCABULARY,
     FusedCalls,
@@ -347,16 +348,7 @@ def test_fsdp2(one_process, plan, fused):
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0])
-    for (name, wanted), (_, got) in zip(
-        stock.named_parameters(), ours.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(
-            got.grad.full_tensor(),
-            wanted.grad,
-            rtol=1e-4,
-            atol=1e-6,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+    assert_same_gradients(gradients(ours), gradients(stock))
     assert fused.count == 1
     if plan == "head":
         with pytest.raises(PatchError, match="FSDP"):

@@ -43,11 +43,7 @@ def same(one, other, loss, wanted):
     torch.testing.assert_close(whole(loss), wanted, rtol=2e-5, atol=1e-6)
     wanted.backward()
     loss.backward()
-    right = models.gradients(one)
-    found = models.gradients(other)
-    assert found.keys() == right.keys()
-    for name, grad in right.items():
-        torch.testing.assert_close(whole(found[name]), grad, rtol=1e-4, atol=1e-6, msg=name)
+    models.assert_same_gradients(models.gradients(other), models.gradients(one))
     for m in (one, other):
         m.zero_grad()
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     found = run(SUITE)
     assert found.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
     assert not found.green
+    assert found.failures == ["test_suite.py::test_fails"]
     assert found.part == "native"
     assert "reference" in found.backends
     assert found.device["device"] == "cpu"
@@ -99,8 +101,11 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     counts = {"passed": 7, **({"failed": failed} if failed else {})}
     facts = {"device": device, "name": f"a {part} machine"}
     backends = [part, "reference"] if part != "native" else ["reference"]
-    versions = {"torch": "2.13.0", "python": "3.12.1"}
-    return results.Result(part, backends, facts, versions, "abcdef0", date, counts, 1.0)
+    versions = {"torch": "2.13.0", "python": "3.12.1", "triton": "3.9.0"}
+    return results.Result(
+        part, backends, facts, versions, "abcdef0", date, counts, 1.0,
+        failures=["test_a", "test_b"][:failed],
+    )  # fmt: skip
 
 
 def row(name, kept, monkeypatch):
@@ -129,11 +134,23 @@ def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
     kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
     said = row("cuda", kept, monkeypatch)
     assert "7 passed, 2 failed (2026-06-01) **failing**" in said
+    assert "before it, at abcdef0, a cuda machine, PyTorch 2.13.0: 7 passed (2026-05-01)" in said
+    page = docs_status.page()
+    assert "\n## What failed\n\n- cuda, 2026-06-01, abcdef0: `test_a`, `test_b`.\n" in page
+
+
+def test_a_red_run_that_does_not_say_what_failed_is_refused(monkeypatch):
+    kept = [replace(run_on("cuda:0", "cuda", failed=2), failures=())]
+    with pytest.raises(ValueError, match="the run of cuda on 2026-05-01 does not say what failed"):
+        row("cuda", kept, monkeypatch)
 
 
 def test_a_red_compilation_claims_nothing(monkeypatch):
     assert "compiled for gfx90a" in row("rocm", [run_on("cpu", "cross-compiled")], monkeypatch)
     kept = [run_on("cpu", "cross-compiled", failed=1)]
+    assert "compiled" not in row("rocm", kept, monkeypatch)
+    old = {**kept[0].versions, "triton": "3.6.0"}  # whose code nobody judges
+    kept = [replace(run_on("cpu", "cross-compiled"), versions=old)]
     assert "compiled" not in row("rocm", kept, monkeypatch)
 
 

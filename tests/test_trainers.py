@@ -26,7 +26,7 @@ def fused(monkeypatch):
     return FusedCalls(monkeypatch)
 
 
-# Four steps of 0.1 with gradients that are equal to 1e-5.
+# Three steps of 0.1 by SGD, with gradients that are equal to 1e-5 (comparing.py).
 TRAINED = {"rtol": 1e-4, "atol": 4e-6}
 
 
@@ -142,6 +142,9 @@ def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
 
 
 def test_two_ways_to_patch_are_refused(tmp_path):
+    looks = getattr(transformers.trainer, "is_liger_kernel_available", None)
+    if looks is not None and not looks():
+        pytest.skip("this transformers looks for liger-kernel before callbacks start")
     with pytest.raises(PatchError, match="use_liger_kernel=True lets the trainer patch"):
         trainer(build(), tmp_path, callbacks=[TrainerCallback()], use_liger_kernel=True)
 

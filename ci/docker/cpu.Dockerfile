@@ -19,6 +19,7 @@ WORKDIR /home/tester/liger-multi
 # what decides the environment comes first, so that a change of code does not build it again
 COPY --chown=tester:tester pyproject.toml setup.py Makefile README.md LICENSE ./
 COPY --chown=tester:tester ci/__init__.py ci/venv.py ci/
+COPY --chown=tester:tester ci/constraints/pinned.txt ci/constraints/
 COPY --chown=tester:tester liger_multi/__init__.py liger_multi/_version.py liger_multi/
 COPY --chown=tester:tester backends/__init__.py backends/
 COPY --chown=tester:tester reference/__init__.py reference/

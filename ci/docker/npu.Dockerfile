@@ -33,6 +33,7 @@ WORKDIR /home/tester/liger-multi
 # what decides the environment comes first, so that a change of code does not build it again
 COPY --chown=1000:1000 pyproject.toml setup.py Makefile README.md LICENSE ./
 COPY --chown=1000:1000 ci/__init__.py ci/venv.py ci/
+COPY --chown=1000:1000 ci/constraints/pinned.txt ci/constraints/
 COPY --chown=1000:1000 liger_multi/__init__.py liger_multi/_version.py liger_multi/
 COPY --chown=1000:1000 backends/__init__.py backends/
 COPY --chown=1000:1000 reference/__init__.py reference/

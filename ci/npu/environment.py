@@ -17,7 +17,7 @@ import sys
 import venv
 from pathlib import Path
 
-from ci.venv import ROOT, inherit, packages_of, torch_arguments
+from ci.venv import PINNED, ROOT, inherit, packages_of, torch_arguments
 
 TORCH = "2.13.0"
 ASCEND = (
@@ -58,7 +58,7 @@ def build(folder: Path) -> None:
         subprocess.run([*pip, "--no-deps", *ASCEND], check=True)
     else:
         subprocess.run([*pip, *torch_arguments(f"torch=={TORCH}", "")], check=True)
-        subprocess.run([*pip, *ASCEND, *OTHERS], check=True)
+        subprocess.run([*pip, "-c", str(PINNED), *ASCEND, *OTHERS], check=True)
     (packages_of(folder) / "checkout.pth").write_text(f"{ROOT}\n")
     subprocess.run([python, "-m", "ci.npu.stubs", str(folder / "cann")], check=True, cwd=ROOT)
 
@@ -67,11 +67,14 @@ def main() -> int:
     """Read the command line; 3 where this machine cannot have the environment."""
     parser = argparse.ArgumentParser(description="Build the environment of the Ascend ladder.")
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder.absolute()
-    reason = refusal()
+    parser.add_argument("--check", action="store_true", help="print why not, and build nothing")
+    given = parser.parse_args()
+    folder, reason = given.folder.absolute(), refusal()
     if reason is not None:
-        print(f"the Ascend ladder {reason}", file=sys.stderr)
+        print(f"the Ascend ladder {reason}", file=sys.stdout if given.check else sys.stderr)
         return 3
+    if given.check:
+        return 0
     print(f"building {folder} (minutes, once)", file=sys.stderr)
     try:
         build(folder)

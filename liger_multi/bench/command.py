@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from liger_multi.errors import LigerMultiError, unknown
-from liger_multi.memory.measure import resolve_device
+from liger_multi.cli import checking
+from liger_multi.devices import usable_device
+from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 
 if TYPE_CHECKING:
     from liger_multi.bench.runner import Plan
@@ -41,7 +42,10 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``liger-multi bench``."""
     add_arguments(parser)
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write the result as JSON, and charts"
+        "--output",
+        type=checking.path,
+        metavar="FOLDER",
+        help="write the result as JSON, and charts, under names that are not taken",
     )
 
 
@@ -61,15 +65,14 @@ def plan(given: argparse.Namespace, whom: str | None = None, dtype: str | None =
     from liger_multi.bench.runner import Plan
 
     try:
-        device = resolve_device(None if given.device == "auto" else given.device)
-        if device.type != "cpu" and not torch.get_device_module(device).is_available():
-            raise RuntimeError(f"this machine has no {device.type} device")
-    except (RuntimeError, AssertionError) as wrong:
-        raise ValueError(f"--device {given.device}: {str(wrong).splitlines()[0]}") from wrong
-    name = given.dtype or dtype or ("fp32" if device.type == "cpu" else "bf16")
+        device = usable_device(None if given.device == "auto" else given.device)
+    except ConfigurationError as wrong:
+        raise ConfigurationError(f"--device {given.device}: {wrong}") from wrong
+    usual = dtype or ("fp32" if device.type == "cpu" else "bf16")
+    name = usual if given.dtype is None else given.dtype
     if name not in DTYPES:
         raise ValueError(unknown("dtype", name, DTYPES))
-    if given.seconds is not None and given.seconds <= 0:
+    if given.seconds is not None and not (given.seconds > 0 and math.isfinite(given.seconds)):
         raise ValueError(f"--seconds must be positive, got {given.seconds:g}")
     text = whom if given.providers is None else given.providers
     named = providers.default() if text is None else _names(text, providers.known())
@@ -114,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         wanted = plan(arguments, PROVIDERS)
     except ValueError as wrong:
         raise LigerMultiError(str(wrong)) from wrong
+    if arguments.output:
+        checking.folder("--output", arguments.output)
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)

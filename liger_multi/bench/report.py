@@ -190,12 +190,15 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
     stem = f"{device}-{result['date'][:10]}"
+    ops = list(dict.fromkeys(r["op"] for r in result["rows"]))
     number, unique = 1, stem
-    while (folder / f"{unique}.json").exists():
+    while any(
+        (folder / f"{unique}{end}").exists() for end in (".json", *(f"-{o}.png" for o in ops))
+    ):
         number += 1
         unique = f"{stem}-{number}"
     written = []
-    for op in dict.fromkeys(r["op"] for r in result["rows"]):
+    for op in ops:
         rows = [r for r in result["rows"] if r["op"] == op]
         if base(rows) is None:
             continue

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 
+from liger_multi.cli.checking import simulated
 from liger_multi.config_file import parse_bytes
 from liger_multi.errors import LigerMultiError
 from liger_multi.memory import estimate
@@ -18,7 +19,9 @@ from liger_multi.memory.tables import estimate_page
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``liger-multi estimate``."""
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a config.json or its folder, or {', '.join(SIZES)}"
+        "model",
+        metavar="MODEL",
+        help=f"a config.json or other JSON file of one, a folder of one, or {', '.join(SIZES)}",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a device and step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of each")
@@ -44,8 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             "estimate needs transformers, which cannot be imported here; "
             'install with: pip install "liger-multi[transformers]"'
         )
-    try:
-        capacity = parse_bytes(arguments.capacity, "--capacity") if arguments.capacity else None
+    given = arguments.capacity
+    capacity = None if given is None else parse_bytes(given, "--capacity")
+    with simulated("estimate", arguments.model):
         made = estimate(
             config_of(arguments.model, arguments.sequence),
             arguments.batch,
@@ -63,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             capacity=capacity,
         )
-    except ValueError as error:
-        raise LigerMultiError(f"estimate: {error}") from error
     fits = capacity is None or made.peak_bytes <= capacity
     if arguments.json:
         data = {name: value for name, value in made.as_data().items() if name != "profile"}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import doctor, estimate, plan
+from liger_multi.cli import checking, doctor, estimate, plan
 from liger_multi.demo import command as demo
 from liger_multi.demo import memory as memory_demo
 from liger_multi.errors import LigerMultiError
@@ -24,18 +26,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``liger-multi`` with ``argv`` and return its exit code.
 
     0 is fine, 1 is a finding (a failed demo, a wrong result, a problem named by the doctor), 2 is
-    wrong input.
+    wrong input or output that could not be written, 141 is a reader of the output who left.
     """
-    arguments = _parser().parse_args(argv)
+    with _any_text("stdout"), _any_text("stderr"):
+        return _run(_parser().parse_args(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except LigerMultiError as error:
         sys.stderr.write(f"liger-multi: error: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("liger-multi: interrupted\n")
         return 130
+    except OSError as error:  # what was checked before may have changed, or a disk is full
+        _drop_output()
+        if isinstance(error, BrokenPipeError):
+            return 141
+        sys.stderr.write(f"liger-multi: error: {error}\n")
+        return 2
     return code
+
+
+@contextlib.contextmanager
+def _any_text(name: str) -> Iterator[None]:
+    """Let a stream escape what its encoding has no bytes for, such as names of files."""
+    stream = getattr(sys, name)
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors=errors)
+
+
+def _drop_output() -> None:
+    """Keep Python from failing once more at exit with what is left of standard output."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
     text = "check a configuration file without using it"
     action = actions.add_parser("check", help=text, description=text)
-    action.add_argument("file", metavar="FILE", type=Path)
+    action.add_argument("file", metavar="FILE", type=checking.path)
     action.set_defaults(run=_check)
 
     text = "train small Hugging Face models stock and patched, and compare loss, memory and speed"
@@ -104,14 +141,9 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(arguments: argparse.Namespace) -> int:
     import liger_multi
 
-    try:
-        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-        found = liger_multi.explain(arguments.op, arguments.device, dtype)
-    except RuntimeError as error:
-        sys.stderr.write(
-            f"liger-multi: error: --device {arguments.device}: {str(error).splitlines()[0]}\n"
-        )
-        return 2
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    device = None if arguments.device is None else checking.known_device(arguments.device)
+    found = liger_multi.explain(arguments.op, device, dtype)
     rows = [doctor.as_data(row) for row in found.rows]
     if arguments.json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")

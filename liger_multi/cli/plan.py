@@ -9,11 +9,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
+from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, PlanError
 from liger_multi.memory.estimation import OPTIMIZERS
 from liger_multi.memory.planning import CARDS, Plan, Space, plan
+from liger_multi.memory.planning.files import NAMES
 from liger_multi.memory.planning.page import plan_page
 from liger_multi.memory.planning.settings import PRECISIONS
 from liger_multi.memory.sizes import SIZES, config_of
@@ -22,7 +23,9 @@ from liger_multi.memory.sizes import SIZES, config_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``liger-multi plan``."""
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a config.json or its folder, or {', '.join(SIZES)}"
+        "model",
+        metavar="MODEL",
+        help=f"a config.json or other JSON file of one, a folder of one, or {', '.join(SIZES)}",
     )
     names = ", ".join(CARDS)
     parser.add_argument(
@@ -40,27 +43,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-parallel", action="store_true", help="no TP or PP")
     parser.add_argument("--no-limits", action="store_true", help="skip longest sequence and batch")
     parser.add_argument("--compression", action="store_true", help="ask DeepSpeed for ZeRO++")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="write files for the best way")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw memory by part")
+    parser.add_argument(
+        "--write", type=checking.path, metavar="DIR", help="write files for the best way"
+    )
+    parser.add_argument("--picture", type=checking.path, metavar="PNG", help="draw memory by part")
+    checking.add_overwrite(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a plan; 1 when nothing fits."""
-    if importlib.util.find_spec("transformers") is None:
+    needed = ["transformers", *(["matplotlib"] if arguments.picture else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
         raise LigerMultiError(
-            "plan needs transformers, which cannot be imported here; "
-            'install with: pip install "liger-multi[transformers]"'
+            f"plan needs {', '.join(missing)}, which cannot be imported here; "
+            'install with: pip install "liger-multi[transformers,cli]"'
         )
+    if arguments.write:
+        checking.folder("--write", arguments.write, NAMES, arguments.overwrite)
+    if arguments.picture:
+        checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
     code = 0
     try:
-        with _progress() as said:
+        with checking.simulated("plan", arguments.model), _progress() as said:
             made = _plan(arguments, said)
     except PlanError as error:
         sys.stderr.write(f"liger-multi: {error}\n")
         made, code = error.plan, 1
-    except ValueError as error:
-        raise LigerMultiError(f"plan: {error}") from error
     if arguments.json:
         sys.stdout.write(json.dumps(made.as_data(), indent=1) + "\n")
     else:

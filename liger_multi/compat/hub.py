@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi.patching import experts, mlp, norms, rotary, swap
+from liger_multi.patching import experts, mlp, mlp_probe, norms, rotary, swap
 from liger_multi.patching.options import Options
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
@@ -34,8 +34,8 @@ def _norm(module: nn.Module) -> norms.NormSettings | None:
 
 
 def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
-    candidates, _ = mlp.mlp_names(module)
-    found = mlp.mlp_kind(module, candidates) if candidates else None
+    candidates, _ = mlp_probe.mlp_names(module)
+    found = mlp_probe.mlp_kind(module, candidates) if candidates else None
     return found if isinstance(found, mlp.MlpSettings) else None
 
 
@@ -88,9 +88,10 @@ class RMSNorm(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The operator, or what the module does by itself."""
         settings = _settled(self, _norm)
-        if settings is None or not norms._served(self, hidden_states, None, settings):
+        given = norms.operands(self, hidden_states, None, settings) if settings else None
+        if given is None:
             return type(self).forward(self, hidden_states)
-        return norms._apply(self, hidden_states, None, settings)
+        return norms._apply(self, hidden_states, None, given, settings)
 
 
 class RMSNormGated(_Layer):
@@ -99,9 +100,10 @@ class RMSNormGated(_Layer):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """The operator, or what the module does by itself."""
         settings = _settled(self, _norm)
-        if settings is None or not norms._served(self, hidden_states, gate, settings):
+        given = norms.operands(self, hidden_states, gate, settings) if settings else None
+        if given is None:
             return type(self).forward(self, hidden_states, gate)
-        return norms._apply(self, hidden_states, gate, settings)
+        return norms._apply(self, hidden_states, gate, given, settings)
 
 
 class GatedMLP(_Layer):
@@ -110,7 +112,7 @@ class GatedMLP(_Layer):
     def forward(self, x: Tensor) -> Tensor:
         """The operator, or what the module does by itself."""
         settings = _settled(self, _mlp)
-        if settings is None:
+        if settings is None or not mlp.serves(self, settings):
             return type(self).forward(self, x)
         return mlp._apply(self, x, settings)
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError
-from liger_multi.memory.measure import format_bytes, resolve_device
+from liger_multi.memory.measure import format_bytes
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display
     from liger_multi.demo.training import Plan, Run
 
 MODELS = ("qwen2", "llama", "qwen3", "mistral")
+FILES = ("demo.png", "demo.json")
 NEEDED = ("transformers", "accelerate", "tokenizers", "rich", "matplotlib")
 # Both runs do the same arithmetic in another order. In float32 one loss near 10 carries a rounding
 # error of about 1e-6, which some tens of optimizer steps amplify. In bfloat16 the first ten steps
@@ -40,14 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=MODELS,
         help="Hugging Face model types",
     )
-    parser.add_argument("--steps", type=_positive, help="training steps with the memory meter on")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
+    parser.add_argument(
+        "--steps", type=checking.steps, help="training steps with the memory meter on"
+    )
+    parser.add_argument(
+        "--seed", type=checking.seed, default=0, help="seed of weights and data (default: 0)"
+    )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=checking.path,
         default=Path("demo-output"),
         help="folder of the picture and the numbers",
     )
+    checking.add_overwrite(parser)
     parser.add_argument(
         "--device", help="cpu, or a device type of torch (default: the accelerator, else the CPU)"
     )
@@ -68,12 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     from liger_multi.demo.display import Display
 
-    try:
-        device = resolve_device(arguments.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LigerMultiError(f"demo cannot use --device {arguments.device}: {reason}") from error
+    device = checking.device("demo", arguments.device)
+    checking.folder("--output", arguments.output, FILES, arguments.overwrite)
     return _demo(arguments, device, Display())
 
 
@@ -102,10 +105,14 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     begin = time.perf_counter()
     plan = make_plan(arguments, device)
     scale = plan.scale
-    with display.busy("learning a tokenizer from the standard library"):
-        text = corpus.read(scale.corpus_characters)
-        tokenizer = corpus.learn_tokenizer(text, scale.vocabulary)
-        data = corpus.blocks(text, tokenizer, plan.total * scale.batch, scale.sequence, plan.seed)
+    count = plan.total * scale.batch
+    try:
+        with display.busy("learning a tokenizer from the standard library"):
+            text = corpus.read(scale.corpus_characters)
+            tokenizer = corpus.learn_tokenizer(text, scale.vocabulary)
+            data = corpus.blocks(text, tokenizer, count, scale.sequence, plan.seed)
+    except (FileNotFoundError, ValueError) as error:  # no sources, or more steps than they give
+        raise LigerMultiError(f"demo with {plan.total} steps: {error}") from error
     display.opening(text, tokenizer.get_vocab_size(), plan)
     kinds = dict.fromkeys(arguments.models)
     pairs = {kind: _pair(kind, data, plan, patch, display) for kind in kinds}
@@ -113,7 +120,7 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
         line for kind, pair in pairs.items() for line in judge(kind, *pair, bound=plan.bound)
     ]
     verdict = "FAILED, see the output" if problems else "same curves, less memory"
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    arguments.output.mkdir(exist_ok=True)
     picture = arguments.output / "demo.png"
     chart.draw(pairs, plan, f"liger_multi: {verdict}", picture)
     numbers = {
@@ -179,10 +186,3 @@ def as_data(run: Run) -> dict[str, Any]:
         "widest_shape": widest.widest_shape,
         "tokens_per_second": run.tokens_per_second,
     }
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value

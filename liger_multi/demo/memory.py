@@ -11,26 +11,30 @@ from typing import Any
 
 import torch
 
+from liger_multi.cli import checking
 from liger_multi.demo.command import MODELS, make_plan
 from liger_multi.errors import LigerMultiError
 from liger_multi.memory import Comparison, Profile, compare, format_bytes, profile
-from liger_multi.memory.measure import resolve_device
 from liger_multi.memory.tables import comparison_page, profile_page
 from liger_multi.page import Page
 
+FILES = ("memory.png", "stock.json", "patched.json")
 NEEDED = ("transformers", "matplotlib")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``liger-multi memory-demo``."""
     parser.add_argument("--model", default="qwen2", choices=MODELS, help="Hugging Face model type")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
+    parser.add_argument(
+        "--seed", type=checking.seed, default=0, help="seed of weights and data (default: 0)"
+    )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=checking.path,
         default=Path("memory-demo-output"),
         help="folder of the picture and the numbers",
     )
+    checking.add_overwrite(parser)
     parser.add_argument(
         "--device", help="cpu, or a device type of torch (default: the accelerator, else the CPU)"
     )
@@ -46,14 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             'install with: pip install "liger-multi[transformers,cli]"'
         )
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
-    try:
-        device = resolve_device(arguments.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LigerMultiError(
-            f"memory-demo cannot use --device {arguments.device}: {reason}"
-        ) from error
+    device = checking.device("memory-demo", arguments.device)
+    checking.folder("--output", arguments.output, FILES, arguments.overwrite)
     both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
     _show(both, arguments.output)
     return 0 if both.saved_bytes > 0 else 1
@@ -95,7 +93,7 @@ def _show(both: Comparison, folder: Path) -> None:
     for made in (both.first, both.second):
         page.sections += profile_page(made).sections
     page.sections += comparison_page(both).sections
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     both.draw(folder / "memory.png")
     for name, made in (("stock", both.first), ("patched", both.second)):
         made.save(folder / f"{name}.json")

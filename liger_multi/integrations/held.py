@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport, patch
+from liger_multi.patching.blocks import Block
 from liger_multi.patching.options import OpChoice, parse_request
 from liger_multi.patching.registered import probes
-from liger_multi.patching.swap import snapshot
 
 logger = logging.getLogger("liger_multi")
 
@@ -27,11 +26,11 @@ class HeldPatch:
     """
 
     def __init__(self, strict: bool, ops: dict[str, OpChoice]) -> None:
-        parse_request(ops, probes())
+        parse_request(ops, probes(), strict)
         self.strict, self.ops = strict, ops
         self.report: PatchReport | None = None
         self._model: nn.Module | None = None
-        self._undo: Callable[[], None] | None = None
+        self._block: Block | None = None
 
     def hold(self, model: nn.Module) -> None:
         """Patch ``model``, unless it is the patched one or a wrapper around that.
@@ -40,17 +39,17 @@ class HeldPatch:
         """
         if self._model is not None and any(m is self._model for m in model.modules()):
             return
-        undo = snapshot(model)
+        block = Block(model)
         self.report = patch(model, strict=self.strict, **self.ops)
-        self._model, self._undo = model, undo
+        self._model, self._block = model, block
         logger.info("%s", self.report)
 
     def release(self) -> None:
         """Give every module the class that it had before; warn where that cannot be done."""
-        undo, self._undo, self._model = self._undo, None, None
+        block, self._block, self._model = self._block, None, None
         try:
-            if undo is not None:
-                undo()
+            if block is not None:
+                block.end()
         except PatchError as error:  # the end of a training run is no place for an exception
             warnings.warn(f"the model stays patched: {error}", stacklevel=3)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_multi import checks, ops
 from liger_multi.losses.one_pass import Columns, token_sum
 from liger_multi.losses.options import Options
-from liger_multi.losses.reductions import divisor, masked_mean
+from liger_multi.losses.reductions import counted, divisor, masked_mean
 from liger_multi.losses.sequence import sequence_loss
 from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
 from liger_multi.losses.tiles import curved, tiled_sum
@@ -38,6 +38,11 @@ class TopK:
 
     ids: Tensor
     log_prob: Tensor
+
+    def __post_init__(self) -> None:
+        """Check the kinds of both."""
+        checks.ids("TopK", "ids", self.ids)
+        checks.floating("TopK", log_prob=self.log_prob)
 
 
 Teacher: TypeAlias = Head | Logits | TopK | Tensor
@@ -128,11 +133,12 @@ class DistillationOptions(Options):
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = self.title()
         checks.one_of(name, "divergence", self.divergence, DIVERGENCES)
         checks.one_of(name, "vocabulary", self.vocabulary, ("equal", "common"))
         checks.one_of(name, "rest", self.rest, RESTS)
-        checks.names(name, self.metrics, ("entropy", "token_accuracy"))
+        checks.names(name, self.metrics, ("entropy", "token_accuracy"), "metrics")
         self.number("beta", 0.0, 1.0)
         self.number("temperature", 0.0, above=True)
         self.number("soft_weight", 0.0)
@@ -169,11 +175,11 @@ def distillation_loss(
         options: As :class:`DistillationOptions`.
     """
     o = DistillationOptions.of(**options)
-    found = understood("Distillation", student, target)
+    found = understood("Distillation", student, target, "student")
     if not isinstance(found, (Head, Logits)):
         raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
-    mask = target != ignore_index
-    by = divisor(mask, num_items, processes, group)
+    mask = counted("Distillation", target, ignore_index)
+    by = divisor("Distillation", mask, num_items, processes, group)
     total = _soft(found, teacher, target, ignore_index, o) if o.soft_weight else by.new_zeros(())
     soft = total / by * (o.temperature**2 if o.square_temperature else 1.0)
     loss, hard = o.soft_weight * soft, None
@@ -201,7 +207,7 @@ def _soft(
     warm = replace(student, temperature=student.temperature * o.temperature)
     if isinstance(teacher, TopK):
         return _few(warm, teacher, target, ignore_index, o)
-    other = understood("Distillation", teacher, target)
+    other = understood("Distillation", teacher, target, "teacher")
     if not isinstance(other, (Head, Logits)):
         raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
     other = replace(other, temperature=other.temperature * o.temperature)
@@ -216,7 +222,8 @@ def _alike(student: Head, teacher: Head | Logits) -> bool:
     """Whether one temperature serves both heads, as the operators have it."""
     scales = {s.logit_scale / s.temperature for s in (student, teacher)}
     caps = (student.softcap, teacher.softcap)
-    return isinstance(teacher, Head) and caps == (None, None) and len(scales) == 1
+    same = caps == (None, None) and len(scales) == 1 and min(scales) > 0
+    return isinstance(teacher, Head) and same
 
 
 def _of_head(

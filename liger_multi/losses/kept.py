@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_multi.config_file import parse_bytes
+from liger_multi.double_backward import first_derivatives_only
 from liger_multi.losses.one_pass import on_device, row_kernels
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
@@ -81,14 +81,14 @@ class _Kept(torch.autograd.Function):
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivatives_only("losses (with logits that are kept)")
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         from liger_multi.reference.gradients import Accumulator
         from liger_multi.reference.log_prob import upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
             return (None,) * 6
-        *tensors, entropy, lse = ctx.saved_tensors
+        *tensors, entropy, lse = saved
         hidden, weight, target, bias = tensors
         kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
         with torch._C._DisableAutocast(), on_device(hidden):

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.options import Options
 from liger_multi.losses.pairs import EXTRA, logit_means, policy_tokens, reference_sums
-from liger_multi.losses.reductions import masked_mean
+from liger_multi.losses.reductions import counted, masked_mean
 from liger_multi.losses.sources import IGNORED, Source
 
 
@@ -64,11 +64,12 @@ class KTOOptions(Options):
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.one_of(self.title(), "loss_type", self.loss_type, KTO)
         self.number("beta", 0.0, above=True)
         self.number("desirable_weight", 0.0)
         self.number("undesirable_weight", 0.0)
-        checks.names(self.title(), self.metrics, EXTRA)
+        checks.names(self.title(), self.metrics, EXTRA, "metrics")
 
 
 def kto_loss(
@@ -109,7 +110,9 @@ def kto_loss(
             f"KTO: {o.loss_type} "
             + ("needs kl (0.0 if nobody estimates it)" if kl is None else "does not read kl")
         )
-    mask, good = target != ignore_index, desirable.to(torch.bool)
+    if kl is not None and not isinstance(kl, Tensor):
+        checks.number("KTO", "kl", kl)
+    mask, good = counted("KTO", target, ignore_index), desirable.to(torch.bool)
     before: Tensor | float = 0.0
     if reference is not None:  # first, so that its logits are gone when the policy's come
         before = reference_sums("KTO", reference, target, mask, ignore_index, lambda x: x.sum(-1))
@@ -147,6 +150,8 @@ def kto_divergence(policy: Tensor, reference: Tensor, group: Any = None) -> Tens
         reference: Of the same under the reference.
         group: Ranks to average over, with one collective.
     """
+    checks.floating("KTO", policy=policy, reference=reference)
+    checks.same_shape("KTO", policy=policy, reference=reference)
     mean = (policy - reference).mean().detach()
     if group is not None:
         import torch.distributed as dist

@@ -108,6 +108,7 @@ class CPOOptions(Options):
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.one_of(self.title(), "loss_type", self.loss_type, CPO)
         formula = CPO[self.loss_type]
         self.number("beta", 0.0, above=True)
@@ -115,7 +116,7 @@ class CPOOptions(Options):
         self.number("gamma")
         self.number("nll_weight", 0.0)
         self.number("alpha")
-        checks.names(self.title(), self.metrics, EXTRA)
+        checks.names(self.title(), self.metrics, EXTRA, "metrics")
         self.serves("label_smoothing", 0.0, formula.smooth, self.loss_type)
         self.serves("gamma", 0.5, formula.gamma, self.loss_type)
         self.serves("alpha", 0.0, formula.alpha, self.loss_type)
@@ -146,6 +147,7 @@ def cpo_loss(
     wanted = mask.chunk(2)[0]
     if nll_target is not None:
         half = target.chunk(2)[0]
+        checks.ids("CPO", "nll_target", nll_target)
         if nll_target.shape != half.shape:
             raise ValueError(
                 f"CPO: nll_target must have shape {tuple(half.shape)}, that of the chosen rows, "

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_multi import checks
+from liger_multi.double_backward import first_derivatives_only
 from liger_multi.losses.sources import (
     IGNORED,
     Head,
@@ -54,6 +54,7 @@ def token_sum(
     passes: str = "auto",
     ignore_index: int = IGNORED,
     name: str = "token_sum",
+    role: str = "source",
 ) -> tuple[Tensor, LogProbOutput]:
     """The sum of a formula over tokens, and the tokens' statistics without gradients.
 
@@ -67,11 +68,12 @@ def token_sum(
         passes: One, two, or auto: one where the source is a head and something needs a gradient.
         ignore_index: Targets that cost nothing.
         name: Who asks, for messages.
+        role: What the source is there, for messages.
     """
     checks.one_of(name, "passes", passes, PASSES)
     for key, column in columns.items():
         checks.constant(name, key, column)
-    found = understood(name, source, target)
+    found = understood(name, source, target, role)
     if passes == "one" and not isinstance(found, Head):
         raise ValueError(f"{name}: one pass needs a losses.Head, got {type(found).__name__}")
     if isinstance(found, Head) and passes != "two":
@@ -176,20 +178,22 @@ class _OnePass(torch.autograd.Function):
         with torch._C._DisableAutocast(), on_device(hidden):
             loss, rows, gradients = walker(ctx.needs_input_grad[:3])
         ctx.scale = scale
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients, loss)  # the output brings an edge to every input
         ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(*rows)
         ctx.set_materialize_grads(False)
         return loss, *rows
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only("losses (in one pass)")
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * 5
         found: list[Tensor | None] = [None] * 5
         with on_device(dloss):
-            for i, gradient in enumerate(ctx.saved_tensors):
+            for i, gradient in enumerate(saved[:-1]):
                 if ctx.needs_input_grad[i]:
                     found[i] = ctx.scale(gradient, dloss, ctx.dtypes[i])
         return tuple(found)

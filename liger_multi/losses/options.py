@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 from liger_multi import checks
 from liger_multi.errors import unknown
+
+Kinds: TypeAlias = tuple[tuple[str, str, bool], ...]
+_KINDS: dict[str, Callable[[str, str, object], Any]] = {
+    "bool": checks.boolean,
+    "float": checks.number,
+    "int": checks.integer,
+}
+
+
+def kinds_of(annotations: Mapping[str, str]) -> Kinds:
+    """The fields that are numbers or truth values: name, kind, and whether None is one more."""
+    plain = {name: kind.removesuffix(" | None") for name, kind in annotations.items()}
+    return tuple((n, k, annotations[n] != k) for n, k in plain.items() if k in _KINDS)
+
+
+def check_kinds(title: str, kinds: Kinds, owner: object) -> None:
+    """Every field is of its kind."""
+    for name, kind, optional in kinds:
+        value = getattr(owner, name)
+        if not (optional and value is None):
+            _KINDS[kind](title, name, value)
 
 
 class Options:
     """Base of the dataclasses of options; an unknown name is an error that names the nearest."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()
+    KINDS: ClassVar[Kinds] = ()
 
     def __init_subclass__(cls) -> None:
-        """Keep the names: compilers do not follow ``dataclasses.fields``."""
+        """Keep names and kinds: compilers do not follow ``dataclasses.fields``."""
         cls.NAMES = tuple(cls.__annotations__)
+        cls.KINDS = kinds_of(cls.__annotations__)
+
+    def __post_init__(self) -> None:
+        """Check what annotations say; subclasses check ranges."""
+        check_kinds(self.title(), self.KINDS, self)
 
     @classmethod
     def of(cls, **given: Any) -> Any:
@@ -31,7 +59,7 @@ class Options:
         return cls.__name__.removesuffix("Options")
 
     def number(
-        self, name: str, low: float = float("-inf"), high: float | None = None, above: bool = False
+        self, name: str, low: float = float("-inf"), high: float = float("inf"), above: bool = False
     ) -> None:
         """A number in a range."""
         checks.number(self.title(), name, getattr(self, name), low, high, above=above)

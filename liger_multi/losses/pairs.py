@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.losses.reductions import lengths, masked_mean
+from liger_multi.losses.reductions import counted, lengths, masked_mean
 from liger_multi.losses.sources import Source, tokens
 from liger_multi.losses.tiles import mean_logits
 from liger_multi.ops import LogProbOutput
@@ -82,7 +82,7 @@ def pair_mask(name: str, target: Tensor, ignore_index: int) -> Tensor:
             f"{name}: target must have shape (2 B, T), chosen answers before rejected ones, got "
             f"{checks.describe(target)}"
         )
-    return target != ignore_index
+    return counted(name, target, ignore_index)
 
 
 def policy_tokens(
@@ -91,7 +91,7 @@ def policy_tokens(
     """The policy's log-probabilities, and what further metrics need."""
     needs = {"entropy": "entropy", "token_accuracy": "argmax"}
     outputs = ("log_prob", *[needs[m] for m in metrics if m in needs])
-    return tokens(policy, target, outputs, ignore_index=ignore_index, name=name)
+    return tokens(policy, target, outputs, ignore_index=ignore_index, name=name, role="policy")
 
 
 def sequences(
@@ -115,7 +115,9 @@ def reference_sums(
     if isinstance(reference, Tensor) and reference.shape == mask.shape[:1]:
         return reference.detach()
     with torch.no_grad():
-        found = tokens(reference, target, ignore_index=ignore_index, name=name).log_prob
+        found = tokens(
+            reference, target, ignore_index=ignore_index, name=name, role="reference"
+        ).log_prob
         assert found is not None
         return reduce(found)
 

@@ -164,6 +164,7 @@ class PolicyOptions(Options):
     passes: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = self.title()
         checks.one_of(name, "loss_type", self.loss_type, POLICY)
         checks.one_of(name, "passes", self.passes, PASSES)
@@ -185,8 +186,10 @@ class PolicyOptions(Options):
         if self.delta is not None:
             self.number("delta", 0.0, above=True)
         if self.loss_type == "dr_grpo" and (self.max_length is None or self.max_length < 1):
-            raise ValueError(f"{name}: dr_grpo needs max_length, got {self.max_length!r}")
-        checks.names(name, self.metrics, ("entropy",))
+            raise ValueError(
+                f"{name}: dr_grpo needs max_length, at least 1, got {self.max_length!r}"
+            )
+        checks.names(name, self.metrics, ("entropy",), "metrics")
 
     @property
     def sequence_level(self) -> bool:

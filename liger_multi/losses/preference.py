@@ -187,9 +187,23 @@ class DPOOptions(Options):
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        name, types = self.title(), self.types
+        super().__post_init__()
+        name = self.title()
+        if not isinstance(self.loss_type, (str, tuple, list)):
+            raise TypeError(
+                f"{name}: loss_type must be a name or a tuple of names, got "
+                f"{checks.describe(self.loss_type)}"
+            )
+        types = self.types
         for kind in types:
             checks.one_of(name, "loss_type", kind, DPO)
+        if self.loss_weights is not None and not isinstance(self.loss_weights, (tuple, list)):
+            raise TypeError(
+                f"{name}: loss_weights must be a tuple of numbers, got "
+                f"{checks.describe(self.loss_weights)}"
+            )
+        for i, weight in enumerate(self.weights):
+            checks.number(name, f"loss_weights[{i}]", weight)
         if not types or len(self.weights) != len(types):
             raise ValueError(
                 f"{name}: loss_weights must have one number for each of the {len(types)} loss "
@@ -201,7 +215,7 @@ class DPOOptions(Options):
         self.number("alpha")
         self.number("rpo_alpha", 0.0)
         checks.one_of(name, "divergence", self.divergence, SCORES)
-        checks.names(name, self.metrics, EXTRA)
+        checks.names(name, self.metrics, EXTRA, "metrics")
         chosen = [DPO[kind] for kind in types]
         self.serves("label_smoothing", 0.0, any(f.smooth for f in chosen), f"{types}")
         self.serves("divergence", "reverse_kl", all(f.divergence for f in chosen), f"{types}")

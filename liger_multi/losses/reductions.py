@@ -11,6 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi import checks
+
+
+def counted(name: str, target: Tensor, ignore_index: int) -> Tensor:
+    """The tokens that count."""
+    checks.ids(name, "target", target)
+    return target != checks.integer(name, "ignore_index", ignore_index)
+
+
+def of_tokens(name: str, argument: str, x: Tensor, target: Tensor) -> Tensor:
+    """A tensor with something of every token."""
+    if not isinstance(x, Tensor) or x.shape != target.shape:
+        raise ValueError(
+            f"{name}: {argument} must have shape {tuple(target.shape)}, got {checks.describe(x)}"
+        )
+    return x
+
+
+def positive(name: str, argument: str, value: int) -> int:
+    """A number of things, at least one."""
+    if checks.integer(name, argument, value) < 1:
+        raise ValueError(f"{name}: {argument} must be at least 1, got {value}")
+    return value
+
 
 def lengths(mask: Tensor) -> Tensor:
     """Tokens of every sequence, at least one."""
@@ -37,13 +61,20 @@ def token_count(mask: Tensor, group: Any = None) -> Tensor:
     return count / float(dist.get_world_size(group))
 
 
-def divisor(mask: Tensor, num_items: Tensor | float | None, processes: int, group: Any) -> Tensor:
+def divisor(
+    name: str, mask: Tensor, num_items: Tensor | float | None, processes: int, group: Any
+) -> Tensor:
     """What the sum over this rank's tokens is divided by.
 
     ``num_items`` counts the tokens of all ranks and of all micro-batches of a step, as trainers do.
     """
+    positive(name, "processes", processes)
     if num_items is None:
         return token_count(mask, group).clamp(min=1)
+    if not isinstance(num_items, Tensor):
+        checks.number(name, "num_items", num_items, 0.0)
+    elif num_items.numel() != 1:
+        raise ValueError(f"{name}: num_items must be one number, got {checks.describe(num_items)}")
     given = torch.as_tensor(num_items, device=mask.device, dtype=torch.float32)
     return given.clamp(min=1) / processes
 

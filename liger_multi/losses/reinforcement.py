@@ -22,7 +22,14 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.one_pass import Columns, token_sum
 from liger_multi.losses.policies import POLICY, Batch, PolicyOptions, cispo, clipped, token_mean
-from liger_multi.losses.reductions import divisor, lengths, masked_mean
+from liger_multi.losses.reductions import (
+    counted,
+    divisor,
+    lengths,
+    masked_mean,
+    of_tokens,
+    positive,
+)
 from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
 
@@ -89,7 +96,8 @@ def policy_loss(
     """
     o = PolicyOptions.of(**options)
     target = _target(target, token_mask, ignore_index)
-    mask = target != ignore_index
+    mask = counted("Policy", target, ignore_index)
+    positive("Policy", "accumulation", accumulation)
     given = {"old": old, "ratios": ratios, "sampled": sampled}
     columns = _columns(given, advantages, target)
     if sampled is not None and o.off_policy_threshold is None:
@@ -102,9 +110,11 @@ def policy_loss(
         )
     if reference is not None:
         with torch.no_grad():
-            found = tokens(reference, target, ignore_index=ignore_index, name="Policy").log_prob
+            found = tokens(
+                reference, target, ignore_index=ignore_index, name="Policy", role="reference"
+            ).log_prob
         columns["reference"] = found  # type: ignore[assignment]
-    batch = Batch(mask, lambda: divisor(mask, num_items, processes, group), accumulation,
+    batch = Batch(mask, lambda: divisor("Policy", mask, num_items, processes, group), accumulation,
                   o.max_length)  # fmt: skip
     weight = POLICY[o.loss_type].weight(batch).to(mask.device)
     columns["share"] = weight.expand(mask.shape)
@@ -116,7 +126,7 @@ def policy_loss(
         formula = _formula(o)
         loss, own = token_sum(
             policy, target, formula, columns, outputs, passes=o.passes,
-            ignore_index=ignore_index, name="Policy",
+            ignore_index=ignore_index, name="Policy", role="policy",
         )  # fmt: skip
     else:
         if o.passes == "one":
@@ -124,7 +134,9 @@ def policy_loss(
                 "Policy: one pass needs losses that depend on a token's own statistics; "
                 f"{o.loss_type} with these options looks at its sequence or batch"
             )
-        made = tokens(policy, target, outputs, ignore_index=ignore_index, name="Policy")
+        made = tokens(
+            policy, target, outputs, ignore_index=ignore_index, name="Policy", role="policy"
+        )
         columns |= _beyond(made, columns, mask, o)
         loss = torch.where(mask, _formula(o)(made, columns), 0).sum()
         own = detached(made)
@@ -138,11 +150,8 @@ def _target(target: Tensor, token_mask: Tensor | None, ignore_index: int) -> Ten
         )
     if token_mask is None:
         return target
-    if token_mask.shape != target.shape:
-        raise ValueError(
-            f"Policy: token_mask must have shape {tuple(target.shape)}, got "
-            f"{checks.describe(token_mask)}"
-        )
+    of_tokens("Policy", "token_mask", token_mask, target)
+    checks.ids("Policy", "target", target)
     return target.masked_fill(token_mask == 0, ignore_index)
 
 
@@ -151,15 +160,17 @@ def _columns(
 ) -> dict[str, Tensor]:
     """Numbers of tokens by name."""
     found = {}
+    checks.floating("Policy", advantages=advantages)
     for key, x in {"advantage": advantages, **given}.items():
         if x is None:
             continue
-        checks.floating("Policy", **{key: x})
+        checks.floating("Policy", **{key: x}, optional=())
         wide = x.unsqueeze(1) if x.ndim == 1 and key == "advantage" else x
         row = key in ("advantage", "ratios") and wide.shape == (target.shape[0], 1)
         if not row and wide.shape != target.shape:
+            argument = "advantages" if key == "advantage" else key
             raise ValueError(
-                f"Policy: {key} must have the shape {tuple(target.shape)} of the targets"
+                f"Policy: {argument} must have the shape {tuple(target.shape)} of the targets"
                 + (" or one number an answer" if key in ("advantage", "ratios") else "")
                 + f", got {checks.describe(x)}"
             )

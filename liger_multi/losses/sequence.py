@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.one_pass import PASSES, Columns, token_sum
 from liger_multi.losses.options import Options
-from liger_multi.losses.reductions import divisor, masked_mean, segment_weights
+from liger_multi.losses.reductions import counted, divisor, masked_mean, of_tokens, segment_weights
 from liger_multi.losses.sources import IGNORED, Source
 from liger_multi.ops import LogProbOutput
 
@@ -69,11 +69,12 @@ class SequenceOptions(Options):
     passes: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = self.title()
         checks.one_of(name, "loss_type", self.loss_type, SEQUENCE)
         checks.one_of(name, "reduction", self.reduction, REDUCTIONS)
         checks.one_of(name, "passes", self.passes, PASSES)
-        checks.names(name, self.metrics, ("entropy", "token_accuracy", "z_loss"))
+        checks.names(name, self.metrics, ("entropy", "token_accuracy", "z_loss"), "metrics")
         self.number("z_loss", 0.0)
         self.number("entropy_weight")
 
@@ -107,26 +108,24 @@ def sequence_loss(
         options: As :class:`SequenceOptions`.
     """
     o = SequenceOptions.of(**options)
-    mask = target != ignore_index
-    if segments is not None and (o.reduction != "sequence" or segments.shape != target.shape):
-        raise ValueError(
-            f"Sequence: segments serve reduction='sequence' and have the shape "
-            f"{tuple(target.shape)}, got {o.reduction!r} and {checks.describe(segments)}"
-        )
+    mask = counted("Sequence", target, ignore_index)
+    if segments is not None:
+        of_tokens("Sequence", "segments", segments, target)
+        if o.reduction != "sequence":
+            raise ValueError(
+                f"Sequence: segments serve reduction='sequence', got reduction={o.reduction!r}"
+            )
     if num_items is not None and o.reduction != "token":
         raise ValueError(f"Sequence: num_items serves reduction='token', got {o.reduction!r}")
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(
-            f"Sequence: token_weight must have shape {tuple(target.shape)}, got "
-            f"{checks.describe(token_weight)}"
-        )
+    if token_weight is not None:
+        of_tokens("Sequence", "token_weight", token_weight, target)
     share = _shares(mask, token_weight, segments, o, (num_items, processes, group))
     needs = {"entropy": "entropy", "token_accuracy": "argmax", "z_loss": "lse"}
     wanted = [needs[m] for m in o.metrics]
     wanted += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
     loss, own = token_sum(
         policy, target, _formula(o), {"share": share}, tuple(dict.fromkeys(["log_prob", *wanted])),
-        passes=o.passes, ignore_index=ignore_index, name="Sequence",
+        passes=o.passes, ignore_index=ignore_index, name="Sequence", role="policy",
     )  # fmt: skip
     assert own.log_prob is not None
     hits = None if own.argmax is None else (own.argmax == target).float()
@@ -154,7 +153,7 @@ def _shares(
     if token_weight is not None and count[0] is None:
         total = divisor_of_weights(weight, count[2])
         return torch.where(total == 0, 0, weight / total)
-    return weight / divisor(mask, *count)
+    return weight / divisor("Sequence", mask, *count)
 
 
 def divisor_of_weights(weight: Tensor, group: Any) -> Tensor:
@@ -221,8 +220,14 @@ def mtp_loss(
         ignore_index: Targets that cost nothing.
         options: As :class:`SequenceOptions`.
     """
-    if not heads:
-        raise ValueError("MTP: heads must have at least the main one, got none")
+    if not isinstance(heads, Sequence) or isinstance(heads, str) or not heads:
+        raise ValueError(
+            "MTP: heads must be a sequence with at least the main one, got "
+            f"{checks.describe(heads)}"
+        )
+    counted("MTP", target, ignore_index)
+    if segments is not None:
+        of_tokens("MTP", "segments", segments, target)
     checks.number("MTP", "ahead_weight", ahead_weight, 0.0)
     count = {"num_items": num_items, "processes": processes, "group": group}
     own = segments if options.get("reduction") == "sequence" else None

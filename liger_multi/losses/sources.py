@@ -18,8 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
+from liger_multi.config_file import parse_bytes
 from liger_multi.losses.heads import through
+from liger_multi.losses.options import check_kinds, kinds_of
+from liger_multi.losses.reductions import counted
 from liger_multi.ops import LogProbOutput
+from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import prepared
 
 IGNORED = -100
@@ -60,6 +64,21 @@ class Head:
     compact: bool = True
     validate: bool = False
     keep: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check what no operator is going to check, or what is read before."""
+        checks.floating("Head", hidden=self.hidden, bias=self.bias, optional=("bias",))
+        weight: Any = self.weight
+        if isinstance(weight, Tensor) or not callable(weight):
+            checks.floating("Head", weight=weight)
+        _check(self)
+        rows_and_budget("Head", self.chunk)
+        accumulator("Head", self.accumulate)
+        if isinstance(self.keep, str):
+            if self.keep != "auto":
+                parse_bytes(self.keep, "keep of Head")
+        elif checks.integer("Head", "keep", self.keep) < 0:
+            raise ValueError(f"Head: keep must be at least 0 bytes, got {self.keep!r}")
 
     def options(self) -> dict[str, Any]:
         """What the operator takes by name."""
@@ -102,14 +121,36 @@ class Logits:
     logit_scale: float = 1.0
     validate: bool = False
 
+    def __post_init__(self) -> None:
+        """Check what no operator is going to check, or what is read before."""
+        # lazy logits know their dtype, and are not to be computed here
+        if not isinstance(self.logits, Tensor) or not self.logits.dtype.is_floating_point:
+            raise TypeError(
+                "Logits: logits must be a floating-point tensor, got "
+                f"{checks.describe(self.logits)}"
+            )
+        _check(self)
+
+
+_KINDS = {kind: kinds_of(kind.__annotations__) for kind in (Head, Logits)}
+
+
+def _check(source: Head | Logits) -> None:
+    title = type(source).__name__
+    check_kinds(title, _KINDS[type(source)], source)
+    checks.number(title, "temperature", source.temperature, 0.0, above=True)
+    if source.softcap is not None:
+        checks.number(title, "softcap", source.softcap, 0.0, above=True)
+
 
 Source: TypeAlias = Head | Logits | LogProbOutput | Tensor
 
 
-def understood(name: str, source: Source, target: Tensor) -> Head | Logits | LogProbOutput:
+def understood(
+    name: str, source: Source, target: Tensor, role: str = "source"
+) -> Head | Logits | LogProbOutput:
     """A source in one of the three forms; tensors are told apart by their number of axes."""
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        raise TypeError(f"{name}: target must be a tensor of ids, got {checks.describe(target)}")
+    checks.ids(name, "target", target)
     if isinstance(source, Tensor):
         if source.ndim == target.ndim + 1:
             source = Logits(source)
@@ -117,16 +158,16 @@ def understood(name: str, source: Source, target: Tensor) -> Head | Logits | Log
             source = LogProbOutput(source)
     if isinstance(source, LogProbOutput):
         own = source.log_prob
-        if own is None or own.shape != target.shape:
+        if not isinstance(own, Tensor) or own.shape != target.shape:
             raise ValueError(
-                f"{name}: log-probabilities must have the shape {tuple(target.shape)} of the "
-                f"targets (logits one axis more), got {checks.describe(own)}"
+                f"{name}: log-probabilities of {role} must have the shape {tuple(target.shape)} "
+                f"of the targets (logits one axis more), got {checks.describe(own)}"
             )
         return source
     if not isinstance(source, (Head, Logits)):
         raise TypeError(
-            f"{name}: expected losses.Head, losses.Logits, ops.LogProbOutput or a tensor, got "
-            f"{checks.describe(source)}"
+            f"{name}: {role} must be a losses.Head, losses.Logits, ops.LogProbOutput or a tensor, "
+            f"got {checks.describe(source)}"
         )
     return source if isinstance(source, Head) else _from_lazy(source)
 
@@ -152,11 +193,22 @@ def tokens(
     *,
     ignore_index: int = IGNORED,
     name: str = "tokens",
+    role: str = "source",
 ) -> LogProbOutput:
-    """Statistics of every token under a source; zeros where the target is ignored."""
-    found = understood(name, source, target)
+    """Statistics of every token under a source; zeros where the target is ignored.
+
+    Args:
+        source: Where they come from.
+        target: Token ids ``(...)``.
+        outputs: Names of the statistics.
+        ignore_index: Targets that cost nothing.
+        name: Who asks, for messages.
+        role: What the source is there, for messages.
+    """
+    found = understood(name, source, target, role)
+    checks.names(name, outputs, LogProbOutput._fields)
     if isinstance(found, LogProbOutput):
-        return _given(name, found, target != ignore_index, outputs)
+        return _given(name, found, counted(name, target, ignore_index), outputs)
     if isinstance(found, Logits):
         options = {k: v for k, v in vars(found).items() if k != "logits"}
         return ops.token_log_prob(

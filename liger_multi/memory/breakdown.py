@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from liger_multi.documents import read_json
+from liger_multi.errors import ConfigurationError, shown
 from liger_multi.memory.recorder import CATEGORIES, FORWARD, SAVED, Block
 
 POINTS = 600  # of a timeline; between two of them the highest moment is kept
@@ -109,8 +111,18 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what :meth:`save` wrote."""
-        return cls.from_data(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ConfigurationError: The file cannot be read or holds something else.
+        """
+        data = read_json(path, "the profile")
+        try:
+            return cls.from_data(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{str(path)!r} is no profile of this version, got {shown(data)}"
+            ) from error
 
     def draw(self, path: str | Path) -> None:
         """Write a PNG of the timeline (needs matplotlib)."""

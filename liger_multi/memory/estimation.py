@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_multi.errors import unknown
+from liger_multi.devices import device_type
+from liger_multi.errors import shown, unknown
 from liger_multi.memory.breakdown import Profile, summarise
 from liger_multi.memory.recorder import (
     GRADIENTS,
@@ -66,7 +67,9 @@ DTYPES = {
     "bfloat16-autocast": (torch.float32, torch.bfloat16, 0),
     "float16-autocast": (torch.float32, torch.float16, 0),
 }
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 OFFLOADS = (None, "cpu", "nvme")
+MOST = 2**31 - 1  # sequences, tokens, devices
 
 
 @dataclass
@@ -184,12 +187,14 @@ def estimate(
         capacity: Bytes of the device, from which automatic chunks of logits follow.
 
     Raises:
-        ValueError: An option that is unknown, or two that do not fit.
+        ValueError: An option that is unknown, two that do not fit, or a configuration of no causal
+            language model that transformers itself has; code beside a configuration is never run.
         TypeError: ``config_or_model`` is neither.
     """
     kind, autocast, copies = DTYPES[known("dtype", dtype, DTYPES)]
     spec = OPTIMIZERS[known("optimizer", optimizer, OPTIMIZERS)]
-    _check(batch, sequence, zero_stage, fsdp, world, offload, offload_parameters)
+    positive(batch=batch, sequence=sequence, world=world)
+    _check(zero_stage, fsdp, offload, offload_parameters, device, capacity)
     model = meta_model(config_or_model, kind, attention, sequence)
     if patched:
         from liger_multi.patching import patch
@@ -240,23 +245,32 @@ def estimate(
 
 def known(what: str, name: str, table: Mapping[str, Any]) -> str:
     """A name that stands in a table."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(unknown(what, name, table))
     return name
 
 
+def positive(most: int = MOST, **values: object) -> None:
+    """Refuse what is no number of things."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(
+                f"{name} must be a positive integer, got {shown(value)}"
+                + f", the largest is {most}" * (isinstance(value, int) and value > most)
+            )
+
+
 def _check(
-    batch: int,
-    sequence: int,
     zero_stage: int,
     fsdp: bool,
-    world: int,
     offload: str | None,
     offload_parameters: bool,
+    device: str,
+    capacity: int | None,
 ) -> None:
-    for name, value in (("batch", batch), ("sequence", sequence), ("world", world)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    device_type(device)
+    if capacity is not None:
+        positive(2**63 - 1, capacity=capacity)
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage!r}")
     if fsdp and zero_stage:
@@ -269,7 +283,7 @@ def _check(
 
 def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any:
     """A meta copy of a model, or a model of a configuration."""
-    if attention not in ("sdpa", "flash_attention_2", "eager"):
+    if attention not in ATTENTIONS:
         raise ValueError(
             f"attention must be 'sdpa', 'flash_attention_2' or 'eager', got {attention!r}"
         )
@@ -280,12 +294,18 @@ def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) ->
     elif hasattr(given, "get_text_config"):
         import copy
 
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, __version__
 
+        if type(given) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(
+                f"transformers {__version__} has no causal language model for a "
+                f"{type(given).__name__} (model_type {shown(given.model_type)}); where its code "
+                "stands elsewhere, give a model of it instead of the configuration"
+            )
         config = copy.deepcopy(given)
         config._attn_implementation = kind
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()  # which transformers 5.0 leaves out on the meta device
     else:
         raise TypeError(

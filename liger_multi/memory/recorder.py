@@ -215,15 +215,18 @@ class Recorder(StorageMode):
             self._ops.pop()
 
     def _watch_modules(self) -> Iterator[Any]:
-        """Hooks on every module but those that are patched to work only without.
+        """Hooks on every module but those whose hooks would change what runs.
 
-        A patched MLP would call its layers one by one, and a head compute its logits.
+        A patched MLP calls its layers and its activation one by one where they have hooks, and a
+        patched head computes its logits.
         """
         modules = list(self._model.modules()) if self._model is not None else []
         ours = [m for m in modules if hasattr(m, "_liger_multi_swap")]
-        bare = {id(m) for parent in ours for m in (parent, *parent.children())}
+        heads = {id(m) for m in ours if isinstance(m, nn.Linear)}
+        inside = {id(m) for parent in ours for m in parent.children() if not any(m.children())}
+        bare = heads | (inside - {id(m) for m in ours})
         for module in modules:
-            if not (id(module) in bare and isinstance(module, nn.Linear)):
+            if id(module) not in bare:
                 yield module.register_forward_pre_hook(self._enter, prepend=True)
                 yield module.register_forward_hook(self._leave, always_call=True)
 

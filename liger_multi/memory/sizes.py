@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from liger_multi.errors import unknown
+from liger_multi.documents import read_json
+from liger_multi.errors import ConfigurationError, shown, summary, unknown
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
@@ -42,14 +44,16 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(model: str | Path, sequence: int = 2048) -> Any:
-    """A Hugging Face configuration, without the network.
+    """A Hugging Face configuration, without the network and without running a model's own code.
 
     Args:
-        model: A name of :data:`SIZES`, or a ``config.json`` or the folder of one.
+        model: A name of :data:`SIZES`, the JSON file of a configuration under any name, or a folder
+            with a ``config.json``.
         sequence: Positions that a model of :data:`SIZES` needs at least.
 
     Raises:
-        ValueError: Neither a name that is known nor a place with a configuration.
+        ConfigurationError: Neither a name that is known nor a place with a configuration, or a
+            file that is no configuration of a model in transformers.
     """
     import transformers
 
@@ -57,8 +61,39 @@ def config_of(model: str | Path, sequence: int = 2048) -> Any:
         family, sizes = SIZES[str(model)]
         made = getattr(transformers, f"{family}Config")
         return made(max_position_embeddings=max(2048, sequence), **sizes)
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{unknown('model', str(model), SIZES)}; or the place of a config.json")
-    return transformers.AutoConfig.from_pretrained(file.parent)
+    file = _file(model)
+    data = read_json(file, "the configuration of a model")
+    if not isinstance(data, dict):
+        raise ConfigurationError(
+            f"{shown(str(file))} must hold a mapping, the configuration of a model, got "
+            f"{type(data).__name__} {shown(data)}"
+        )
+    kind = data.get("model_type")
+    if kind is None:
+        raise ConfigurationError(
+            f"{shown(str(file))} has no model_type, which says whose configuration it is; its keys "
+            f"are {shown(list(data))}"
+        )
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        said = unknown(f"model_type in {shown(str(file))}", kind, transformers.CONFIG_MAPPING)
+        own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
+        raise ConfigurationError(f"{said} to transformers {transformers.__version__}{own}")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+    except Exception as error:  # classes of configurations check in their own ways
+        raise ConfigurationError(
+            f"{shown(str(file))} is no configuration of {kind}: {summary(error)}"
+        ) from error
+
+
+def _file(model: str | Path) -> Path:
+    """The file that a path names, or a folder's ``config.json``."""
+    name = str(model)
+    if os.path.isdir(name):
+        if not os.path.exists(os.path.join(name, "config.json")):
+            raise ConfigurationError(f"the folder {shown(name)} has no config.json")
+        return Path(name, "config.json")
+    if not os.path.exists(name):
+        known = unknown("model", name, SIZES)
+        raise ConfigurationError(f"{known}; or the place of a config.json")
+    return Path(name)

@@ -60,10 +60,14 @@ class DyT(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size = size("DyT", "hidden_size", hidden_size)
-        self.init_alpha = checks.number("DyT", "init_alpha", init_alpha, float("-inf"))
+        self.init_alpha = checks.number("DyT", "init_alpha", init_alpha)
         self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.weight = nn.Parameter(torch.empty(self.hidden_size, device=device, dtype=dtype))
-        term = nn.Parameter(torch.empty_like(self.weight)) if bias else None
+        term = (
+            nn.Parameter(torch.empty_like(self.weight))
+            if checks.boolean("DyT", "bias", bias)
+            else None
+        )
         self.register_parameter("bias", term)
         self.reset_parameters()
 

@@ -49,6 +49,9 @@ class FusedLinearKLDivLoss(nn.Module):
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "vocabulary", vocabulary, VOCABULARIES)
         head.rows_and_budget(name, chunk)
+        head.accumulator(name, accumulate)
+        checks.boolean(name, "square_temperature", square_temperature)
+        checks.boolean(name, "compact", compact)
         self.temperature, self.square_temperature = temperature, square_temperature
         self.vocabulary, self.ignore_index, self.reduction = vocabulary, ignore_index, reduction
         self.chunk, self.accumulate, self.compact = chunk, accumulate, compact
@@ -129,6 +132,9 @@ class FusedLinearJSDLoss(nn.Module):
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "vocabulary", vocabulary, VOCABULARIES)
         head.rows_and_budget(name, chunk)
+        head.accumulator(name, accumulate)
+        checks.boolean(name, "square_temperature", square_temperature)
+        checks.boolean(name, "compact", compact)
         self.temperature, self.square_temperature = temperature, square_temperature
         self.vocabulary, self.ignore_index, self.reduction = vocabulary, ignore_index, reduction
         self.chunk, self.accumulate, self.compact = chunk, accumulate, compact
@@ -206,6 +212,9 @@ class FusedLinearTVDLoss(nn.Module):
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "vocabulary", vocabulary, VOCABULARIES)
         head.rows_and_budget(name, chunk)
+        head.accumulator(name, accumulate)
+        checks.boolean(name, "square_temperature", square_temperature)
+        checks.boolean(name, "compact", compact)
         self.temperature, self.square_temperature = temperature, square_temperature
         self.vocabulary, self.ignore_index, self.reduction = vocabulary, ignore_index, reduction
         self.chunk, self.accumulate, self.compact = chunk, accumulate, compact

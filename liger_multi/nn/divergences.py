@@ -39,7 +39,7 @@ class KLDivLoss(nn.Module):
         name = type(self).__name__
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "form", form, FORMS)
-        checks.one_of(name, "teacher_form", teacher_form or form, FORMS)
+        checks.one_of(name, "teacher_form", teacher_form, FORMS)
         self.form, self.teacher_form, self.temperature = form, teacher_form, temperature
         self.ignore_index, self.reduction = ignore_index, reduction
 
@@ -95,7 +95,7 @@ class JSDLoss(nn.Module):
         self.beta = beta
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "form", form, FORMS)
-        checks.one_of(name, "teacher_form", teacher_form or form, FORMS)
+        checks.one_of(name, "teacher_form", form if teacher_form is None else teacher_form, FORMS)
         self.form, self.teacher_form, self.temperature = form, teacher_form, temperature
         self.ignore_index, self.reduction = ignore_index, reduction
 
@@ -148,7 +148,7 @@ class TVDLoss(nn.Module):
         name = type(self).__name__
         divergence_options(name, temperature, ignore_index, reduction)
         checks.one_of(name, "form", form, FORMS)
-        checks.one_of(name, "teacher_form", teacher_form or form, FORMS)
+        checks.one_of(name, "teacher_form", form if teacher_form is None else teacher_form, FORMS)
         self.form, self.teacher_form, self.temperature = form, teacher_form, temperature
         self.ignore_index, self.reduction = ignore_index, reduction
 

@@ -44,6 +44,8 @@ class GroupNorm(nn.GroupNorm):
         groups = size("GroupNorm", "num_groups", num_groups)
         channels = size("GroupNorm", "num_channels", num_channels)
         eps = checks.number("GroupNorm", "eps", eps, 0.0)
+        checks.boolean("GroupNorm", "affine", affine)
+        checks.boolean("GroupNorm", "bias", bias)
         super().__init__(groups, channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
@@ -114,7 +116,8 @@ class GatedRMSNorm(RMSNorm):
             raise ValueError(
                 f"{name}: group_size must divide {self.hidden_size}, got {self.group_size}"
             )
-        self.norm_before_gate, self.activation = bool(norm_before_gate), activation
+        self.norm_before_gate = checks.boolean(name, "norm_before_gate", norm_before_gate)
+        self.activation = activation
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise the groups, and gate them."""

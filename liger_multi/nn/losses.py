@@ -51,10 +51,16 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         validate: bool = False,
         outputs: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         name = type(self).__name__
+        checks.floating(name, weight=weight, optional=("weight",))
+        for word, value in (("size_average", size_average), ("reduce", reduce)):
+            if value is not None:
+                checks.boolean(name, word, value)
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         options(name, label_smoothing, z_loss, softcap, self.reduction, outputs)
         checks.integer(name, "ignore_index", ignore_index)
+        checks.boolean(name, "inplace", inplace)
+        checks.boolean(name, "validate", validate)
         self.z_loss, self.softcap, self.inplace = z_loss, softcap, inplace
         self.validate, self.outputs = validate, tuple(outputs)
 
@@ -137,7 +143,10 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         super().__init__()
         name = type(self).__name__
         options(name, label_smoothing, z_loss, softcap, reduction, outputs)
-        _head_options(name, ignore_index, logit_scale, chunk)
+        _head_options(name, ignore_index, logit_scale, chunk, accumulate)
+        checks.boolean(name, "compact", compact)
+        checks.boolean(name, "validate", validate)
+        checks.floating(name, class_weight=class_weight, optional=("class_weight",))
         self.register_buffer("class_weight", class_weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
@@ -212,7 +221,9 @@ class FusedLinearLogProb(nn.Module):
         checks.number(name, "temperature", temperature, 0.0, above=True)
         if softcap is not None:
             checks.number(name, "softcap", softcap, 0.0, above=True)
-        _head_options(name, ignore_index, logit_scale, chunk)
+        _head_options(name, ignore_index, logit_scale, chunk, accumulate)
+        checks.boolean(name, "compact", compact)
+        checks.boolean(name, "validate", validate)
         checks.names(name, outputs, OUTPUTS)
         self.temperature, self.softcap, self.logit_scale = temperature, softcap, logit_scale
         self.ignore_index, self.chunk, self.accumulate = ignore_index, chunk, accumulate
@@ -243,7 +254,10 @@ class FusedLinearLogProb(nn.Module):
         return changed(self)
 
 
-def _head_options(name: str, ignore_index: int, logit_scale: float, chunk: int | str) -> None:
+def _head_options(
+    name: str, ignore_index: int, logit_scale: float, chunk: int | str, accumulate: torch.dtype
+) -> None:
     checks.integer(name, "ignore_index", ignore_index)
-    checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    checks.number(name, "logit_scale", logit_scale)
     head.rows_and_budget(name, chunk)
+    head.accumulator(name, accumulate)

@@ -49,8 +49,9 @@ class RMSNorm(nn.Module):
         checks.one_of(name, "casting", casting, CASTINGS)
         self.hidden_size = size(name, "hidden_size", hidden_size)
         self.variance_epsilon = checks.number(name, "eps", eps, 0.0)
-        self.offset = checks.number(name, "offset", offset, float("-inf"))
-        self.casting, self.elementwise_affine = casting, bool(elementwise_affine)
+        self.offset = checks.number(name, "offset", offset)
+        self.casting = casting
+        self.elementwise_affine = checks.boolean(name, "elementwise_affine", elementwise_affine)
         weight = torch.empty(self.hidden_size, device=device, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
         self.reset_parameters()
@@ -101,6 +102,7 @@ class GemmaRMSNorm(RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        dim = size(type(self).__name__, "dim", dim)
         super().__init__(dim, eps, offset=1.0, casting="gemma", device=device, dtype=dtype)
 
     @property
@@ -186,6 +188,8 @@ class LayerNorm(nn.LayerNorm):
             )
         width = size(name, "normalized_shape", shape[0])
         eps = checks.number(name, "eps", eps, 0.0)
+        checks.boolean(name, "elementwise_affine", elementwise_affine)
+        checks.boolean(name, "bias", bias)
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
-from liger_multi.nn._shared import changed
+from liger_multi.nn._shared import changed, size
 
 
 class Softmax(nn.Module):
@@ -95,15 +95,22 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         **others: Any,
     ) -> None:
-        given = {name: value for name, value in others.items() if value not in (None, False)}
+        name = type(self).__name__
+        given = {n: v for n, v in others.items() if v is not None and v is not False}
         given.pop("norm_type", None)  # without max_norm it says nothing
         if given:
-            raise ValueError(
-                f"{type(self).__name__} does not support {', '.join(given)}; use torch.nn.Embedding"
-            )
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self.scale = checks.number(type(self).__name__, "scale", scale, float("-inf"))
-        self.validate = validate
+            raise ValueError(f"{name} does not support {', '.join(given)}; use torch.nn.Embedding")
+        rows = size(name, "num_embeddings", num_embeddings)
+        columns = size(name, "embedding_dim", embedding_dim)
+        if padding_idx is not None:
+            padding_idx = checks.integer(name, "padding_idx", padding_idx)
+            if not -rows <= padding_idx < rows:
+                raise ValueError(
+                    f"{name}: padding_idx must name one of {rows} rows, got {padding_idx}"
+                )
+        super().__init__(rows, columns, padding_idx, device=device, dtype=dtype)
+        self.scale = checks.number(name, "scale", scale)
+        self.validate = checks.boolean(name, "validate", validate)
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of some ids."""

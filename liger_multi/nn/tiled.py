@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_multi import checks
+from liger_multi.double_backward import first_derivatives_only
 from liger_multi.nn._shared import size
 
 
@@ -97,10 +97,10 @@ class _Tiled(torch.autograd.Function):
         return _forward(module, x, tiles)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    @first_derivatives_only("nn.TiledMLP")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> Any:
         """Run each piece again, and through it backwards; sums over pieces are in fp32."""
-        x, *parameters = ctx.saved_tensors
+        x, *parameters = saved
         needs_x, wanted = ctx.needs_input_grad[3], [p for p in parameters if p.requires_grad]
         dx = torch.empty_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(wanted)
@@ -156,7 +156,10 @@ class TiledMLP(nn.Module):
         super().__init__()
         if not isinstance(mlp, nn.Module):
             raise TypeError(f"TiledMLP: mlp must be a module, got {checks.describe(mlp)}")
-        self.mlp, self.preserve_rng_state = mlp, bool(preserve_rng_state)
+        self.mlp = mlp
+        self.preserve_rng_state = checks.boolean(
+            "TiledMLP", "preserve_rng_state", preserve_rng_state
+        )
         self.tiles = None if tiles is None else size("TiledMLP", "tiles", tiles)
 
     def forward(self, x: Tensor) -> Tensor:

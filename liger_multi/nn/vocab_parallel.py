@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_multi import checks, ops
+from liger_multi.double_backward import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
 
 SMOOTHINGS = ("torch", "megatron")
@@ -35,7 +36,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    @first_derivatives_only("nn.vocab_parallel_cross_entropy")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
@@ -48,7 +50,8 @@ class _Shared(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    @first_derivatives_only("nn.vocab_parallel_cross_entropy")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
         total = dy.to(torch.promote_types(dy.dtype, torch.float32), copy=True)
         dist.all_reduce(total, group=ctx.group)
         return total.to(dy.dtype), None
@@ -96,7 +99,7 @@ class _Part:
                 "another split"
             )
         first = first if start is None else checks.integer(name, "start", start)
-        self.valid = target != ignore_index
+        self.valid = target != checks.integer(name, "ignore_index", ignore_index)
         self.wrong = self.valid & ((target < 0) | (target >= vocabulary))
         if target.device.type == "cpu" and bool(self.wrong.any()):
             found = int(target[self.wrong][0])
@@ -239,7 +242,7 @@ def vocab_parallel_fused_linear_cross_entropy(
     softcap. Label smoothing has no softcap beside it.
     """
     name = "vocab_parallel_fused_linear_cross_entropy"
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     _options(name, target, hidden.shape[:-1], hidden, label_smoothing, smoothing, reduction)
     if label_smoothing and softcap is not None:
         raise ValueError(f"{name}: label_smoothing has no softcap beside it, got {softcap!r}")
@@ -279,7 +282,7 @@ def vocab_parallel_fused_linear_log_prob(
     other arguments are those of :func:`vocab_parallel_fused_linear_cross_entropy`.
     """
     name = "vocab_parallel_fused_linear_log_prob"
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     checks.targets(name, target, hidden.shape[:-1], hidden)
     wanted = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
     asked = ("log_prob", "entropy", "lse") if "entropy" in wanted else ("log_prob", "lse")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import OPS, Op
-from liger_multi.ops._overwrite import writable_rows
+from liger_multi.ops._overwrite import share_memory, writable_rows
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -116,16 +116,18 @@ def run(
         checks.targets(name, target, student.shape[:-1], student)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
     checks.one_of(name, "form", form, FORMS)
-    checks.one_of(name, "teacher_form", teacher_form or form, FORMS)
+    teacher_form = form if teacher_form is None else teacher_form
+    checks.one_of(name, "teacher_form", teacher_form, FORMS)
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
-    if cool != 1.0 and "logits" not in (form, teacher_form or form):
+    if cool != 1.0 and "logits" not in (form, teacher_form):
         raise ValueError(
             f"{name}: temperature = {temperature!r} divides logits, and there are none "
-            f"(form {form!r}, teacher_form {teacher_form or form!r})"
+            f"(form {form!r}, teacher_form {teacher_form!r})"
         )
     rows, lead = student.shape[:-1].numel(), student.shape[:-1]
-    overwrite = inplace and student.requires_grad and torch.is_grad_enabled()
-    if overwrite and not torch.compiler.is_compiling():
+    overwrite = checks.boolean(name, "inplace", inplace) and student.requires_grad
+    overwrite = overwrite and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if overwrite and not share_memory(student, teacher):  # rows of the teacher are read meanwhile
         op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
     else:
         given = student.reshape(rows, student.shape[-1])
@@ -135,7 +137,7 @@ def run(
         None if target is None else target.reshape(-1).to(torch.int64),
         beta,
         form,
-        teacher_form or form,
+        teacher_form,
         1 / cool,
         checks.integer(name, "ignore_index", ignore_index),
         reduction,

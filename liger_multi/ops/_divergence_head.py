@@ -132,6 +132,7 @@ def run(
     checks.floating(
         name, hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
         teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias,
+        optional=("bias", "teacher_bias"),
     )  # fmt: skip
     head.shapes_fit(name, hidden, weight, accumulate)
     lead = hidden.shape[:-1]
@@ -147,6 +148,7 @@ def run(
         checks.targets(name, target, lead, hidden)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
+    squared = checks.boolean(name, "square_temperature", square_temperature)
     kind = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
@@ -160,10 +162,11 @@ def run(
         None if target is None else target.reshape(-1).to(torch.int64), bias,
         None if teacher_bias is None else teacher_bias.detach()[:classes], beta, 1 / cool,
         checks.integer(name, "ignore_index", ignore_index), reduction,
-        *head.rows_and_budget(name, chunk), accumulate, kind, bool(compact),
+        *head.rows_and_budget(name, chunk), accumulate, kind,
+        checks.boolean(name, "compact", compact),
     )  # fmt: skip
     found = found.view(lead) if reduction == "none" else found
-    return found * cool**2 if square_temperature else found
+    return found * cool**2 if squared else found
 
 
 def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:

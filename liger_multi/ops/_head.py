@@ -14,10 +14,18 @@ IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which off
 _DTYPES = {"float8": torch.float8_e5m2, "float8_logits": torch.float8_e4m3fn}
 
 
+def accumulator(name: str, accumulate: object) -> None:
+    """A dtype in which gradients of weights are summed."""
+    if not isinstance(accumulate, torch.dtype) or accumulate not in checks.ACCUMULATE:
+        raise TypeError(
+            f"{name}: accumulate must be a floating torch.dtype, one of "
+            f"{', '.join(map(str, checks.ACCUMULATE))}, got {checks.describe(accumulate)}"
+        )
+
+
 def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtype) -> None:
     """Hidden states and weight can be multiplied; the accumulator has a floating dtype."""
-    if accumulate not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name}: accumulate must be a floating torch.dtype, got {accumulate!r}")
+    accumulator(name, accumulate)
     if weight.numel() == 0:
         raise ValueError(
             f"{name}: weight has no elements, shape {tuple(weight.shape)}: it looks like a "
@@ -76,10 +84,10 @@ def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
         return 0, _configured_budget() if chunk == "auto" else parse_bytes(
             chunk, f"chunk of {name}"
         )
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
         raise ValueError(
             f"{name}: chunk must be 'auto', a positive number of rows or a byte budget such as "
-            f"'512MiB', got {chunk!r}"
+            f"'512MiB', got {checks.describe(chunk)}"
         )
     return chunk, 0
 

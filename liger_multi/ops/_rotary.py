@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
     """Cos and sin have a row for every token."""
     checks.same_shape(name, cos=cos, sin=sin)
     tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
-    fits = cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
+    fits = cos.ndim > 1 and cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
     if not fits or (cos.ndim == 3 and cos.shape[0] != 1 and cos.shape[0] != q.shape[0]):
         wanted = f"({tokens}, R)"
         if q.ndim == 4:
@@ -61,6 +62,8 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
 
 def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
     """How many channels turn."""
+    if cos.ndim == 0:
+        raise ValueError(f"{name}: cos and sin must have an axis of channels, got a number")
     width = cos.shape[-1]
     given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
     if given != width and given != 2 * width:
@@ -104,7 +107,10 @@ def sections_word(name: str, sections: object, pairs: int) -> tuple[str, int]:
         raise TypeError(
             f"{name}: sections must be a sequence of integers, got {checks.describe(sections)}"
         )
-    given = [checks.integer(name, "a section", s) for s in sections]
+    # an index, which a compiler takes for a constant where it keeps integers symbolic
+    given = [
+        operator.index(checks.integer(name, f"sections[{i}]", s)) for i, s in enumerate(sections)
+    ]
     if len(given) not in (2, 3) or min(given) < 0 or sum(given) != pairs:
         raise ValueError(
             f"{name}: sections must be two or three numbers of pairs that add up to {pairs}, got "

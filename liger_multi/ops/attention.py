@@ -112,9 +112,10 @@ def attention(
         (arXiv:2309.17453); ``torch.nn.functional.scaled_dot_product_attention``, transformers
         ``eager_attention_forward`` of Llama, Gemma 2 and GPT-OSS.
     """
-    checks.floating("attention", q=q, k=k, v=v, sinks=sinks)
+    checks.floating("attention", q=q, k=k, v=v, sinks=sinks, optional=("sinks",))
     _shapes_fit(q, k, v)
     checks.vector("attention", "sinks", sinks, q.shape[1], "heads of q")
+    checks.boolean("attention", "causal", causal)
     if ranges is None:
         ids = _documents(q, k, documents, cu_seqlens)
         left, right = _window(window, global_tokens)
@@ -123,11 +124,13 @@ def attention(
             global_tokens=global_tokens if left >= 0 or right >= 0 else 0, documents=ids,
         )  # fmt: skip
     else:
+        if not isinstance(ranges, Tensor):
+            raise TypeError(f"attention: ranges must be a tensor, got {checks.describe(ranges)}")
         if causal or global_tokens or any(m is not None for m in (window, documents, cu_seqlens)):
             raise ValueError("attention: ranges stand in place of all other masks, got both")
         _ranges_fit(q, ranges)
     cap = 0.0 if softcap is None else checks.number("attention", "softcap", softcap, 0, above=True)
-    by = q.shape[3] ** -0.5 if scale is None else float(scale)
+    by = q.shape[3] ** -0.5 if scale is None else checks.number("attention", "scale", scale)
     ranges = in_graphs(ranges, k.shape[2])
     result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
     return result
@@ -155,6 +158,7 @@ def _documents(
     q: Tensor, k: Tensor, documents: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     if cu_seqlens is not None:
+        checks.integers("attention", "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
             raise ValueError(
                 "attention: cu_seqlens has one axis, is for a batch of one, and stands in place of "

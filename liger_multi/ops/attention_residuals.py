@@ -77,10 +77,8 @@ def attention_residuals(
     """
     name = "attention_residuals"
     if not isinstance(blocks, Tensor):
-        if not blocks:
-            raise ValueError(f"{name}: at least one block is needed, got none")
-        blocks = torch.stack(tuple(blocks))
-    checks.floating(name, blocks=blocks, query=query, weight=weight)
+        blocks = _stacked(name, blocks)
+    checks.floating(name, blocks=blocks, query=query, weight=weight, optional=("weight",))
     if blocks.ndim < 2 or blocks.shape[0] < 1:
         raise ValueError(
             f"{name}: blocks must have shape (N, ..., D), N at least 1, got "
@@ -88,8 +86,21 @@ def attention_residuals(
         )
     checks.vector(name, "query", query, blocks.shape[-1], "last axis of blocks")
     checks.vector(name, "weight", weight, blocks.shape[-1], "last axis of blocks")
-    result: Tensor = op(blocks, query, weight, float(eps))
+    result: Tensor = op(blocks, query, weight, checks.number(name, "eps", eps, 0.0))
     return result
+
+
+def _stacked(name: str, blocks: object) -> Tensor:
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise TypeError(
+            f"{name}: blocks must be a tensor or a sequence of tensors, got "
+            f"{checks.describe(blocks)}"
+        )
+    if not blocks:
+        raise ValueError(f"{name}: blocks: at least one block is needed, got none")
+    checks.floating(name, **{f"blocks[{i}]": block for i, block in enumerate(blocks)})
+    checks.same_shape(name, **{f"blocks[{i}]": block for i, block in enumerate(blocks)})
+    return torch.stack(tuple(blocks))
 
 
 def _case(shape: tuple[int, ...], layout: str = "contiguous") -> dict[str, T]:

@@ -148,7 +148,8 @@ def cross_entropy(
 
     Raises:
         TypeError: Wrong kinds of arguments.
-        ValueError: Shapes, devices or options that do not fit; ``inplace`` on a leaf.
+        ValueError: Shapes, devices or options that do not fit; ``inplace`` on a leaf or a
+        view of one, or on elements that share memory.
         IndexError: A target outside of ``[0, V)`` that is not ``ignore_index``: always on a CPU,
         on a device only
             with ``validate=True`` (a sync); there such a row has a NaN loss and no gradient.
@@ -159,7 +160,7 @@ def cross_entropy(
         ignored), log_prob, entropy and lse; they are detached.
     """
     name = "cross_entropy"
-    checks.floating(name, logits=logits, weight=weight)
+    checks.floating(name, logits=logits, weight=weight, optional=("weight",))
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"{name}: logits must have shape (..., V) with V >= 1, got {checks.describe(logits)}"
@@ -177,11 +178,11 @@ def cross_entropy(
         z,
         cap,
         reduction,
-        bool(validate),
+        checks.boolean(name, "validate", validate),
         wanted,
     )
     if (
-        inplace
+        checks.boolean(name, "inplace", inplace)
         and logits.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()

@@ -73,10 +73,10 @@ def dyt(
     Source:
         Zhu et al. 2025 (arXiv:2503.10622).
     """
-    checks.floating("dyt", x=x, alpha=alpha, weight=weight, bias=bias)
+    checks.floating("dyt", x=x, alpha=alpha, weight=weight, bias=bias, optional=("weight", "bias"))
     if x.ndim == 0:
         raise ValueError(f"dyt: x must have at least one axis, got {checks.describe(x)}")
-    if alpha is None or alpha.numel() != 1 or alpha.ndim > 1:
+    if alpha.numel() != 1 or alpha.ndim > 1:
         raise ValueError(f"dyt: alpha must have shape (1,) or (), got {checks.describe(alpha)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("dyt", name, parameter, x.shape[-1], "last axis of x")

@@ -78,9 +78,11 @@ def embedding(
                 f"{name}: padding_idx must name one of the {classes} rows of weight, got {padding}"
             )
         padding %= classes
-    factor = checks.number(name, "scale", scale, float("-inf"))
+    factor = checks.number(name, "scale", scale)
     ids = index.reshape(-1).to(torch.int64)
-    found: Tensor = op(weight, ids, classes, padding, factor, bool(validate))
+    found: Tensor = op(
+        weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
+    )
     return found.view(*lead, width)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import Op
-from liger_multi.ops.rms_norm import CASTINGS
+from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -99,13 +99,14 @@ def fused_add_rms_norm(
         transformers ``LlamaDecoderLayer``.
     """
     name = "fused_add_rms_norm"
-    checks.floating(name, x=x, residual=residual, weight=weight)
+    checks.floating(name, x=x, residual=residual, weight=weight, optional=("weight",))
     checks.same_shape(name, x=x, residual=residual)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
-    return FusedAddRMSNormOutput(*op(x, residual, weight, float(eps), float(offset), casting))
+    by = numbers(name, eps, offset)
+    return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
 
 
 def _terms(*shape: int, **both: object) -> dict[str, T]:

@@ -176,21 +176,30 @@ def fused_linear_cross_entropy(
         (arXiv:2410.10989), Wijmans et al. 2024 (arXiv:2411.09009).
     """
     name = "fused_linear_cross_entropy"
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
+    checks.floating(
+        name,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        class_weight=class_weight,
+        optional=("bias", "class_weight"),
+    )
     head.shapes_fit(name, hidden, weight, accumulate)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
     smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
-    scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    scale = checks.number(name, "logit_scale", logit_scale)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
     results = op(
         hidden.reshape(target.numel(), hidden.shape[-1]), weight,
         target.reshape(-1).to(torch.int64), bias, class_weight,
         checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap, reduction, scale,
         rows_chunk, budget, accumulate,
-        head.compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
+        head.compute_dtype(name, hidden, weight, bias),
+        checks.boolean(name, "compact", compact), checks.boolean(name, "validate", validate),
+        wanted,
     )  # fmt: skip
     return named(results, target.shape, reduction, wanted)
 

@@ -172,7 +172,7 @@ def prepared(
 ) -> tuple[Any, ...]:
     """The checked arguments of the operator."""
     name = "fused_linear_log_prob"
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     head.shapes_fit(name, hidden, weight, accumulate)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
@@ -181,14 +181,16 @@ def prepared(
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
-    scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    scale = checks.number(name, "logit_scale", logit_scale)
     return (
         hidden.reshape(target.numel(), hidden.shape[-1]), weight,
         target.reshape(-1).to(torch.int64), bias,
         # cap tanh(scale x / cap) / T = (cap / T) tanh((scale / T) x / (cap / T))
         checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
         scale / cool, *head.rows_and_budget(name, chunk), accumulate,
-        head.compute_dtype(name, hidden, weight, bias), bool(compact), bool(validate), wanted,
+        head.compute_dtype(name, hidden, weight, bias),
+        checks.boolean(name, "compact", compact), checks.boolean(name, "validate", validate),
+        wanted,
     )  # fmt: skip
 
 

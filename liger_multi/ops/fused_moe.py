@@ -157,15 +157,12 @@ def fused_moe(
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
     }
-    for required in ("x", "gate_up_weight", "down_weight"):
-        checks.floating(name, **{required: tensors[required]})
-    checks.floating(name, **tensors, routing=routing)
-    checks.floating(name, routing=routing)
+    biases = ("gate_up_bias", "down_bias")
+    checks.floating(name, **tensors, routing=routing, optional=biases)
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     by = numbers(name, limit, alpha, up_offset)
-    for word, value in (("interleaved", interleaved), ("transposed", transposed)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: {word} must be True or False, got {checks.describe(value)}")
+    checks.boolean(name, "interleaved", interleaved)
+    checks.boolean(name, "transposed", transposed)
     _shapes_fit(tensors, index, routing, transposed)
     given = checks.one_dtype(name, tensors)
     rows, weights = given[0], (given[1], given[2])

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.op import Op
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput
-from liger_multi.ops.rms_norm import CASTINGS
+from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -103,17 +103,17 @@ def fused_scaled_add_rms_norm(
         ``GraniteDecoderLayer`` (``residual_multiplier``) and ``MiniMaxDecoderLayer``.
     """
     name = "fused_scaled_add_rms_norm"
-    checks.floating(name, x=x, residual=residual, weight=weight)
+    checks.floating(name, x=x, residual=residual, weight=weight, optional=("weight",))
     checks.same_shape(name, x=x, residual=residual)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
     by = [
-        checks.number(name, n, v, float("-inf"))
+        checks.number(name, n, v)
         for n, v in (("x_scale", x_scale), ("residual_scale", residual_scale))
     ]
-    made = op(x, residual, weight, float(eps), float(offset), casting, *by)
+    made = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
     return FusedAddRMSNormOutput(*made)
 
 

@@ -113,7 +113,7 @@ def gated_mlp(
         Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
         an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
         Under PyTorch's checkpointing it runs as such layers, whose last product is then not
-        computed again.
+        computed again. PyTorch 2.7 cannot be asked whether it checkpoints, and computes it again.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes differ without autocast.
@@ -131,12 +131,9 @@ def gated_mlp(
         "up_bias": up_bias,
         "down_bias": down_bias,
     }
-    checks.floating("gated_mlp", **tensors)
-    for name in ("gate_weight", "up_weight", "down_weight"):
-        if tensors[name] is None:  # which passes for an optional tensor
-            checks.floating("gated_mlp", **{name: None})
+    checks.floating("gated_mlp", **tensors, optional=("gate_bias", "up_bias", "down_bias"))
     checks.one_of("gated_mlp", "activation", activation, ACTIVATIONS)
-    _shapes_fit(x, gate_weight, up_weight, down_weight)
+    _shapes_fit("gated_mlp", x, gate_weight, up_weight, down_weight)
     inner, outer = gate_weight.shape[0], down_weight.shape[0]
     checks.vector("gated_mlp", "gate_bias", gate_bias, inner, "rows of gate_weight")
     checks.vector("gated_mlp", "up_bias", up_bias, inner, "rows of up_weight")
@@ -162,20 +159,20 @@ def _in_steps(
     return linear(product, down, down_bias)
 
 
-def _shapes_fit(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
+def _shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
     if gate.ndim != 2 or up.shape != gate.shape:
         raise ValueError(
-            "gated_mlp: gate_weight and up_weight must have one shape (F, H), got "
+            f"{op}: gate_weight and up_weight must have one shape (F, H), got "
             f"{tuple(gate.shape)} and {tuple(up.shape)}"
         )
     if down.ndim != 2 or down.shape[1] != gate.shape[0]:
         raise ValueError(
-            f"gated_mlp: down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
+            f"{op}: down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
             f"{tuple(gate.shape)}, got {checks.describe(down)}"
         )
     if x.ndim == 0 or x.shape[-1] != gate.shape[1]:
         raise ValueError(
-            f"gated_mlp: the last axis of x must be H = {gate.shape[1]} of gate_weight "
+            f"{op}: the last axis of x must be H = {gate.shape[1]} of gate_weight "
             f"{tuple(gate.shape)}, got {checks.describe(x)}"
         )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import Op
-from liger_multi.ops.rms_norm import CASTINGS
+from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -106,7 +106,7 @@ def gated_rms_norm(
         groups without a gate, ``Qwen4ExpTextRMSNorm``.
     """
     name = "gated_rms_norm"
-    checks.floating(name, x=x, gate=gate, weight=weight)
+    checks.floating(name, x=x, gate=gate, weight=weight, optional=("gate", "weight"))
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     if gate is not None:
@@ -120,7 +120,8 @@ def gated_rms_norm(
         raise ValueError(
             f"{name}: group_size must divide {width}, the last axis of x, got {group_size}"
         )
-    rest = (float(eps), float(offset), casting, max(size, 1), bool(norm_before_gate), activation)
+    before = checks.boolean(name, "norm_before_gate", norm_before_gate)
+    rest = (*numbers(name, eps, offset), casting, max(size, 1), before, activation)
     result: Tensor = op(x, gate, weight, *rest)
     return result
 

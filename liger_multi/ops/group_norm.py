@@ -23,7 +23,7 @@ def forward(
     return x.new_empty(x.shape), mean, rstd
 
 
-@op.backward(returns="dx dweight dbias")
+@op.backward(returns="dx dweight dbias", added=("bias",))
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -79,7 +79,7 @@ def group_norm(
     Source:
         Wu and He 2018 (arXiv:1803.08494); ``torch.nn.functional.group_norm``.
     """
-    checks.floating("group_norm", x=x, weight=weight, bias=bias)
+    checks.floating("group_norm", x=x, weight=weight, bias=bias, optional=("weight", "bias"))
     if x.ndim < 2:
         raise ValueError(f"group_norm: x must have shape (N, C, ...), got {checks.describe(x)}")
     groups, channels = checks.integer("group_norm", "num_groups", num_groups), x.shape[1]
@@ -89,7 +89,7 @@ def group_norm(
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("group_norm", name, parameter, channels, "channels of x")
-    result: Tensor = op(x, groups, weight, bias, float(eps))
+    result: Tensor = op(x, groups, weight, bias, checks.number("group_norm", "eps", eps, 0.0))
     return result
 
 

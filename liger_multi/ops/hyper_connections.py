@@ -115,10 +115,8 @@ def hyper_connections(
     Source:
         Xie et al. 2025 (arXiv:2512.24880); transformers ``DeepseekV4HyperConnection``.
     """
-    name, given = op.name, {"x": x, "weight": weight, "bias": bias, "scale": scale}
-    for key, value in given.items():
-        checks.floating(name, **{key: value})
-    checks.floating(name, **given)
+    name = op.name
+    checks.floating(name, x=x, weight=weight, bias=bias, scale=scale)
     streams(name, x)
     count, cols = x.shape[-2:]
     coefficient(name, "weight", weight, (count * (count + 2), count * cols))
@@ -130,7 +128,7 @@ def hyper_connections(
     numbers = (
         checks.number(name, "rms_eps", rms_eps, 0.0),
         checks.number(name, "eps", eps, 0.0),
-        checks.number(name, "post_scale", post_scale, float("-inf")),
+        checks.number(name, "post_scale", post_scale),
     )
     return HyperCoefficients(*op(x, weight, bias, scale, steps, *numbers))
 

@@ -63,10 +63,7 @@ def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) ->
         Xie et al. 2025 (arXiv:2512.24880); the decoder layer of transformers' DeepSeek-V4, which
         takes the transpose of mix.
     """
-    given = {"x": x, "out": out, "post": post, "mix": mix}
-    for name, value in given.items():
-        checks.floating(op.name, **{name: value})
-    checks.floating(op.name, **given)
+    checks.floating(op.name, x=x, out=out, post=post, mix=mix)
     streams(op.name, x)
     lead = tuple(x.shape[:-2])
     count = x.shape[-2]

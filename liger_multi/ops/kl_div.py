@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from liger_multi import checks
 from liger_multi.op import Op
-from liger_multi.ops._divergence import declare, run, samples_of
+from liger_multi.ops._divergence import FORMS, declare, run, samples_of
 
 op = Op("kl_div")
 declare(op)
@@ -46,16 +47,18 @@ def kl_div(
         for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
         ``inplace=True`` permits writing the gradient over the student's rows, which must then have
         no other reader: one pass over both, nothing kept, no second tensor. The permission is not
-        used under ``torch.compile``.
+        used under ``torch.compile``, nor where the teacher shares memory with the student.
 
     Raises:
         TypeError: Wrong kinds of arguments.
         ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
-        teacher that wants a gradient; ``inplace`` on a leaf.
+        teacher that wants a gradient; ``inplace`` on a leaf or a view of one,
+        or on elements that share memory.
 
     Source:
         ``torch.nn.functional.kl_div``; distillation: Hinton et al. 2015 (arXiv:1503.02531).
     """
+    checks.one_of("kl_div", "teacher_form", teacher_form, FORMS)
     return run(
         op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
         reduction, inplace,

@@ -23,7 +23,7 @@ def forward(
     return x.new_empty(x.shape), mean, rstd
 
 
-@op.backward(returns="dx dweight dbias")
+@op.backward(returns="dx dweight dbias", added=("bias",))
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -69,12 +69,12 @@ def layer_norm(
     Source:
         Ba, Kiros and Hinton 2016 (arXiv:1607.06450); ``torch.nn.functional.layer_norm``.
     """
-    checks.floating("layer_norm", x=x, weight=weight, bias=bias)
+    checks.floating("layer_norm", x=x, weight=weight, bias=bias, optional=("weight", "bias"))
     if x.ndim == 0:
         raise ValueError(f"layer_norm: x must have at least one axis, got {checks.describe(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("layer_norm", name, parameter, x.shape[-1], "last axis of x")
-    result: Tensor = op(x, weight, bias, float(eps))
+    result: Tensor = op(x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0))
     return result
 
 

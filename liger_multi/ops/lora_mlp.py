@@ -14,6 +14,7 @@ from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 LAYERS = ("gate", "up", "down")
+_OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a", "b"))
 op = Op(
     "lora_mlp",
     rows=("x", "y", "dy", "gate", "up"),
@@ -146,13 +147,10 @@ def lora_mlp(
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     pairs = {"gate": (gate_a, gate_b), "up": (up_a, up_b), "down": (down_a, down_b)}
-    checks.floating("lora_mlp", x=x)
-    for name, weight in weights.items():
-        checks.floating("lora_mlp", **{name: weight})
     thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
-    checks.floating("lora_mlp", x=x, **weights, **biases, **thin)
+    checks.floating("lora_mlp", x=x, **weights, **biases, **thin, optional=_OPTIONAL)
     checks.one_of("lora_mlp", "activation", activation, ACTIVATIONS)
-    shapes_fit(x, gate_weight, up_weight, down_weight)
+    shapes_fit("lora_mlp", x, gate_weight, up_weight, down_weight)
     for name, bias in biases.items():
         rows = f"{name.removesuffix('bias')}weight"
         checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
@@ -171,7 +169,10 @@ def lora_mlp(
             _, a, b = adapter_dtypes("lora_mlp", {"x": x}, a, b, f"{name}_")
         adapted += [a, b]
     x, *wide = checks.one_dtype("lora_mlp", {"x": x, **weights, **biases})  # type: ignore[assignment]
-    scales = (float(gate_scale), float(up_scale), float(down_scale))
+    scales = tuple(
+        checks.number("lora_mlp", f"{layer}_scale", scale)
+        for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
+    )
     if checks.in_checkpoint():
         return _in_steps(x, wide, adapted, scales, activation)
     return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation)  # type: ignore[no-any-return]

@@ -13,10 +13,11 @@ from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 LAYERS = ("q", "k", "v")
+_OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b"))
 op = Op(
     "lora_qkv",
     rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS)),
-    replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
+    replicated=_OPTIONAL,
 )
 
 
@@ -156,7 +157,7 @@ def lora_qkv(
     biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
     pairs = {"q": (q_a, q_b), "k": (k_a, k_b), "v": (v_a, v_b)}
     thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
-    checks.floating("lora_qkv", x=x, **weights, **biases, **thin)
+    checks.floating("lora_qkv", x=x, **weights, **biases, **thin, optional=_OPTIONAL)
     adapted: dict[str, Tensor | None] = dict.fromkeys(thin)
     for name, (a, b) in pairs.items():
         weight, bias = weights[f"{name}_weight"], biases[f"{name}_bias"]
@@ -177,7 +178,10 @@ def lora_qkv(
     x, *wide = checks.one_dtype("lora_qkv", {"x": x, **weights, **biases})  # type: ignore[assignment]
     if any(a is not None for a in adapted.values()):
         checks.one_dtype("lora_qkv", {n: a for n, a in adapted.items() if a is not None})
-    scales = (float(q_scale), float(k_scale), float(v_scale))
+    scales = tuple(
+        checks.number("lora_qkv", f"{layer}_scale", scale)
+        for layer, scale in zip(LAYERS, (q_scale, k_scale, v_scale), strict=True)
+    )
     made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))

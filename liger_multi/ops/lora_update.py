@@ -65,8 +65,9 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     """
     checks.floating("lora_update", base=base, x=x, a=a, b=b)
     fit("lora_update", x, base.shape, a, b)
+    by = checks.number("lora_update", "scale", scale)
     x, a, b = adapter_dtypes("lora_update", {"base": base, "x": x}, a, b)
-    return op(base, x, a, b, float(scale))  # type: ignore[no-any-return]
+    return op(base, x, a, b, by)  # type: ignore[no-any-return]
 
 
 def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str = "") -> None:

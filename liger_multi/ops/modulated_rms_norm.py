@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.op import Op
-from liger_multi.ops.rms_norm import CASTINGS
+from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -33,7 +33,7 @@ def forward(
     return x.new_empty(x.shape, dtype=dtype), rstd
 
 
-@op.backward(returns="dx dscale dshift dweight")
+@op.backward(returns="dx dscale dshift dweight", added=("shift",))
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -101,9 +101,9 @@ def modulated_rms_norm(
         (arXiv:1910.07467).
     """
     name = "modulated_rms_norm"
-    checks.floating(name, x=x, scale=scale, shift=shift, weight=weight)
-    if scale is None:
-        raise TypeError(f"{name}: scale must be a floating-point tensor, got None")
+    checks.floating(
+        name, x=x, scale=scale, shift=shift, weight=weight, optional=("shift", "weight")
+    )
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     if not _fits(x.shape, scale.shape):
@@ -115,7 +115,7 @@ def modulated_rms_norm(
         checks.same_shape(name, scale=scale, shift=shift)
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
-    result: Tensor = op(x, scale, shift, weight, float(eps), float(offset), casting)
+    result: Tensor = op(x, scale, shift, weight, *numbers(name, eps, offset), casting)
     return result
 
 

@@ -94,7 +94,7 @@ def multi_token_attention(
         Golovneva et al. 2025 (arXiv:2504.00927).
     """
     name = "multi_token_attention"
-    checks.floating(name, scores=scores, weight=weight, bias=bias)
+    checks.floating(name, scores=scores, weight=weight, bias=bias, optional=("bias",))
     if scores.ndim != 4 or weight.ndim != 4:
         raise ValueError(
             f"{name}: scores and weight must have four axes, got {checks.describe(scores)} and "
@@ -104,22 +104,30 @@ def multi_token_attention(
         if x is not None and x.dtype != scores.dtype:
             raise TypeError(f"{name}: scores are {scores.dtype}, got {which} {checks.describe(x)}")
     least = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
+    sizes = []
     for which, (value, low) in {**least, "groups": (groups, 1)}.items():
-        if checks.integer(name, which, value) < low:
+        sizes.append(checks.integer(name, which, value))
+        if sizes[-1] < low:
             raise ValueError(f"{name}: {which} must be at least {low}, got {value}")
-    if weight.shape[1] * groups != scores.shape[1] or weight.shape[0] % groups:
+    stride, padding, dilation, groups = sizes
+    if (
+        min(weight.shape[2:]) < 1
+        or weight.shape[1] * groups != scores.shape[1]
+        or weight.shape[0] % groups
+    ):
         raise ValueError(
             f"{name}: weight must have shape (C_out, {scores.shape[1]} / groups, K, M), C_out a "
-            f"multiple of groups {groups}, got {tuple(weight.shape)}"
+            f"multiple of groups {groups}, K and M at least 1, got {tuple(weight.shape)}"
         )
     checks.vector(name, "bias", bias, weight.shape[0], "first axis of weight")
+    alone = checks.boolean(name, "sparse", sparse)
     for axis in (2, 3):
         if _length(scores.shape[axis], weight.shape[axis], 1, padding, dilation) < 1:
             raise ValueError(
                 f"{name}: the padded scores {tuple(scores.shape)} are smaller than the kernel "
                 f"{tuple(weight.shape)}"
             )
-    result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, bool(sparse))
+    result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, alone)
     return result
 
 

@@ -96,10 +96,11 @@ def neighborhood_attention(
     size = checks.integer(name, "kernel_size", kernel_size)
     if size < 1 or size % 2 == 0:
         raise ValueError(f"{name}: kernel_size must be odd and at least 1, got {kernel_size}")
-    if checks.integer(name, "dilation", dilation) < 1:
+    steps = checks.integer(name, "dilation", dilation)
+    if steps < 1:
         raise ValueError(f"{name}: dilation must be at least 1, got {dilation}")
-    by = q.shape[3] ** -0.5 if scale is None else float(scale)
-    result: Tensor = op(q, k, v, size // 2, dilation, by)
+    by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
+    result: Tensor = op(q, k, v, size // 2, steps, by)
     return result
 
 

@@ -21,7 +21,7 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=kind)
 
 
-@op.backward(returns="dx dweight dbias")
+@op.backward(returns="dx dweight dbias", added=("bias",))
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -65,14 +65,12 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     Source:
         Zhuo et al. 2024 (arXiv:2411.03884).
     """
-    checks.floating("poly_norm", x=x, weight=weight, bias=bias)
+    checks.floating("poly_norm", x=x, weight=weight, bias=bias, optional=("bias",))
     if x.ndim == 0:
         raise ValueError(f"poly_norm: x must have at least one axis, got {checks.describe(x)}")
-    if weight is None:
-        raise TypeError("poly_norm: weight must be a floating-point tensor, got None")
     checks.vector("poly_norm", "weight", weight, 3, "three powers")
     checks.vector("poly_norm", "bias", bias, 1, "one constant")
-    result: Tensor = op(x, weight, bias, float(eps))
+    result: Tensor = op(x, weight, bias, checks.number("poly_norm", "eps", eps, 0.0))
     return result
 
 

@@ -79,13 +79,22 @@ def rms_norm(
         Zhang and Sennrich 2019 (arXiv:1910.07467); transformers ``LlamaRMSNorm``, ``Olmo2RMSNorm``,
         ``GemmaRMSNorm``.
     """
-    checks.floating("rms_norm", x=x, weight=weight)
-    if x.ndim == 0:
+    checks.floating("rms_norm", x=x, weight=weight, optional=("weight",))
+    shape = x.shape
+    if not shape:
         raise ValueError(f"rms_norm: x must have at least one axis, got {checks.describe(x)}")
-    checks.vector("rms_norm", "weight", weight, x.shape[-1], "last axis of x")
+    checks.vector("rms_norm", "weight", weight, shape[-1], "last axis of x")
     checks.one_of("rms_norm", "casting", casting, CASTINGS)
-    result: Tensor = op(x, weight, float(eps), float(offset), casting)
+    result: Tensor = op(x, weight, *numbers("rms_norm", eps, offset), casting)
     return result
+
+
+def numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
+    """Both numbers of a norm, checked."""
+    return (
+        checks.number(name, "eps", eps, 0.0),
+        checks.number(name, "offset", offset),
+    )
 
 
 SAMPLES = (

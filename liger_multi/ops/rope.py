@@ -122,9 +122,6 @@ def rope(
         glm, cohere and gpt_oss, ``apply_rotary_pos_emb_vision`` of qwen2_vl.
     """
     checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
-    for name, x in (("k", k), ("cos", cos), ("sin", sin)):
-        if x is None:  # which passes for an optional tensor elsewhere
-            raise TypeError(f"rope: {name} must be a floating-point tensor, got None")
     checks.one_of("rope", "style", style, STYLES)
     checks.one_of("rope", "casting", casting, CASTINGS)
     heads = head_axis("rope", q, unsqueeze_dim)

@@ -120,7 +120,7 @@ def rope_positions(
     if sections is not None:
         word, count = _rotary.sections_word(name, sections, inv_freq.shape[0])
     positions = _positions(name, q, position_ids, heads, count, sections is not None)
-    scale = checks.number(name, "scaling", scaling, float("-inf"))
+    scale = checks.number(name, "scaling", scaling)
     rest = (scale, word, arrangement == "chunked", style, heads, casting)
     return _rotary.run(op, q, k, (positions, inv_freq), rest, "cohere")
 

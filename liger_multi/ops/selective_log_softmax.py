@@ -78,7 +78,7 @@ def selective_log_softmax(
         index.reshape(rows, index.shape[-1] if several else 1).to(torch.int64),
         1 / checks.number(name, "temperature", temperature, 0.0, above=True),
         checks.integer(name, "ignore_index", ignore_index),
-        bool(validate),
+        checks.boolean(name, "validate", validate),
     )
     return found.view(index.shape)
 

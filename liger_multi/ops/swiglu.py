@@ -68,10 +68,9 @@ def swiglu(
 
 def multipliers(name: str, gate: float, down: float) -> tuple[float, float]:
     """Two numbers, checked."""
-    low = float("-inf")
     return (
-        checks.number(name, "gate_multiplier", gate, low),
-        checks.number(name, "down_multiplier", down, low),
+        checks.number(name, "gate_multiplier", gate),
+        checks.number(name, "down_multiplier", down),
     )
 
 

@@ -72,9 +72,9 @@ def swiglu_clamped(
 def numbers(name: str, limit: float, alpha: float, offset: float) -> tuple[float, float, float]:
     """The options, checked."""
     return (
-        checks.number(name, "limit", limit, 0.0, above=True),
-        checks.number(name, "alpha", alpha, float("-inf")),
-        checks.number(name, "up_offset", offset, float("-inf")),
+        checks.number(name, "limit", limit, 0.0, above=True, infinite=True),
+        checks.number(name, "alpha", alpha),
+        checks.number(name, "up_offset", offset),
     )
 
 

@@ -106,11 +106,11 @@ def token_log_prob(
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
-    scale = checks.number(name, "logit_scale", logit_scale, float("-inf"))
+    scale = checks.number(name, "logit_scale", logit_scale)
     results = op(
         logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1).to(torch.int64),
         checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
-        scale / cool, bool(validate), wanted,
+        scale / cool, checks.boolean(name, "validate", validate), wanted,
     )  # fmt: skip
     asked = wanted.split(",")
     found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}

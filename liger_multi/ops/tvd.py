@@ -45,12 +45,13 @@ def tvd(
         for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
         ``inplace=True`` permits writing the gradient over the student's rows, which must then have
         no other reader: one pass over both, nothing kept, no second tensor. The permission is not
-        used under ``torch.compile``.
+        used under ``torch.compile``, nor where the teacher shares memory with the student.
 
     Raises:
         TypeError: Wrong kinds of arguments.
         ValueError: Shapes, devices or options that do not fit; a temperature without logits; a
-        teacher that wants a gradient; ``inplace`` on a leaf.
+        teacher that wants a gradient; ``inplace`` on a leaf or a view of one,
+        or on elements that share memory.
 
     Source:
         Half of ``torch.nn.functional.l1_loss``, summed over classes; distillation: Wen et al.

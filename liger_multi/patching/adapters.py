@@ -17,6 +17,7 @@ from liger_multi.checks import autocast_dtype
 from liger_multi.patching.bare import globally_hooked, is_bare, is_watched
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
+from liger_multi.patching.signature import code_holds
 from liger_multi.patching.swap import Patched, stock_of
 from liger_multi.primitive import constant_in_graphs
 
@@ -64,11 +65,14 @@ def adapters(layer: Any) -> list[Adapter] | str:
             return f"its adapter {name!r} is no plain LoRA ({_variant(layer, name)})"
         if type(drop) is not nn.Identity and not (type(drop) is nn.Dropout and _rests(drop)):
             return f"its adapter {name!r} has a dropout, whose numbers PEFT draws"
-        if not is_bare(a) or not is_bare(b):
+        if not is_bare(a) or not is_bare(b) or is_watched(drop):
             return f"something stands around the adapter {name!r}"
         if a.bias is not None or b.bias is not None:
             return f"its adapter {name!r} has a bias"
-        found.append(Adapter(a.weight, b.weight, layer.scaling[name]))
+        scale = layer.scaling[name]
+        if not isinstance(scale, (int, float)):
+            return f"the scale of its adapter {name!r} is a {type(scale).__name__}"
+        found.append(Adapter(a.weight, b.weight, scale))
     return found
 
 
@@ -105,6 +109,10 @@ class FusedLora(Patched):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output and what every adapter adds; PEFT's forward where it must."""
+        if not isinstance(self, FusedLora):
+            return cast(Tensor, type(self).forward(self, x, *args, **kwargs))
+        if not code_holds(type(self)):
+            return cast(Tensor, super().forward(x, *args, **kwargs))
         group = None if torch.compiler.is_compiling() else together.get()
         if group is not None and not (args or kwargs):
             handed = group.output(self, x)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import foreign, modeltypes, registered, resize
+from liger_multi.patching import blocks, foreign, modeltypes, registered, resize
 from liger_multi.patching.adapters import FusedLora, adapters, looks_like_lora
 from liger_multi.patching.experts import (
     ExpertsSettings,
@@ -19,12 +20,13 @@ from liger_multi.patching.experts import (
 )
 from liger_multi.patching.head import LazyHead, behaviour, find_heads, head_refusal, with_heads
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
-from liger_multi.patching.mlp import FusedMlp, mlp_kind, mlp_names
+from liger_multi.patching.mlp import FusedMlp
+from liger_multi.patching.mlp_probe import mlp_kind, mlp_names
 from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.projections import SharedInput, projections, share
 from liger_multi.patching.protocol import warn_once
-from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.report import Entry, PatchReport, Skipped, promised
 from liger_multi.patching.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
 from liger_multi.patching.swap import (
     Patched,
@@ -33,7 +35,6 @@ from liger_multi.patching.swap import (
     buried,
     refuse_buried,
     restore,
-    snapshot,
     stock_class,
     swapped,
 )
@@ -68,13 +69,10 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         ConfigurationError: An unknown backend.
         TypeError: ``model`` is neither a module nor a model type.
     """
-    request = parse_request(ops, registered.probes())
+    request = parse_request(ops, registered.probes(), strict)
     if isinstance(model, str):
-        modeltypes.register(model, lambda built: _patch_built(built, request, strict))
-        report = PatchReport(f"models of type {model} built from now on")
-        for op, options in request.enabled.items():
-            report.entries.append(Entry("", op, model, op, options.shown()))
-        return report
+        modeltypes.register(model, partial(_patch_built, request=request, strict=strict))
+        return promised(model, request.enabled)
     return _patch(_module(model), request, strict)
 
 
@@ -92,10 +90,11 @@ def unpatch(model: nn.Module | str) -> PatchReport:
     if isinstance(model, str):
         modeltypes.unregister(model)
         return PatchReport(f"models of type {model}, no more")
-    refuse_buried(_module(model).named_modules(), "unpatch")
-    report = PatchReport(type(model).__name__)
-    for path, module in model.named_modules():
-        _restore(report, path, module)
+    with blocks.lock:
+        refuse_buried(_module(model).named_modules(), "unpatch")
+        report = PatchReport(type(model).__name__)
+        for path, module in model.named_modules():
+            _restore(report, path, module)
     return report
 
 
@@ -105,16 +104,33 @@ def patched(
 ) -> Iterator[PatchReport]:
     """Patch within a block; afterwards, also after an exception, everything is as it was.
 
-    Blocks nest. For a model type, models built within the block keep their patch.
+    Blocks nest, and may end in another order than they began, also in different threads: the
+    newest open block states the configuration, and when the last one has ended, the model is as it
+    was before the first. What :func:`patch` and :func:`unpatch` did to a model within a block ends
+    with it. A forward pass that runs while another thread begins or ends a block calls some modules
+    patched and others not, each with right results.
+
+    For a model type, the newest of the open blocks and of :func:`patch` states the configuration of
+    models built in any thread, and a block ends its own request only: a :func:`patch` of the type
+    within it stays, and an :func:`unpatch` ends all requests. Models built within the block keep
+    their patch.
 
     Raises:
         PatchError: As :func:`patch` and :func:`unpatch`.
     """
-    bring_back = modeltypes.snapshot() if isinstance(model, str) else snapshot(_module(model))
+    if isinstance(model, str):
+        request = parse_request(ops, registered.probes(), strict)
+        end = modeltypes.begin(model, partial(_patch_built, request=request, strict=strict))
+        try:
+            yield promised(model, request.enabled)
+        finally:
+            end()
+        return
+    block = blocks.Block(_module(model))
     try:
         yield patch(model, strict=strict, **ops)
     finally:
-        bring_back()
+        block.end()
 
 
 def _module(model: object) -> nn.Module:
@@ -138,23 +154,29 @@ def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
 def _patch(
     model: nn.Module, request: Request, strict: bool, head_needed: bool = True
 ) -> PatchReport:
-    bring_back = snapshot(model)
     report = PatchReport(type(model).__name__)
-    try:
-        for path, module in model.named_modules():
-            for find in _FINDERS:
-                find(report, request, path, module)
-        _shared(report, request, model)
-        _head(report, request, model, head_needed)
-        _absent(report, request, model)
-        if strict and any(s.strict for s in report.skipped):
-            raise PatchError(
-                f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
-            )
-    except BaseException:
-        bring_back()
-        raise
+    with blocks.lock:
+        before = blocks.Block(model)
+        try:
+            _recognize(report, request, model, head_needed)
+            if strict and any(s.strict for s in report.skipped):
+                raise PatchError(
+                    f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
+                )
+        except BaseException:
+            before.end()
+            raise
+        before.forget()
     return report
+
+
+def _recognize(report: PatchReport, request: Request, model: nn.Module, head_needed: bool) -> None:
+    for path, module in model.named_modules():
+        for find in _FINDERS:
+            find(report, request, path, module)
+    _shared(report, request, model)
+    _head(report, request, model, head_needed)
+    _absent(report, request, model)
 
 
 def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:

@@ -1,17 +1,19 @@
 """``attn_implementation="liger_multi"``: the attention operator in transformers' interfaces.
 
-transformers asks two functions of one name: a mask function, once a forward pass and kind of layer,
-and an attention function, once a layer. Ours turns any mask of transformers into ranges of keys,
-two numbers a query in place of a row: it has transformers evaluate the mask for some queries at a
-time and keeps where each row begins and ends. A mask with one hole a row becomes two ranges; others
-stay dense. So windows, chunks, packed sequences, padding and caches need no code of their own, and
-no mask is recognised by name.
+transformers asks two functions of one name: a mask function, once per forward pass and kind of
+layer (:mod:`liger_multi.patching.attention_masks`), and the attention function here, once per
+layer. Three checks keep a model from computing something else than its eager attention:
+
+* When a model asks for the name, its class must call the attention interface
+  (:mod:`liger_multi.patching.attention_support`).
+* The mask raises when other code than :func:`forward` reads it.
+* :func:`forward` refuses masks and keyword arguments that it does not know.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,18 +22,26 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.errors import ConfigurationError
 from liger_multi.ops.attention import attention
+from liger_multi.patching import attention_support
+from liger_multi.patching.attention_masks import NAME, KeyMask, mask
+from liger_multi.primitive import constant_in_graphs
 
-NAME = "liger_multi"
-ELEMENTS = 2**26  # of a dense mask that exist at a time
-UNKNOWN = ("position_bias", "head_mask", "score_mod", "alibi")  # change scores, by names in use
+REFUSED = ("position_bias", "head_mask", "score_mod", "alibi")  # change scores, by names in use
+HARMLESS = (
+    *("use_cache", "return_dict", "position_ids", "cache_position", "labels", "logits_to_keep"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"),
+    # windows and packed sequences are in the mask
+    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
 logger = logging.getLogger("liger_multi")
 _said: set[str] = set()
 
 
 def register_attention(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` this library's attention, for all models.
+    """Make ``attn_implementation=name`` this library's attention, for models that can use it.
 
-    Models that do not ask for the name are not affected. Registering twice is registering once.
+    Models that do not ask for the name are not affected. A model that asks for it without calling
+    transformers' attention interface is refused. Registering twice is registering once.
 
     Raises:
         ConfigurationError: Somebody else has registered the name.
@@ -47,6 +57,7 @@ def register_attention(name: str = NAME) -> None:
             )
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
+    attention_support.watch(name)
 
 
 def unregister_attention(name: str = NAME) -> None:
@@ -56,107 +67,7 @@ def unregister_attention(name: str = NAME) -> None:
     for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
         if interface._global_mapping.get(name) is ours:
             del interface._global_mapping[name]
-
-
-# --- masks ---
-
-
-def mask(
-    batch_size: int,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    cache_position: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,
-) -> Tensor | None:
-    """Ranges of keys, ``(B, 1, queries, 2 or 4)`` int32; None for a plain mask, or a dense one."""
-    from transformers.masking_utils import (
-        bidirectional_mask_function,
-        causal_mask_function,
-        sdpa_mask,
-    )
-
-    if cache_position is not None:  # where the queries stand is known to the device alone
-        q_length, q_offset = len(cache_position), cache_position[0]
-    assert q_length is not None
-    queries = q_length
-    if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
-        attention_mask = None if bool(attention_mask.all()) else attention_mask
-    last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
-    if attention_mask is None and (last or queries == kv_length):
-        if mask_function is causal_mask_function and allow_is_causal_skip:
-            return None
-        if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
-            return None
-
-    def dense() -> Iterator[Tensor]:
-        step = max(1, ELEMENTS // max(1, batch_size * kv_length))
-        for start in range(0, queries, step):
-            count = min(step, queries - start)
-            where: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
-            if cache_position is not None:
-                where = {"cache_position": cache_position[start : start + count]}
-            made = sdpa_mask(
-                batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, **where,
-                mask_function=mask_function, attention_mask=attention_mask, **options,
-                allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-            )  # fmt: skip
-            yield made.expand(batch_size, -1, count, kv_length)
-
-    return _compressed(dense)
-
-
-def _tracing() -> bool:
-    return torch.compiler.is_compiling()
-
-
-def _compressed(dense: Callable[[], Iterator[Tensor]]) -> Tensor:
-    """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
-    parts = [_one_range(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if _tracing():
-        torch._assert_async(
-            exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
-        )
-        return ranges
-    if bool(exact.all()):
-        return ranges
-    parts = [_two_ranges(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return ranges if bool(exact.all()) else torch.cat(list(dense()), 2)
-
-
-def _extent(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, and the first and one past the last that a row sees (0, 0 where it sees none)."""
-    place = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
-    last = torch.where(seen, place + 1, 0).amax(-1)
-    first = torch.where(seen, place, seen.shape[-1]).amin(-1)
-    return place, torch.minimum(first, last), last
-
-
-def _one_range(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The range of every row, and whether it is all that the row sees."""
-    _, first, last = _extent(seen)
-    return torch.stack([first, last], -1), seen.sum(-1) == last - first
-
-
-def _two_ranges(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """A row's first and last run of keys, and whether they are all that it sees."""
-    place, first, last = _extent(seen)
-    hole = torch.where(seen | (place < first[..., None]), seen.shape[-1], place).amin(-1)
-    end = torch.minimum(hole, last)
-    begin = torch.where(seen | (place >= last[..., None]), 0, place + 1).amax(-1)
-    begin = torch.where(end == last, last, begin)
-    exact = seen.sum(-1) == (end - first) + (last - begin)
-    return torch.stack([first, end, begin, last], -1), exact
-
-
-# --- attention ---
+    attention_support.unwatch(name)
 
 
 def forward(
@@ -164,7 +75,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | KeyMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -172,26 +83,124 @@ def forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of a layer, ``(B, L, H, E)``; windows and padding are all in the mask."""
+    """The attention of a layer, ``(B, L, H, E)``; windows and padding are all in the mask.
+
+    Raises:
+        ValueError: Dropout, a keyword argument or a mask that this implementation does not know, or
+            no mask where the layer needs one.
+    """
     if dropout:
         raise ValueError(
             f"attn_implementation={NAME!r} has no dropout of probabilities, got {dropout}; set "
             "attention_dropout to 0 in the model's configuration, or use 'eager'"
         )
-    for name in UNKNOWN:
-        if others.get(name) is not None:
-            raise ValueError(f"attn_implementation={NAME!r} does not support {name}; use 'eager'")
+    for name, given in others.items():
+        if given is not None and name not in HARMLESS and _changes_scores(type(module), name):
+            raise _refusal(module, f"does not support {name}")
     kind = checks.autocast_dtype(value.device.type) or value.dtype
     q, k, v = (x.to(kind) for x in (query, key, value))
-    if attention_mask is None or attention_mask.dtype == torch.int32:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        y = attention(
-            q, k, v, causal=causal and attention_mask is None, sinks=s_aux, softcap=softcap,
-            scale=scaling, ranges=None if attention_mask is None else attention_mask[:, 0],
-        )  # fmt: skip
-    else:
+    if isinstance(attention_mask, Tensor):
+        _dense_fits(module, q, k, attention_mask)
         y = _by_rows(q, k, v, attention_mask, scaling, softcap, s_aux)
+    else:
+        seen = attention_mask
+        if seen is None:
+            seen = KeyMask(
+                (q.shape[0], 1, q.shape[2], k.shape[2]),
+                causal=_causal_without_mask(module, q, k, is_causal, others),
+            )
+        _mask_fits(module, q, k, seen, is_causal, others)
+        if seen.dense is not None:
+            y = _by_rows(q, k, v, seen.dense, scaling, softcap, s_aux)
+        else:
+            y = attention(
+                q, k, v, causal=seen.causal, sinks=s_aux, softcap=softcap, scale=scaling,
+                ranges=seen.ranges,
+            )  # fmt: skip
     return y.transpose(1, 2), None
+
+
+@constant_in_graphs
+def _changes_scores(layer: type, name: str) -> bool:
+    """Whether a keyword argument may matter: eager attention of the layer's file is not without it.
+
+    Models pass on what they do not know themselves, such as the token types of a tokenizer; eager
+    attention swallows it. Where there is no eager attention to compare with, it may matter.
+    """
+    return _known_changes(layer, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_changes(layer: type, name: str) -> bool:
+    eager = attention_support.eager_functions(layer)
+    return (
+        name in REFUSED
+        or not eager
+        or any(name in attention_support.names_read(function) for function in eager)
+    )
+
+
+def _refusal(module: torch.nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"attn_implementation={NAME!r} {reason}, asked by {type(module).__name__}; use 'eager'"
+    )
+
+
+def _causal_without_mask(
+    module: torch.nn.Module, q: Tensor, k: Tensor, is_causal: bool | None, others: dict[str, Any]
+) -> bool:
+    """What a layer without a mask sees: as SDPA, by ``is_causal``, but nothing is assumed."""
+    queries, keys = q.shape[2], k.shape[2]
+    window = others.get("sliding_window")
+    if window is not None and keys > window and is_causal is not False:
+        raise _refusal(module, f"needs a mask for a window of {window} in {keys} keys, got None")
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if queries == 1 or causal is False:
+        return False
+    if causal is None:
+        raise _refusal(module, "needs a mask, or is_causal as argument or attribute, got neither")
+    if queries != keys:
+        raise _refusal(module, f"needs a mask for {queries} queries of {keys} keys, got None")
+    return True
+
+
+def _mask_fits(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    given: KeyMask,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    batch, _, queries, keys = given.shape
+    if (queries, keys) != (q.shape[2], k.shape[2]) or batch not in (1, q.shape[0]):
+        raise _refusal(
+            module,
+            f"got {given} for {q.shape[2]} queries and {k.shape[2]} keys, batch {q.shape[0]}",
+        )
+    if given.plain and is_causal is not None and queries > 1 and is_causal != given.causal:
+        raise _refusal(module, f"got is_causal={is_causal}, which contradicts its mask, {given}")
+    lengths = others.get("cu_seq_lens_q")
+    if given.plain and lengths is not None and len(lengths) > 2:
+        raise _refusal(
+            module,
+            f"got cu_seq_lens_q of {len(lengths) - 1} sequences with {given}, in which they are "
+            "one; pass position_ids, and neither attention_mask nor past_key_values",
+        )
+
+
+def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, given: Tensor) -> None:
+    """Refuse masks of which it is not certain how they are meant."""
+    wanted = (*q.shape[:3], k.shape[2])
+    known = given.dtype == torch.bool or given.is_floating_point()
+    if not known or given.ndim != 4 or any(
+        size not in (1, want) for size, want in zip(given.shape, wanted, strict=True)
+    ):  # fmt: skip
+        raise _refusal(
+            module,
+            f"needs a mask of bool or floating dtype that broadcasts to {tuple(wanted)}, got "
+            f"{checks.describe(given)}",
+        )
 
 
 def _by_rows(
@@ -209,7 +218,6 @@ def _by_rows(
     s = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
-    seen = seen[..., : k.shape[2]]
     s = s.masked_fill(~seen, torch.finfo(s.dtype).min) if seen.dtype == torch.bool else s + seen
     if sinks is not None:
         s = torch.cat([s, sinks.to(s)[None, :, None, None].expand(*s.shape[:3], 1)], -1)

@@ -7,14 +7,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
 
+from liger_multi.primitive import constant_in_graphs
+
 PLAIN = (Tensor, nn.Parameter)
+_CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
 
 
 def globally_hooked() -> bool:
-    """Whether a hook looks at every module."""
+    """Whether something looks at the calls of every module, or of every linear layer."""
     m = module_of_torch
     before, after = m._global_forward_pre_hooks, m._global_forward_hooks
-    return bool(before or after or m._global_backward_pre_hooks or m._global_backward_hooks)
+    hooked = before or after or m._global_backward_pre_hooks or m._global_backward_hooks
+    return bool(hooked) or _calls_replaced()
+
+
+@constant_in_graphs
+def _calls_replaced() -> bool:
+    """Whether somebody put functions of theirs into PyTorch's classes."""
+    return nn.Linear.__call__ is not _CALL or nn.Linear.forward is not _FORWARD
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -23,6 +33,28 @@ def is_watched(module: nn.Module) -> bool:
     before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
     hooked = before or after or held["_backward_pre_hooks"] or held["_backward_hooks"]
     return bool(hooked) or "forward" in held
+
+
+_OF_LIBRARIES = ("torch.distributed.", "deepspeed.", "liger_multi.memory.")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def is_watched_by_users(module: nn.Module) -> bool:
+    """The same for a module without parameters.
+
+    Hooks that gather parameters or measure memory stand on every module, and do nothing on this.
+    """
+    if not is_watched(module):
+        return False
+    held: dict[str, Any] = module.__dict__
+    hooks = [hook for name in _HOOKS for hook in held[name].values()]
+    return "forward" in held or not all(_of_library(hook) for hook in hooks)
+
+
+def _of_library(hook: Any) -> bool:
+    while hasattr(hook, "func"):  # a partial
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_OF_LIBRARIES)
 
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

@@ -1,14 +1,16 @@
 """Expert instances: recognise their gate, and run all experts as one operator.
 
 transformers keeps the weights of all experts in two tensors, says by flags how they lie, and asks
-``_apply_gate`` for what stands between the products. A stand-in of that method is compared with the
-formulas of the operator; so models that nobody has listed are served as well.
+``_apply_gate`` for what stands between the products. That method of a stand-in is compared with the
+formulas of the operator, and then its whole forward; so models that nobody has listed are served as
+well.
 ``experts_implementation="liger_multi"`` is the same through transformers' own interface.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,10 +18,20 @@ from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.errors import ConfigurationError
+from liger_multi.patching.bare import globally_hooked
 from liger_multi.patching.loss import run_bound
+from liger_multi.patching.moments import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.options import Options
 from liger_multi.patching.probe import laboratory, random, scalars, shell
-from liger_multi.patching.swap import Patched, stock_class
+from liger_multi.patching.signature import (
+    Signature,
+    code_holds,
+    code_of,
+    holds,
+    signature_of,
+    watched_code,
+)
+from liger_multi.patching.swap import Patched, unpatched_class
 
 NAME = "liger_multi"
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -36,6 +48,7 @@ class ExpertsKind:
     transposed: bool
     bias: bool
     clamps: tuple[tuple[str, float], ...] = ()
+    signature: Signature = field(default_factory=Signature)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,6 +65,11 @@ class ExpertsSettings:
     options: Options
 
     @property
+    def signature(self) -> Signature:
+        """What must not have changed since the probe, or the stock forward runs."""
+        return self.kind.signature
+
+    @property
     def shown(self) -> str:
         """What the report says that runs now."""
         return f"fused_moe[{self.kind.activation}]"
@@ -61,12 +79,16 @@ class FusedExperts(Patched):
     """All experts of a layer as one operator."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts with nothing kept but gate and up; stock for weights that are not plain."""
+        """The experts with nothing kept but gate and up; what was not probed runs stock."""
+        if not isinstance(self, FusedExperts):
+            return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, type(self)._liger_multi_swap.settings)
         routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
         # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
         alike = len(routes) == 2 and routes[0].shape == routes[1].shape
-        if not (alike and _plain(self, settings.kind, hidden_states)):
+        alike = alike and not routes[0].is_floating_point()
+        known = alike and _plain(self, settings.kind, hidden_states) and code_holds(type(self))
+        if not known:
             return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
         found = run_bound(
             settings.options, ("fused_moe",), _apply, self, settings.kind, hidden_states, *routes
@@ -75,6 +97,9 @@ class FusedExperts(Patched):
 
 
 def _plain(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
+    """Whether a call is one of those that were probed, with ordinary weights."""
+    if globally_hooked() or not holds(module, kind.signature):
+        return False
     names = (*WEIGHTS, *BIASES) if kind.bias else WEIGHTS
     tensors = [getattr(module, name, None) for name in names]
     return type(hidden) is Tensor and all(
@@ -112,36 +137,119 @@ def experts_kind(module: nn.Module) -> ExpertsKind | str:
     ):
         if getattr(module, flag, wanted) is not wanted:
             return reason
-    parts = tuple((n, type(m), scalars(m)) for n, m in module._modules.items() if m is not None)
-    kind = stock_class(module)
-    key = (kind, kind._apply_gate, parts, scalars(module))  # type: ignore[attr-defined]
-    try:
-        found = _known.get(key)
-    except TypeError:  # an attribute that cannot be hashed
-        return _measure(module)
+    kind = unpatched_class(module)
+    signature = _signature(module, kind, ())
+    if isinstance(signature, str):
+        return signature
+    code = code_of(kind, signature)
+    shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
+    key = (kind, code, signature, shapes, scalars(module))
+    found = _known.get(key)
     if found is None:
         found = _known[key] = _measure(module)
     return found
 
 
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
+    """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
+    flags = [name for name in _FLAGS if name in vars(module)]
+    taken = ("config", *WEIGHTS, *BIASES)
+    return signature_of(module, kind, taken, [*flags, *seen], ("forward", "_apply_gate"))
+
+
 def _measure(module: nn.Module) -> ExpertsKind | str:
-    """Compare the gate of a stand-in with every formula, by its values and its gradient."""
+    """Compare the gate of a stand-in with every formula, and the forward with the operator."""
+    own, watch = unpatched_class(module), Watch()
     try:
         with laboratory() as generator:
-            standin: Any = shell(module)
-            for name, part in module._modules.items():
-                standin._modules[name] = None if part is None else shell(part)
+            standin, inputs = _standin(module, generator)
             x = (random(generator, 6, 48) * 4).requires_grad_()
-            stock = standin._apply_gate(x)
-            (slope,) = torch.autograd.grad(stock.sum(), x)
-            for kind in _candidates(module):
-                y = _gate(x, kind)
-                (ours,) = torch.autograd.grad(y.sum(), x)
-                if y.shape == stock.shape and _near(y, stock) and _near(ours, slope):
-                    return kind
-    except Exception as error:  # somebody's gate: any failure means that it is not one of ours
-        return f"its gate failed on a stand-in: {type(error).__name__}: {error}"
-    return f"the gate of {stock_class(module).__name__} is none that fused_moe has"
+            with watch.over(standin):
+                for training, grad in MODES:
+                    set_mode(standin, training)
+                    with torch.set_grad_enabled(grad):
+                        standin.forward(*inputs)
+                stock = standin._apply_gate(x)
+            if watch.written:
+                return f"its forward sets its {', '.join(sorted(watch.written))}"
+            if getattr(standin, "config", _Eager(None)).read:
+                return "its forward reads its configuration, which may change later"
+            kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
+            if kind is None:
+                return f"the gate of {own.__name__} is none that fused_moe has"
+            found = _disagreement(standin, inputs, kind, generator)
+            if found:
+                return f"{own.__name__} is more than its gate and products: {found}"
+    except Exception as error:  # somebody's forward: any failure means that it is not one of ours
+        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
+    signature = _signature(module, own, watch.read)
+    return signature if isinstance(signature, str) else replace(kind, signature=signature)
+
+
+def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
+    y = _gate(x, kind)
+    if y.shape != stock.shape or not _near(y, stock):
+        return False
+    (slope,) = torch.autograd.grad(stock.sum(), x, retain_graph=True)
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    return _near(ours, slope)
+
+
+class _Eager:
+    """A configuration that asks for the loop over experts of the modeling file.
+
+    The interface reads the name of an implementation, all of which compute the same; what else is
+    read is noted.
+    """
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.read = config, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+def _standin(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
+    """A small copy, and hidden states, indices and weights of experts."""
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
+    experts, *axes = shapes[WEIGHTS[0]]
+    hidden, wide = axes if getattr(module, "is_transposed", False) else reversed(axes)
+    sizes = {wide // 2: 6, wide: 12}
+    sizes.setdefault(hidden, 8)
+    sizes.setdefault(experts, 4)
+    standin: Any = shell(module, sizes)
+    for name, whole in shapes.items():
+        small = random(generator, *(sizes[n] for n in whole)) * 0.5
+        standin._parameters[name] = nn.Parameter(small)
+    for name, part in module._modules.items():
+        standin._modules[name] = None if part is None else shell(part)
+    if "config" in vars(standin):
+        standin.__dict__["config"] = _Eager(standin.config)
+    scores = random(generator, 7, sizes[experts])
+    routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
+    return standin, [random(generator, 7, sizes[hidden]), index, routing]
+
+
+def _disagreement(
+    standin: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+) -> str | None:
+    def stock(*given: Tensor) -> Any:
+        return standin.forward(*given)
+
+    def ours(*given: Tensor) -> Tensor:
+        return _apply(standin, kind, *given)
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    return disagreement(standin, stock, ours, inputs, close, generator)
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
@@ -183,12 +291,30 @@ def _candidates(module: nn.Module) -> list[ExpertsKind]:
 
 # --- transformers' own interface ---
 
+_found: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
+"""What the probe found for instances of a class, and whether the class is as it was then."""
+
+
+def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
+    """As :func:`experts_kind`, which would take ten times as long as the rest of a call."""
+    own = unpatched_class(module)
+    bias = all(module._parameters.get(name) is not None for name in BIASES)
+    known = _found.get(own, [])
+    for kind, unchanged in known:
+        if kind.bias == bias and unchanged() and holds(module, kind.signature):
+            return kind
+    found = experts_kind(module)
+    if isinstance(found, ExpertsKind):
+        kept = [entry for entry in known if entry[0] != found and entry[1]()]
+        _found[own] = [*kept, (found, watched_code(own, found.signature))]
+    return found
+
 
 def implementation(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What ``experts_implementation`` calls; gates of other kinds go to the grouped products."""
-    kind = experts_kind(module)
+    kind = _kind_at_a_call(module)
     if isinstance(kind, ExpertsKind) and _plain(module, kind, hidden_states):
         return _apply(module, kind, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import grouped_mm_experts_forward
@@ -203,10 +329,18 @@ def register_experts(name: str = NAME) -> None:
     Models that do not ask for the name are not affected. Registering twice is registering once.
 
     Raises:
-        ConfigurationError: Somebody else has registered the name.
+        ConfigurationError: Somebody else has registered the name, or models of this transformers
+            take its own names only (before 5.7); ``patch`` works there.
     """
+    from packaging.version import parse
+    from transformers import __version__
     from transformers.integrations.moe import ExpertsInterface
 
+    if parse(__version__) < parse("5.7"):
+        raise ConfigurationError(
+            f"register_experts needs transformers >= 5.7, this is {__version__}, whose models take "
+            "no names but its own; patch(model) runs the same operator"
+        )
     there = ExpertsInterface._global_mapping.get(name)
     if there is not None and there is not implementation:
         raise ConfigurationError(

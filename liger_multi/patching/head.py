@@ -45,8 +45,9 @@ class LazyHead(Patched):
         """What multiplies each of them."""
         return ()
 
-    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
+    def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
+        hidden = input  # the name that PyTorch's layer has for callers
         if self.weight.numel() == 0:
             raise RuntimeError(
                 "the weight of the output embedding has no elements, shape "
@@ -65,6 +66,8 @@ class LazyHead(Patched):
         if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
             return self.stock_forward(hidden)
         weights = (self.weight, self.bias)
+        # their rows lie in memory as those of the logits would (Recipe.packed)
+        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         if torch.compiler.is_compiling():
             traced = TracedGuard(self.weight, hidden)
             return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad, traced))
@@ -85,20 +88,28 @@ class LazyAdaptedHead(LazyHead):
     """The same for a linear layer with LoRA adapters, which are part of every chunk of logits."""
 
     def thin(self) -> tuple[Tensor, ...]:
-        """Both factors of every adapter that acts."""
-        return tuple(t for one in adapters(self) for t in (one.a, one.b))  # type: ignore[union-attr]
+        """Both factors of every adapter that acts; none of those that are left to PEFT."""
+        found = adapters(self)
+        return () if isinstance(found, str) else tuple(t for one in found for t in (one.a, one.b))
 
     def scales(self) -> tuple[float, ...]:
         """Their scales."""
-        return tuple(float(one.scale) for one in adapters(self))  # type: ignore[union-attr]
+        found = adapters(self)
+        return () if isinstance(found, str) else tuple(float(one.scale) for one in found)
 
-    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
-        """Lazy logits, or what ``job`` asks for; PEFT's where adapters are no plain products."""
-        if job is None and (torch.compiler.is_compiling() or adapted_head_refusal(self)):
-            return self.stock_forward(hidden)
-        if job is None and not all(fits(hidden, one) for one in adapters(self)):  # type: ignore[arg-type]
-            return self.stock_forward(hidden)
-        return super().forward(hidden, job)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lazy logits, or what a job asks for; calls of another form run PEFT's forward."""
+        job = args[1] if len(args) == 2 and isinstance(args[1], Job) else None
+        if job is not None:
+            return super().forward(args[0], job)
+        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        if not plain or adapted_head_refusal(self) or not _all_fit(self, args[0]):
+            return super(LazyHead, self).forward(*args, **kwargs)
+        return super().forward(args[0])
+
+
+def _all_fit(head: Any, hidden: Tensor) -> bool:
+    return all(fits(hidden, one) for one in adapters(head))  # type: ignore[arg-type]
 
 
 def adapted_head_refusal(head: Any) -> str | None:

@@ -38,6 +38,11 @@ class NormKind:
         """Whether a gate follows the input."""
         return self.op == "gated_rms_norm"
 
+    @property
+    def of_channels(self) -> bool:
+        """Whether the first tensor has a value for every channel."""
+        return self.op in ("rms_norm", "layer_norm", "gated_rms_norm")
+
 
 def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))

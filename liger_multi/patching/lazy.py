@@ -1,16 +1,24 @@
 """Logits that are computed when something needs them, and are a tensor to everybody else.
 
-``LazyLogits`` has the shape and dtype of the logits and no storage. Row and scalar operations give
-lazy logits again, ``F.cross_entropy`` becomes the fused loss, reductions over the vocabulary run in
-chunks, and everything else computes the real logits once. Code below Python's function protocol
-(collectives, ``autograd.Function``) is served by the dispatch protocol, and gradients that arrive
-that way go through the node of :class:`_Connect`.
+``LazyLogits`` has the shape, strides and dtype of the logits and no storage. Row and scalar
+operations give lazy logits again, ``F.cross_entropy`` becomes the fused loss, reductions over the
+vocabulary run in chunks. Everything else materializes: the lazy tensor and all that were derived
+from it become ordinary tensors, the very same Python objects (``torch.utils.swap_tensors``). So
+logits are lazy only while nobody holds a real tensor of them, and whatever is done to a real one,
+by whatever name, is plain PyTorch.
+
+Code below Python's function protocol (collectives, ``autograd.Function``) is served by the dispatch
+protocol, and gradients that arrive that way go through the node of :class:`_Connect`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,77 +27,197 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from liger_multi.double_backward import not_differentiable
 from liger_multi.patching.loss import CrossEntropyCall, fused, negative_log_likelihood, run_bound
 from liger_multi.patching.protocol import (
     GRADIENT_BY_LOGITS,
+    HOOKS,
     METADATA,
+    WRITTEN_BELOW,
+    WRITTEN_SINCE,
+    asked_for,
     is_infrastructure,
-    pins,
+    refuse_late_hook,
     warn_above_budget,
 )
-from liger_multi.patching.real import loss_logits
-from liger_multi.patching.recipe import Job, Recipe
+from liger_multi.patching.real import loss_logits, without_hooks
+from liger_multi.patching.recipe import Job, Recipe, finished
 from liger_multi.patching.reductions import REDUCTIONS
 from liger_multi.patching.rows import ROWS
 from liger_multi.patching.steps import JOINS, RECORDED, WRITES
 
+Derive = Callable[..., Tensor]
 
-class Family:
-    """What lazy logits that would share storage have in common."""
+
+class Group:
+    """The lazy tensors that come from one call of a head; they become real together.
+
+    Attributes:
+        members: Weak references to them, parents first.
+        consumed: Whether a result was computed that does not pass by the logits.
+    """
 
     def __init__(self) -> None:
-        self.members = 0
-        self.pinned = False
+        self.members: list[weakref.ref[LazyLogits]] = []
+        self.made: dict[Slot, Tensor] = {}  # real logits, while members become real
+        self.consumed = False
+        self.lock = threading.RLock()
+
+    def living(self) -> list[LazyLogits]:
+        """The members that somebody still holds."""
+        found = [ref() for ref in self.members]
+        return [member for member in found if member is not None]
+
+    def materialize(self) -> None:
+        """Turn every member into an ordinary tensor, parents first."""
+        with self.lock, _recording():
+            living = self.living()
+            self.members.clear()  # weak references forbid the swap
+            try:
+                for member in living:
+                    slot = member._slot
+                    _promote(member, slot.compute(self.made))
+                    self.made[slot] = member if slot.cached is None else slot.cached
+            except BaseException:
+                self.members += [weakref.ref(m) for m in living if isinstance(m, LazyLogits)]
+                raise
+            self.made.clear()
+
+
+def _recording() -> contextlib.AbstractContextManager[Any]:
+    """Ordinary tensors with a version, also where the caller is in inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 class Slot:
-    """The mutable part of one lazy tensor.
+    """How the values of one lazy tensor come about.
 
     Args:
-        recipe: How to compute the values.
-        origin: The slot that this one was derived from.
-        derive: From the origin's real logits to this one's.
-        alias: Whether the result would share storage with the origin.
+        recipe: How to compute them from hidden states.
+        parents: The slots that this one was derived from.
+        derive: From the parents' real logits to this one's.
+        shares: Whether the result shares memory with that of the first parent.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        origin: Slot | None = None,
-        derive: Callable[[Tensor], Tensor] | None = None,
-        alias: bool = False,
+        parents: tuple[Slot, ...] = (),
+        derive: Derive | None = None,
+        shares: bool = False,
     ) -> None:
-        self.recipe = recipe
-        self.origin, self.derive, self.alias = origin, derive, alias
-        self.family: Family = origin.family if origin and alias else Family()
-        self.family.members += 1
-        self.cached: Tensor | None = None
+        self.recipe, self.parents, self.derive = recipe, parents, derive
+        self.group: Group = parents[0].group if parents else Group()
+        self.memory: object = parents[0].memory if shares else object()
         self.hooks: list[Callable[[Tensor], Any]] = []
+        # real logits, where the tensor could not become them because autograd holds it
+        self.cached: Tensor | None = None
+        self.version, self.own = 0, True
+        # values that an autograd.Function returned as they came; their history is the lazy tensor's
+        self.exposed: Tensor | None = None
 
-    def real(self) -> Tensor:
-        """The real logits, computed once; differentiable in whatever grad mode the caller is."""
-        if self.cached is None:
+    def compute(self, made: dict[Slot, Tensor]) -> Tensor:
+        """The real logits, by those of the parents; differentiable where the recipe is.
+
+        Args:
+            made: What was computed already; the result is added.
+        """
+        if self not in made:
+            if self.derive is None:
+                warn_above_budget(self.recipe)
             with torch.set_grad_enabled(self.recipe.grad):
-                if (
-                    self.origin
-                    and self.derive
-                    and (self.origin.available if not self.family.pinned else self.alias)
-                ):
-                    made = self.derive(self.origin.real())
+                if self.derive is None:
+                    made[self] = loss_logits(self.recipe.compute(), self.recipe)
                 else:
-                    warn_above_budget(self.recipe)
-                    made = self.recipe.compute()
-            self.cached = loss_logits(made, self.recipe)
-            for hook in self.hooks:
-                _HOOK(self.cached, hook)
-        return self.cached
+                    made[self] = self.derive(*[parent.compute(made) for parent in self.parents])
+        return made[self]
 
-    @property
-    def available(self) -> bool:
-        """Whether real logits exist that nobody wrote to, here or where this slot came from."""
-        if self.family.pinned:
-            return False
-        return self.cached is not None or (self.origin is not None and self.origin.available)
+    def needs(self, other: Slot) -> bool:
+        """Whether a write to ``other`` would show in this one, or in what it is computed from."""
+        return self.memory is other.memory or any(
+            p is other or p.needs(other) for p in self.parents
+        )
+
+    def unwritten(self) -> Recipe:
+        """The recipe, for the gradients that arrive at :class:`_Connect`.
+
+        Raises:
+            RuntimeError: Logits that an autograd.Function saved were written since.
+        """
+        if self.cached is not None and self.cached._version != self.version:
+            raise RuntimeError(WRITTEN_SINCE)
+        return self.recipe
+
+
+def _promote(member: LazyLogits, real: Tensor) -> None:
+    """Make a lazy tensor the real one; if autograd holds it, remember the real one instead."""
+    slot = member._slot
+    slot.own = _has_own_node(member)
+    if slot.exposed is not None or not slot.own:
+        real = _Through.apply(member, [real if slot.exposed is None else slot.exposed])  # type: ignore[no-untyped-call]
+    if slot.group.consumed:
+        real = without_hooks(real)
+    for hook in slot.hooks:
+        _HOOK(real, hook)
+    slot.hooks.clear()
+    slot.cached, slot.version = real, real._version
+    _swap(member, slot)
+
+
+def _swap(member: LazyLogits, slot: Slot) -> None:
+    real, slot.cached = slot.cached, None
+    assert real is not None
+    if not _swapped(member, real):
+        slot.cached = real
+
+
+def _swapped(one: Tensor, other: Tensor) -> bool:
+    """Exchange two tensors; not where an autograd.Function saved one, or a weak reference is."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _describes_itself(value: Any) -> bool:
+    """Whether shape and history are those of the lazy tensor: it is pending, or refuses its use."""
+    if not isinstance(value, LazyLogits):
+        return False
+    return value._slot.cached is None or (value._slot.own and not _has_own_node(value))
+
+
+def _check_unwritten(group: Group) -> None:
+    """Refuse logits that were written through a view which C++ made of a lazy tensor.
+
+    Raises:
+        RuntimeError: A lazy tensor's version counter, which such views share, has moved.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(member._version for member in group.living()):
+            raise RuntimeError(WRITTEN_BELOW)
+
+
+def _has_own_node(member: LazyLogits) -> bool:
+    """Whether no other autograd.Function returned the tensor, whose backward it has to pass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = member.grad_fn
+    return node is None or getattr(node, "slot", None) is member._slot
+
+
+class _Through(torch.autograd.Function):
+    """Real values with the history of a lazy tensor that somebody's autograd.Function returned."""
+
+    @staticmethod
+    def forward(ctx: Any, member: LazyLogits, values: list[Tensor]) -> Tensor:
+        return values[0].data.as_subclass(Tensor).data  # no views, which refuse in-place operations
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
 
 
 class _Connect(torch.autograd.Function):
@@ -103,15 +231,23 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (1 + len(ctx.inputs))
+        recipe: Recipe = ctx.slot.unwritten()
+        # cut off, since a tied weight has a part in the hidden states as well
+        hidden = recipe.hidden.detach().requires_grad_(recipe.hidden.requires_grad)
+        with torch.enable_grad():
+            real = recipe.rows(hidden).compute()
+        inputs = (hidden, *ctx.inputs[1:])
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
-        found: list[Any] = [None] * len(ctx.inputs)
-        if grad is not None:
-            asked = [ctx.inputs[i] for i in wanted]
-            grads = torch.autograd.grad(
-                ctx.slot.real(), asked, real_tensor(grad), retain_graph=True, allow_unused=True
-            )
-            for i, g in zip(wanted, grads, strict=True):
-                found[i] = g
+        grads = torch.autograd.grad(
+            real, [inputs[i] for i in wanted], real_tensor(grad), allow_unused=True
+        )
+        found: list[Any] = [None] * len(inputs)
+        for i, g in zip(wanted, grads, strict=True):
+            found[i] = g
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, *not_differentiable("patching.patch", found, (grad, *ctx.inputs)))
         return (None, *found)
 
 
@@ -128,46 +264,21 @@ class LazyLogits(Tensor):
         """A tensor with the metadata of the logits and no storage."""
         recipe = slot.recipe
         made = Tensor._make_wrapper_subclass(
-            cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
+            cls,
+            recipe.shape,
+            strides=recipe.strides,
+            dtype=recipe.dtype,
+            device=recipe.hidden.device,
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
         made._slot = slot
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record, fuse, reduce in chunks, or compute."""
-        kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], LazyLogits) else None
-        if func in METADATA or (func is _GRAD and first is not None and first._slot.cached is None):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is torch.autograd.grad and any(
-            isinstance(x, LazyLogits) and x._slot.cached is None for x in args[1]
-        ):
-            raise RuntimeError(GRADIENT_BY_LOGITS)
-        if func is F.cross_entropy:
-            call = CrossEntropyCall(*args, **kwargs)
-            loss = fused(call.input._slot.recipe, call) if _is_lazy(call.input) else None
-            if loss is not None:
-                return loss
-        elif func is F.nll_loss and _is_lazy(args[0] if args else None):
-            loss = negative_log_likelihood(args[0]._slot.recipe, *args[1:], **kwargs)
-            if loss is not None:
-                return loss
-        elif func in JOINS and len(args) == 2 and not kwargs and all(map(_is_lazy, args)):
-            joined = _joined(func, *args)
-            if joined is not None:
-                return joined
-        elif _is_lazy(first) and not any(
-            isinstance(a, LazyLogits) for a in (*args[1:], *kwargs.values())
-        ):
-            assert first is not None
-            result = _follow(func, first._slot, first, args[1:], kwargs)
-            if result is not NotImplemented:
-                return result
-        if first is not None and pins(func):
-            first._slot.family.pinned = True
-        return func(*tree_map(real_tensor, args), **tree_map(real_tensor, kwargs))
+        """Record, fuse, reduce in chunks, or materialize."""
+        serve = _serve if _DYNAMO not in sys.modules else _untraced()
+        return serve(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -184,6 +295,8 @@ class LazyLogits(Tensor):
                 f"{func} writes to logits that were not computed; pass "
                 "liger_multi.patching.real_logits(logits) instead"
             )
+        if any(result.alias_info is not None for result in func._schema.returns):
+            return _viewed(func, args, kwargs or {})
         return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
 
     def as_head(self) -> dict[str, Any] | None:
@@ -191,15 +304,16 @@ class LazyLogits(Tensor):
 
         Its weight is a function, which runs a loss in the head's own call.
         """
-        slot, options = self._slot, self._slot.recipe.settings.fused
-        epilogue = slot.recipe.epilogue
-        if options is None or epilogue is None or slot.available or slot.family.pinned:
+        recipe = self._slot.recipe
+        options, epilogue = recipe.settings.fused, recipe.epilogue
+        if options is None or epilogue is None or not is_lazy(self):
             return None
-        if slot.recipe.sharded or slot.recipe.scales:  # a head is one whole weight there
+        if recipe.sharded or recipe.scales:  # a head is one whole weight there
             return None
+        self._slot.group.consumed = True
         return {
-            "hidden": slot.recipe.hidden,
-            "weight": functools.partial(_run, slot.recipe),
+            "hidden": recipe.hidden,
+            "weight": functools.partial(_run, recipe),
             "logit_scale": epilogue[0],
             "softcap": epilogue[1],
             "chunk": options.chunk,
@@ -222,21 +336,53 @@ def _run(recipe: Recipe, hidden: Tensor, loss: Callable[..., Any]) -> Any:
 
 def lazy_logits(
     recipe: Recipe,
-    origin: Slot | None = None,
-    derive: Callable[[Tensor], Tensor] | None = None,
-    alias: bool = False,
+    parents: tuple[Slot, ...] = (),
+    derive: Derive | None = None,
+    shares: bool = False,
 ) -> LazyLogits:
     """Lazy logits of a recipe; the other arguments as in :class:`Slot`."""
-    slot = Slot(recipe, origin, derive, alias)
-    if recipe.grad and torch.is_grad_enabled():
-        made: LazyLogits = _connect(slot, recipe.hidden, *recipe.weights)
-        return made
-    return LazyLogits(slot)
+    slot = Slot(recipe, parents, derive, shares)
+    connected = recipe.grad and torch.is_grad_enabled()
+    made = _connect(slot, recipe.hidden, *recipe.weights) if connected else LazyLogits(slot)
+    slot.group.members.append(weakref.ref(made))
+    return cast(LazyLogits, made)
 
 
 def real_tensor(value: Any) -> Any:
     """The real logits when ``value`` is lazy, else ``value`` itself."""
-    return value._slot.real() if isinstance(value, LazyLogits) else value
+    if not isinstance(value, LazyLogits):
+        return value
+    slot = value._slot
+    if slot.cached is None:
+        slot.group.materialize()
+    elif slot.own and not _has_own_node(value):  # a Function marked it as written
+        raise RuntimeError(WRITTEN_SINCE)
+    else:
+        _swap(value, slot)  # who held it may be gone
+    return slot.cached if isinstance(value, LazyLogits) else value
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a value is logits that were not computed."""
+    if not isinstance(value, LazyLogits):
+        return False
+    return value._slot.cached is None and value._slot.exposed is None and _has_own_node(value)
+
+
+def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view of lazy logits, as autograd makes it of what a Function returns as it came.
+
+    Raises:
+        RuntimeError: Others hold logits of the same memory, or it is a view for other purposes.
+    """
+    slot = args[0]._slot if isinstance(args[0], LazyLogits) else None
+    if slot is None or func not in _AS_IT_CAME or slot.cached is not None:
+        raise RuntimeError(WRITTEN_BELOW)
+    if [m for m in slot.group.living() if m._slot is not slot and m._slot.needs(slot)]:
+        raise RuntimeError(WRITTEN_BELOW)
+    if slot.exposed is None:
+        slot.exposed = _values(args[0])
+    return func(slot.exposed, *args[1:], **kwargs)
 
 
 def _values(value: Any) -> Any:
@@ -244,71 +390,218 @@ def _values(value: Any) -> Any:
     if not isinstance(value, LazyLogits):
         return value
     slot = value._slot
+    slot.group.consumed = True
+    if slot.exposed is not None:
+        return slot.exposed
     if slot.cached is None:
         with torch.no_grad():
             return slot.recipe.compute()
     return slot.cached.detach().as_subclass(Tensor)
 
 
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, LazyLogits) and not value._slot.family.pinned
+@functools.cache
+def _untraced() -> Callable[..., Any]:
+    """:func:`_serve` for a process with a compiler.
+
+    A compiled function that gets lazy logits from outside breaks its graph where it uses them.
+    """
+    return sys.modules[_DYNAMO].disable(_serve)  # type: ignore[no-any-return]
 
 
-def _joined(func: Any, one: LazyLogits, other: LazyLogits) -> LazyLogits | None:
+def _serve(func: Any, args: Any, kwargs: Any) -> Any:
+    first: Any = args[0] if args else None
+    pending = isinstance(first, LazyLogits) and first._slot.cached is None
+    kept = func in METADATA or (not pending and getattr(func, "__name__", "") == "__set__")
+    if (pending and func is _GRAD) or (kept and _describes_itself(first)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if pending:
+        _check_unwritten(first._slot.group)
+    result = _answer(func, first, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    if func in HOOKS and pending and first._slot.group.consumed:
+        refuse_late_hook(func, args)
+    args, kwargs = tree_map(real_tensor, args), tree_map(real_tensor, kwargs)
+    return func(*args, **kwargs)
+
+
+def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation that needs no real logits, else NotImplemented."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
+    if not is_lazy(first):
+        return NotImplemented
+    if torch.is_inference_mode_enabled() and func not in REDUCTIONS:
+        return NotImplemented  # such tensors have no versions
+    others = (*args[1:], *kwargs.values())
+    if func in JOINS and len(args) == 2 and not kwargs and is_lazy(args[1]):
+        return _joined(func, *args)
+    if any(isinstance(other, LazyLogits) for other in others):
+        return NotImplemented
+    for table, follow in _TABLES:
+        if func in table:
+            return follow(func, first, args[1:], kwargs)
+    return NotImplemented
+
+
+# --- losses, gradients ---
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    call = CrossEntropyCall(*args, **kwargs)
+    loss = fused(call.input._slot.recipe, call) if is_lazy(call.input) else None
+    return _consumed(call.input, loss)
+
+
+def _nll_loss(input: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_lazy(input):
+        return NotImplemented
+    return _consumed(input, negative_log_likelihood(input._slot.recipe, *args, **kwargs))
+
+
+def _consumed(logits: Any, result: Any) -> Any:
+    if result is None or result is NotImplemented:
+        return NotImplemented
+    logits._slot.group.consumed = True
+    return result
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` by lazy logits, which no loss passed by."""
+    asked = asked_for(outputs, inputs)
+    if any(isinstance(x, LazyLogits) and x._slot.cached is None for x in asked):
+        raise RuntimeError(GRADIENT_BY_LOGITS)
+    return NotImplemented
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    torch.autograd.grad: _grad,
+}
+
+
+# --- operations that stay lazy ---
+
+
+def _current(recipe: Recipe) -> Recipe:
+    """The recipe as an operation sees it that is called now: under no_grad without a history."""
+    return recipe if torch.is_grad_enabled() or not recipe.grad else recipe.detached()
+
+
+def _joined(func: Any, one: LazyLogits, other: LazyLogits) -> Any:
     """Two lazy logits of the same rows as one."""
-    if one._slot.available or other._slot.available:
-        return None
-    recipe = one._slot.recipe.joined(JOINS[func], other._slot.recipe)
-    return None if recipe is None else lazy_logits(recipe)
+    if one._slot.group is not other._slot.group:
+        return NotImplemented
+    recipes = _current(one._slot.recipe).packed(), _current(other._slot.recipe).packed()
+    recipe = recipes[0].joined(JOINS[func], recipes[1])
+    if recipe is None:
+        return NotImplemented
+    return lazy_logits(recipe, (one._slot, other._slot), func)
 
 
-def _follow(func: Any, slot: Slot, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
-    """The result of an operation that keeps logits lazy or reduces them, else NotImplemented."""
-    recipe = slot.recipe
+def _print(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    recipe = logits._slot.recipe
+    if recipe.bytes <= _PRINTED_BYTES:
+        return NotImplemented
+    name = type(logits).__name__
+    return f"{name}(shape={tuple(recipe.shape)}, dtype={recipe.dtype}, not computed)"
+
+
+def _hook(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """A sharding library's hook, which it puts on the loss as well."""
+    if not args or not is_infrastructure(args[0]):
+        return NotImplemented
+    logits._slot.hooks.append(args[0])
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(logits, *args)
+
+
+def _reduced(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    recipe = logits._slot.recipe
+    if recipe.sharded:
+        return NotImplemented
+    return _consumed(logits, _called(REDUCTIONS[func], (recipe, *args), kwargs))
+
+
+def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """A write of which nobody else can know, remembered: the tensor becomes another lazy one."""
+    slot = logits._slot
+    unseen = slot.recipe.grad and not torch.is_grad_enabled()  # autograd does not see such a write
+    others = [m for m in slot.group.living() if m is not logits]
+    if unseen or any(other._slot.needs(slot) for other in others):
+        return NotImplemented
+    recipe = _called(WRITES[func], (slot.recipe, *args), kwargs)
+    if recipe is NotImplemented:
+        return recipe
+    after = lazy_logits(recipe, (slot,), lambda real: func(real, *args, **kwargs))
+    members = slot.group.members
+    members.clear()  # weak references forbid the swap
+    swapped = _swapped(logits, after)
+    members += [weakref.ref(m) for m in (*others, logits)]
+    return logits if swapped else NotImplemented
+
+
+def _recorded(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    slot = logits._slot
+    recipe = _current(slot.recipe)
+    step = _called(RECORDED[func], (recipe, *args), kwargs)
+    if step is NotImplemented:
+        return step
+    if step is recipe:
+        return logits if recipe is slot.recipe else _detached(slot, recipe)
+    added = step.steps[len(recipe.steps) :]
+    if not added:  # clone or contiguous
+        return lazy_logits(step, (slot,), lambda real: func(real, *args, **kwargs))
+    step = _called(RECORDED[func], (recipe.packed(), *args), kwargs)
+    return lazy_logits(step, (slot,), lambda real: finished(real, added))
+
+
+def _detached(slot: Slot, recipe: Recipe) -> LazyLogits:
+    return lazy_logits(recipe, (slot,), lambda real: real.detach(), shares=True)
+
+
+def _detach(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    return _detached(logits._slot, logits._slot.recipe.detached())
+
+
+def _iterated(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    return iter(Tensor.unbind(logits)) if logits._slot.recipe.hidden.ndim > 1 else NotImplemented
+
+
+def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    slot = logits._slot
+    recipe = _current(slot.recipe)
+    hidden = _called(ROWS[func], (recipe.hidden, recipe.vocabulary, *args), kwargs)
+    if hidden is NotImplemented:
+        return hidden
+    args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
 
     def derive(real: Tensor) -> Any:
         return func(real, *args, **kwargs)
 
-    if func is Tensor.__repr__ and not slot.available and recipe.bytes > _PRINTED_BYTES:
-        name = type(logits).__name__
-        return f"{name}(shape={tuple(recipe.shape)}, dtype={recipe.dtype}, not computed)"
-    if func is _HOOK and is_infrastructure(args[0]):
-        slot.hooks.append(args[0])  # a sharding library's, which hooks the loss as well
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(logits, *args)
-    if func in REDUCTIONS and not slot.available and not recipe.sharded:
-        return _understood(REDUCTIONS[func], (recipe, *args), kwargs)
-    if func in WRITES and slot.cached is None and slot.family.members == 1:
-        step = _understood(WRITES[func], (recipe, *args), kwargs)
-        if step is NotImplemented:
-            return step
-        slot.recipe = step
-        return logits
-    if func in RECORDED:
-        step = _understood(RECORDED[func], (recipe, *args), kwargs)
-        if step is NotImplemented or step is recipe:
-            return logits if step is recipe else NotImplemented
-        return lazy_logits(step, slot, derive, alias=func in _ALIASES)
-    if func is Tensor.__iter__ and recipe.hidden.ndim > 1:
-        return iter(Tensor.unbind(logits))
-    if func in ROWS:
-        hidden = _understood(ROWS[func], (recipe.hidden, recipe.vocabulary, *args), kwargs)
-        if hidden is NotImplemented:
-            return hidden
-        if isinstance(hidden, Tensor):
-            return lazy_logits(recipe.rows(hidden), slot, derive, alias=True)
-        return tuple(
-            lazy_logits(recipe.rows(h), slot, functools.partial(_part, derive, i), alias=True)
-            for i, h in enumerate(hidden)
-        )
-    return NotImplemented
+    memory = recipe.hidden.untyped_storage()._cdata
+    if isinstance(hidden, Tensor):
+        shares = hidden.untyped_storage()._cdata == memory
+        return lazy_logits(recipe.rows(hidden), (slot,), derive, shares)
+    return tuple(
+        lazy_logits(recipe.rows(h), (slot,), functools.partial(_part, derive, i), shares=True)
+        for i, h in enumerate(hidden)
+    )
 
 
 def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:
     return derive(real)[index]
 
 
-def _understood(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def _snapshot(value: Any) -> Any:
+    """An index that its owner may overwrite before the logits are computed."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
     signature = _signatures.get(function)
     if signature is None:
@@ -323,8 +616,19 @@ def _understood(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 
 _signatures: dict[Callable[..., Any], inspect.Signature] = {}
 
-
-_ALIASES = {Tensor.detach, torch.detach}
 _HOOK: Any = Tensor.register_hook
 _GRAD: Any = cast(Any, Tensor).grad.__get__
 _PRINTED_BYTES = 2**20
+_AS_IT_CAME = {torch.ops.aten.view.default, torch.ops.aten.view_as.default}
+_DYNAMO = "torch._dynamo"
+_TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    ({Tensor.__repr__}, _print),
+    ({_HOOK}, _hook),
+    (REDUCTIONS, _reduced),
+    (WRITES, _written),
+    ({Tensor.detach, torch.detach}, _detach),
+    (RECORDED, _recorded),
+    ({Tensor.__iter__}, _iterated),
+    (ROWS, _rows),
+)
+"""What stays lazy: the functions, and what answers ``func(logits, *args, **kwargs)`` for them."""

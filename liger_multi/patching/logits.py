@@ -6,20 +6,21 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_multi.patching.lazy import LazyLogits
+from liger_multi.patching.lazy import LazyLogits, real_tensor
 from liger_multi.patching.traced import TracedLogits
 
 
 def real_logits(logits: Any) -> Tensor:
     """The logits as an ordinary tensor with its autograd history.
 
-    Needed where values must outlive a change of the weights, as between two optimizer steps.
+    Needed where values must outlive a change of the weights, as between two optimizer steps. Lazy
+    logits become ordinary ones: the result is the same object, and a later loss is PyTorch's.
 
     Raises:
         TypeError: ``logits`` is no tensor.
     """
     if isinstance(logits, LazyLogits):
-        return logits._slot.real()
+        return real_tensor(logits)  # type: ignore[no-any-return]
     if isinstance(logits, TracedLogits):
         return logits.real()
     if isinstance(logits, Tensor):

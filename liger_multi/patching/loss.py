@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi.checks import autocast_dtype
 from liger_multi.patching.options import FusedOptions, LossOptions, Options
 from liger_multi.patching.recipe import Job, Recipe
 
@@ -85,6 +86,14 @@ class CrossEntropyCall:
 
 def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
     """The loss of ``recipe`` without its logits, or None when it takes the real ones."""
+    loss = _fused(recipe, call)
+    if loss is None:
+        return None
+    loss = _of_dtype(loss, recipe.dtype)
+    return loss if recipe.grad else loss.detach()  # under a compiler nothing else cuts it off
+
+
+def _fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
     options, epilogue = recipe.settings.fused, recipe.epilogue
     if options is None or epilogue is None or not call.plain:
         return None
@@ -117,6 +126,12 @@ def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
 
     with recipe.mode():
         return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
+
+
+def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
+    """A loss in the dtype of PyTorch's: that of the logits, and fp32 under autocast."""
+    autocast = autocast_dtype(loss.device.type) is not None and logits != torch.float64
+    return loss.to(torch.float32 if autocast else logits)
 
 
 def _of_shards(
@@ -163,6 +178,7 @@ def _through_adapters(
     The fused operator would take the adapters as columns of the weight, whose gradient is dense.
     """
     from liger_multi.ops import cross_entropy
+    from liger_multi.ops._head import rows_and_budget
     from liger_multi.patching.reductions import by_rows
     from liger_multi.reference.chunking import chunk_rows
 
@@ -181,10 +197,10 @@ def _through_adapters(
         )
         return (found.unsqueeze(-1),)
 
-    step = options.chunk
-    if isinstance(step, str):
+    step, budget = rows_and_budget("fused_linear_cross_entropy", options.chunk)
+    if not step:
         # besides the logits there are those in fp32 and two gradients
-        step = max(1, chunk_rows(target.numel(), recipe.hidden, recipe.vocabulary, 0, 0) // 4)
+        step = max(1, chunk_rows(target.numel(), recipe.hidden, recipe.vocabulary, 0, budget) // 4)
     found = by_rows(recipe, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
     if reduction == "none":
         return found
@@ -225,4 +241,4 @@ def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Ten
     def loss() -> Any:
         return cross_entropy(logits, call.target, call.weight, **keywords)
 
-    return run_bound(options, ("cross_entropy",), loss)  # type: ignore[no-any-return]
+    return _of_dtype(run_bound(options, ("cross_entropy",), loss), logits.dtype)

@@ -1,26 +1,27 @@
-"""Gated MLP instances: recognise them, and run one operator between their own linear layers."""
+"""Gated MLP instances: one operator between their own linear layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import permutations
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching import registered
 from liger_multi.patching.adapters import Adapter, fits, one_adapter
-from liger_multi.patching.bare import PLAIN, bare_parts, globally_hooked, is_bare
-from liger_multi.patching.kinds import MLP_KINDS, MlpKind, MlpNames
+from liger_multi.patching.bare import (
+    PLAIN,
+    bare_parts,
+    globally_hooked,
+    is_bare,
+    is_watched,
+)
+from liger_multi.patching.kinds import MlpKind, MlpNames
 from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import MlpOptions
-from liger_multi.patching.probe import laboratory, linear, random, scalars, shell
-from liger_multi.patching.swap import Patched, stock_class
+from liger_multi.patching.signature import Signature, code_holds, holds
+from liger_multi.patching.swap import Patched
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class MlpSettings:
         numbers: Arguments of the operator and the attributes that hold them.
         options: What the patch call asked for.
         lora: Whether adapters on the layers are part of the operator.
+        casts: Whether the last layer's input takes the dtype of its weight, as in T5.
+        signature: What must not have changed since the probe, or the stock forward runs.
     """
 
     kind: MlpKind
@@ -44,6 +47,8 @@ class MlpSettings:
     numbers: tuple[tuple[str, str], ...] = ()
     options: MlpOptions = field(default_factory=MlpOptions)
     lora: bool = True
+    casts: bool = False
+    signature: Signature = field(default_factory=Signature)
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
@@ -63,13 +68,22 @@ class FusedMlp(Patched):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The MLP with few activations kept for backward; calls of another form run stock."""
-        settings = cast(MlpSettings, type(self)._liger_multi_swap.settings)
-        if len(args) != 1 or kwargs:
+        """The MLP with few activations kept for backward; what was not probed runs stock."""
+        if not isinstance(self, FusedMlp):
+            return cast(Tensor, type(self).forward(self, *args, **kwargs))
+        kind = type(self)
+        settings = cast(MlpSettings, kind._liger_multi_swap.settings)
+        known = len(args) == 1 and not kwargs and code_holds(kind)
+        if not known or not serves(self, settings):
             return cast(Tensor, super().forward(*args, **kwargs))
         op = settings.kind.op
         ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
         return cast(Tensor, run_bound(settings.options, ops, _apply, self, args[0], settings))
+
+
+def serves(module: nn.Module, settings: MlpSettings) -> bool:
+    """Whether an instance still computes what its settings say, and nobody looks on."""
+    return not globally_hooked() and holds(module, settings.signature)
 
 
 def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
@@ -90,7 +104,8 @@ def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     else:
         inner = getattr(ops, kind.op)(gate(x), getattr(module, names.up)(x), **options)
     inner = _dropped(module, inner, settings.inner)
-    return _dropped(module, cast(Tensor, down(_for(down, inner))), settings.outer)
+    inner = _for(down, inner) if settings.casts else inner
+    return _dropped(module, cast(Tensor, down(inner)), settings.outer)
 
 
 def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
@@ -149,9 +164,12 @@ def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
 
 
 def _silent(module: Any, name: str | None) -> bool:
-    """Whether a dropout does nothing now."""
-    drop = None if name is None else getattr(module, name)
-    return drop is None or (type(drop) is nn.Dropout and not (drop.training and drop.p))
+    """Whether a dropout does nothing now, and nobody looks at it."""
+    if name is None:
+        return True
+    drop = getattr(module, name)
+    rests = type(drop) is nn.Dropout and not (drop.training and drop.p)
+    return rests and not is_watched(drop)
 
 
 def _for(down: Any, x: Tensor) -> Tensor:
@@ -193,160 +211,3 @@ def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
     if autocast_dtype(x.device.type) is not None:
         return True
     return {x.dtype, *[weight.dtype for weight in weights]} == {x.dtype}
-
-
-def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
-    """Which layers may be gate, up and down, and whether their names say so.
-
-    Nothing when the module has more than an activation and dropouts besides.
-    """
-    linears = {n: m for n, m in module._modules.items() if _is_linear(m)}
-    if len(linears) not in (2, 3) or module._parameters:
-        return [], False
-    others = [m for n, m in module._modules.items() if n not in linears and m is not None]
-    acts = [m for m in others if not isinstance(m, (nn.Dropout, nn.Identity))]
-    if len(acts) > 1 or any(list(m.parameters()) or m._modules for m in acts):
-        return [], False
-    known = [n for n in registered.mlp_names() if set(n.all) == set(linears)]
-    if known:
-        return known, True
-    found = []
-    for order in permutations(linears):
-        gate, up, down = order if len(order) == 3 else (order[0], None, order[1])
-        names = MlpNames(gate, up, down)
-        if _fit(module, names):
-            found.append(names)
-    return found, False
-
-
-def _fit(module: nn.Module, names: MlpNames) -> bool:
-    layers: Any = module._modules
-    gate, down = layers[names.gate], layers[names.down]
-    wide = 2 * down.in_features if names.up is None else down.in_features
-    same = names.up is None or (
-        (layers[names.up].in_features, layers[names.up].out_features)
-        == (gate.in_features, gate.out_features)
-    )
-    return bool(gate.out_features == wide and same and down.out_features == gate.in_features)
-
-
-def _is_linear(layer: nn.Module | None) -> bool:
-    return isinstance(getattr(layer, "in_features", None), int) and isinstance(
-        getattr(layer, "out_features", None), int
-    )
-
-
-_known: dict[Any, MlpSettings | str] = {}
-
-
-def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
-    """The kind of an instance, or the reason why it stays as it is."""
-    linears = candidates[0].all
-    layers = [module._modules[name] for name in linears]
-    others = tuple(
-        (n, type(m), scalars(m), _functions(m))
-        for n, m in module._modules.items()
-        if n not in linears and m is not None
-    )
-    sizes = tuple(
-        (m.in_features, m.out_features, getattr(m, "bias", None) is not None)
-        for m in layers
-        if m is not None
-    )
-    kind = stock_class(module)
-    beside = (scalars(module), _functions(module), registered.generation())
-    key = (kind, kind.forward, tuple(candidates), sizes, others, *beside)
-    try:
-        found = _known.get(key)
-    except TypeError:  # an attribute that cannot be hashed
-        return _measure(module, candidates)
-    if found is None:
-        found = _known[key] = _measure(module, candidates)
-    return found
-
-
-def _functions(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The functions among the attributes of a module, such as its activation."""
-    found = {n: v for n, v in vars(module).items() if callable(v)}
-    return tuple(
-        (n, (v.func, v.args, *sorted(v.keywords.items())) if isinstance(v, partial) else v)
-        for n, v in sorted(found.items(), key=lambda pair: pair[0])
-    )
-
-
-class _Marker(nn.Module):
-    """Stands where a dropout stands: what comes out shows where it acted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 1.25 * x + 0.5
-
-
-def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
-    """Compare a small stand-in with every formula; the first that agrees, or the reason why not."""
-    fitting = [names for names in candidates if _fit(module, names)]
-    if not fitting:
-        return "its layers do not fit together as gate, up and down"
-    try:
-        with laboratory() as generator, torch.no_grad():
-            standin, x = _standin(module, fitting[0], generator)
-            stock = standin.forward(x)
-            if isinstance(stock, Tensor):
-                for settings in _settings(module, fitting):
-                    ours = _apply(standin, x, settings)
-                    if stock.shape == ours.shape and _close(stock, ours):
-                        return settings
-    except Exception as error:  # somebody's forward: failing, it is not this kind of module
-        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
-    formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
-    return f"{stock_class(module).__name__} computes neither {formulas}"
-
-
-def _close(stock: Tensor, ours: Tensor) -> bool:
-    """Every row for itself: in a large one the forms of gelu agree."""
-    bound = 1e-5 * stock.abs().amax(-1, keepdim=True) + 1e-6
-    return bool(((stock - ours).abs() <= bound).all())
-
-
-def _standin(
-    module: nn.Module, names: MlpNames, generator: torch.Generator
-) -> tuple[nn.Module, Tensor]:
-    """A small copy and an input, of which some rows are large enough to be clamped."""
-    layers: dict[str, Any] = {name: module._modules[name] for name in names.all}
-    hidden, inner = layers[names.gate].in_features, layers[names.down].in_features
-    small_inner = (
-        24 if inner == hidden else 12 if 2 * inner == hidden else 48 if inner == 2 * hidden else 40
-    )
-    sizes = {2 * inner: 2 * small_inner, inner: small_inner, hidden: 24}
-    standin = shell(module, sizes)
-    for name, m in module._modules.items():
-        if name in layers:
-            bias = getattr(m, "bias", None) is not None
-            inputs, outputs = (sizes[getattr(layers[name], f)] for f in _FEATURES)
-            standin._modules[name] = linear(generator, inputs, outputs, bias)
-        elif isinstance(m, nn.Dropout):
-            standin._modules[name] = _Marker()
-        elif m is not None:
-            standin._modules[name] = shell(m)  # the activation, without its hooks
-    return standin, random(generator, 2, 3, 24) * torch.tensor([[1.0], [0.3], [12.0]], device="cpu")
-
-
-_FEATURES = ("in_features", "out_features")
-
-
-def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSettings]:
-    """What the module may compute: every formula, by the layers' roles and places of dropouts."""
-    drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
-    places: dict[int, list[tuple[str | None, str | None]]] = {
-        0: [(None, None)],
-        1: [(drops[0], None), (None, drops[0])] if drops else [],
-        2: [(drops[0], drops[1]), (drops[1], drops[0])] if len(drops) == 2 else [],
-    }
-    floats = [n for n, v in vars(module).items() if isinstance(v, float)]
-    for names in candidates:
-        for kind in registered.mlp_kinds():
-            numbers = tuple(
-                (number, next((n for n in floats if number in n), "")) for number in kind.numbers
-            )
-            if all(held for _, held in numbers):
-                for inner, outer in places.get(len(drops), []):
-                    yield MlpSettings(kind, names, inner, outer, numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,17 @@ from torch import nn
 
 from liger_multi.errors import PatchError, unknown
 
-_wanted: dict[str, Callable[[nn.Module], Any]] = {}
+
+class Request:
+    """A wish that models of a type be patched; it ends by its identity."""
+
+    def __init__(self, action: Callable[[nn.Module], Any], lasting: bool) -> None:
+        self.action, self.lasting = action, lasting
+
+
+_lock = threading.Lock()
+_requests: dict[str, tuple[Request, ...]] = {}
+"""By model type, the newest last; it is the one that acts."""
 _installed: tuple[Any, Any] | None = None
 """The wrapper that stands in ``PreTrainedModel.post_init`` and the function that stood there."""
 
@@ -18,50 +29,72 @@ _installed: tuple[Any, Any] | None = None
 def register(model_type: str, action: Callable[[nn.Module], Any]) -> None:
     """Call ``action`` with every model of ``model_type`` that is built from now on.
 
+    An earlier action that was registered so gives way; those of open blocks stay behind it.
+
     Raises:
         PatchError: A model type that the installed transformers does not know, with the nearest
             one.
     """
-    from transformers import CONFIG_MAPPING
+    _known(model_type)
+    with _lock:
+        blocks = [r for r in _requests.get(model_type, ()) if not r.lasting]
+        _hold(model_type, (*blocks, Request(action, lasting=True)))
 
-    if model_type not in CONFIG_MAPPING:
-        raise PatchError(unknown("model type", model_type, CONFIG_MAPPING.keys()))
-    _wanted[model_type] = action
-    _install()
+
+def begin(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[[], None]:
+    """The same until the returned function is called, in any order with others.
+
+    Raises:
+        PatchError: As :func:`register`.
+    """
+    _known(model_type)
+    request = Request(action, lasting=False)
+    with _lock:
+        _hold(model_type, (*_requests.get(model_type, ()), request))
+
+    def end() -> None:
+        with _lock:
+            _hold(model_type, tuple(r for r in _requests.get(model_type, ()) if r is not request))
+
+    return end
 
 
 def unregister(model_type: str) -> None:
-    """Stop; the constructor's hook goes with the last type.
+    """Stop, also within blocks; the constructor's hook goes with the last type.
 
     Raises:
         PatchError: The type is not registered.
     """
-    if model_type not in _wanted:
-        raise PatchError(
-            f"model type {model_type!r} is not patched; patched types: "
-            f"{', '.join(sorted(_wanted)) or 'none'}"
-        )
-    del _wanted[model_type]
-    if not _wanted:
-        _remove()
+    with _lock:
+        if model_type not in _requests:
+            raise PatchError(
+                f"model type {model_type!r} is not patched; patched types: "
+                f"{', '.join(sorted(_requests)) or 'none'}"
+            )
+        _hold(model_type, ())
 
 
 def registered(model_type: str) -> bool:
     """Whether models of the type are being patched."""
-    return model_type in _wanted
+    return model_type in _requests
 
 
-def snapshot() -> Callable[[], None]:
-    """Remember the registered types; the returned function brings them back."""
-    before = dict(_wanted)
+def _known(model_type: str) -> None:
+    from transformers import CONFIG_MAPPING
 
-    def bring_back() -> None:
-        _wanted.clear()
-        _wanted.update(before)
-        if not _wanted:
+    if model_type not in CONFIG_MAPPING:
+        raise PatchError(unknown("model type", model_type, CONFIG_MAPPING.keys()))
+
+
+def _hold(model_type: str, requests: tuple[Request, ...]) -> None:
+    """Set the requests of a type; the hook stands while there are any."""
+    if requests:
+        _requests[model_type] = requests
+        _install()
+    else:
+        _requests.pop(model_type, None)
+        if not _requests:
             _remove()
-
-    return bring_back
 
 
 def _install() -> None:
@@ -75,9 +108,9 @@ def _install() -> None:
     @functools.wraps(stock)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        action = _wanted.get(getattr(getattr(self, "config", None), "model_type", ""))
-        if action is not None:
-            action(self)
+        requests = _requests.get(getattr(getattr(self, "config", None), "model_type", ""))
+        if requests:
+            requests[-1].action(self)
         return result
 
     PreTrainedModel.post_init = post_init

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +20,11 @@ from liger_multi.patching.kinds import (
     NormKind,
 )
 from liger_multi.patching.loss import run_bound
+from liger_multi.patching.moments import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.options import Options
 from liger_multi.patching.probe import laboratory, random, scalars, shell
-from liger_multi.patching.swap import Patched, stock_class
+from liger_multi.patching.signature import Signature, code_holds, code_of, holds, signature_of
+from liger_multi.patching.swap import Patched, unpatched_class
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class NormSettings:
         eps: Name of the attribute; None where the operator takes none.
         group: Name of the attribute that tells the groups, and whether it counts them.
         options: What the patch call asked for.
+        signature: What must not have changed since the probe, or the stock forward runs.
     """
 
     kind: NormKind
@@ -42,6 +45,7 @@ class NormSettings:
     eps: str | None
     group: tuple[str, bool] | None
     options: Options
+    signature: Signature = field(default_factory=Signature)
 
     @property
     def shown(self) -> str:
@@ -55,35 +59,54 @@ class FusedNorm(Patched):
     """A norm that calls the operator."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The operator with the instance's parameters; calls of another form run stock."""
-        settings = cast(NormSettings, type(self)._liger_multi_swap.settings)
+        """The operator with the instance's parameters; what was not probed runs stock."""
+        if not isinstance(self, FusedNorm):
+            return cast(Tensor, type(self).forward(self, *args, **kwargs))
+        kind = type(self)
+        settings = cast(NormSettings, kind._liger_multi_swap.settings)
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
-        if not form or not _served(self, args[0], gate, settings):
+        known = form and code_holds(kind)
+        given = operands(self, args[0], gate, settings) if known else None
+        if given is None:
             return cast(Tensor, super().forward(*args, **kwargs))
-        bound = (self, args[0], gate, settings)
+        bound = (self, args[0], gate, given, settings)
         return cast(Tensor, run_bound(settings.options, (settings.kind.op,), _apply, *bound))
 
 
-def _served(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> bool:
-    if (gate is not None) != settings.kind.gated or type(x).__name__ == "DTensor":
-        return False
-    if not settings.kind.one_dtype:
-        return True
-    weight = settings.tensors[0][1]
-    of_weight = x.dtype if weight is None else getattr(module, weight).dtype
-    # torch's layer_norm chooses the dtype of its result under autocast
-    outside = settings.kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
-    return of_weight == x.dtype and outside
+def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
+    """The tensors of the operator, or None for a call that is left to the module."""
+    kind = settings.kind
+    if not holds(module, settings.signature):
+        return None
+    if (gate is not None) != kind.gated or type(x).__name__ == "DTensor":
+        return None
+    held, given = module.__dict__["_parameters"], []
+    for _, name in settings.tensors:
+        # replicas and parametrized modules have it elsewhere
+        found = None if name is None else held.get(name)
+        given.append(found if name is None or found is not None else getattr(module, name))
+        if name is not None and given[-1] is None:
+            return None
+    first = given[0] if given else None
+    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
+        return None  # stock may broadcast it
+    if kind.one_dtype:
+        # torch's layer_norm chooses the dtype of its result under autocast
+        outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
+        if not outside or (first is not None and first.dtype != x.dtype):
+            return None
+    return given
 
 
-def _apply(module: Any, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
+def _apply(
+    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+) -> Tensor:
     from liger_multi import ops
 
     kind = settings.kind
-    given = [None if name is None else getattr(module, name) for _, name in settings.tensors]
     if kind.plus and given[0] is not None:
-        given[0] = given[0] + kind.plus
+        given = [given[0] + kind.plus, *given[1:]]
     options = dict(kind.options)
     if settings.group is not None:
         name, counts = settings.group
@@ -98,7 +121,7 @@ def looks_like_norm(module: nn.Module) -> str | None:
     """The operator that may stand for a module, for which to ask the probe; None for no norm."""
     if module._modules or any(b is not None for b in module._buffers.values()):
         return None
-    kind = stock_class(module)
+    kind = unpatched_class(module)
     names = {name for name, p in module._parameters.items() if p is not None}
     every = {name: argument for argument, several in TENSOR_NAMES.items() for name in several}
     if not names <= set(every):
@@ -155,15 +178,15 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
         module: A module.
         likely: What :func:`looks_like_norm` says.
     """
-    shapes = tuple(
-        (n, tuple(p.shape), str(p.dtype)) for n, p in module._parameters.items() if p is not None
-    )
-    kind = stock_class(module)
-    key = (kind, kind.forward, shapes, scalars(module), likely, registered.generation())
-    try:
-        known = _known.get(key)
-    except TypeError:  # an attribute that cannot be hashed
-        return _measure(module, likely)
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    kind = unpatched_class(module)
+    signature = signature_of(module, kind, held)
+    if isinstance(signature, str):
+        return signature
+    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in held.items())
+    beside = (shapes, scalars(module), likely, registered.generation())
+    key = (kind, code_of(kind, signature), signature, beside)
+    known = _known.get(key)
     if known is None:
         known = _known[key] = _measure(module, likely)
     return known
@@ -195,12 +218,12 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
             tried += 1
             try:
                 if _agrees(module, settings, size):
-                    return settings
+                    return _settled(module, settings, size)
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
     if error is not None and likely != "relu_squared":
         return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
-    name = stock_class(module).__name__
+    name = unpatched_class(module).__name__
     return f"{name} is no {_WORDS.get(likely, likely)} that is known, bit for bit in bf16"
 
 
@@ -252,12 +275,13 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
             if kind.one_dtype and of_x != of_weight:
                 continue  # left to the module
             standin = shell(module)
+            set_mode(standin, False)
             for name, value in values.items():
                 standin._parameters[name] = nn.Parameter(value.to(of_weight))
             inputs = [x.to(of_x).requires_grad_() for _ in range(2)]
             gates = [] if gate is None else [gate.to(of_x).requires_grad_() for _ in range(2)]
             stock = cast(Tensor, standin.forward(inputs[0], *gates[:1]))
-            ours = _apply(standin, inputs[1], gates[1] if gates else None, settings)
+            ours = _formula(standin, inputs[1], gates[1] if gates else None, settings)
             same = stock.dtype == ours.dtype and stock.shape == ours.shape
             if not same or not _equal(stock, ours, kind.exact):
                 return False
@@ -286,9 +310,50 @@ def _same_in_every_rank(
                 stock = standin.forward(flat, *([] if beside is None else [beside]))
             except Exception:  # somebody's forward, which does not take this rank
                 continue
-            if not _equal(stock, _apply(standin, flat, beside, settings), False):
+            if not _equal(stock, _formula(standin, flat, beside, settings), False):
                 return False
     return True
+
+
+def _formula(standin: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
+    given = [None if name is None else getattr(standin, name) for _, name in settings.tensors]
+    return _apply(standin, x, gate, given, settings)
+
+
+def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettings | str:
+    """The settings with the signature of the module, or why the kind does not hold always."""
+    kind, watch, held = unpatched_class(module), Watch(), module._parameters
+    with laboratory() as generator:
+        standin = shell(module)
+        for _, name in settings.tensors:
+            if name is not None:
+                shape = cast(Tensor, held[name]).shape
+                standin._parameters[name] = nn.Parameter(random(generator, *shape))
+        inputs = [random(generator, 5, 2, size) for _ in range(2 if settings.kind.gated else 1)]
+        with watch.over(standin):
+            for training, grad in MODES:
+                set_mode(standin, training)
+                with torch.set_grad_enabled(grad):
+                    standin.forward(*(x * 1 for x in inputs))
+
+        def stock(*given: Tensor) -> Any:
+            return standin.forward(*given)
+
+        def ours(x: Tensor, gate: Tensor | None = None) -> Tensor:
+            return _formula(standin, x, gate, settings)
+
+        def close(a: Tensor, b: Tensor) -> bool:
+            return _equal(a, b, False)
+
+        found = disagreement(standin, stock, ours, inputs, close, generator)
+    if watch.written:
+        found = f"its forward sets its {', '.join(sorted(watch.written))}"
+    if found:
+        return f"{kind.__name__} is no {settings.kind.op}: {found}"
+    signature = signature_of(
+        module, kind, [n for n, p in held.items() if p is not None], watch.read
+    )
+    return signature if isinstance(signature, str) else replace(settings, signature=signature)
 
 
 def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
 
+from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
 
@@ -61,8 +63,8 @@ class FusedOptions(LossOptions):
     """Options of the fused linear cross entropy.
 
     Attributes:
-        chunk: Rows whose logits exist at a time, or "auto" for the byte budget of the
-            configuration.
+        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", or "auto" for the
+            byte budget of the configuration.
         accumulate: Dtype in which the weight gradient is summed over chunks.
         compact: Drop ignored rows before the product.
         materialize_bytes: Logits larger than this warn once a line when something needs them whole.
@@ -133,17 +135,22 @@ class Request:
         return None if fused is None and plain is None else HeadSettings(fused, plain)
 
 
-def parse_request(ops: Mapping[str, OpChoice], probes: Iterable[str] = ()) -> Request:
+def parse_request(
+    ops: Mapping[str, OpChoice], probes: Iterable[str] = (), strict: object = False
+) -> Request:
     """Check the keyword arguments of a patch call.
 
     Args:
         ops: Choices by patch key.
         probes: Further keys, of probes that users registered.
+        strict: True or False.
 
     Raises:
         PatchError: An operator or option that does not exist, with the nearest one that does, or a
             value of the wrong form.
     """
+    if not isinstance(strict, bool):
+        raise PatchError(f"strict must be True or False, got {describe(strict)}")
     defaults = {**_DEFAULTS, **dict.fromkeys(probes, True)}
     for name in ops:
         if name not in defaults:
@@ -173,10 +180,10 @@ def _parse(op: str, choice: OpChoice) -> Any:
 
 def _checked(op: str, options: Options) -> Options:
     """Refuse values of the wrong form here, not in the middle of a training step."""
-    for name, (wanted, good) in _RULES.items():
-        value = getattr(options, name, None)
-        if value is not None and not good(value):
-            raise PatchError(f"{op}: {name} must be {wanted}, got {value!r}")
+    for name in (f.name for f in fields(options)):
+        value, (wanted, good) = getattr(options, name), _RULES[name]
+        if not good(value):
+            raise PatchError(f"{op}: {name} must be {wanted}, got {value!r:.60}")
     if options.backend is not None:
         from liger_multi.config import use
 
@@ -190,19 +197,32 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_RULES: dict[str, tuple[str, Any]] = {
-    "backend": ("the name of a backend", lambda v: isinstance(v, str)),
-    "z_loss": (
-        "a number >= 0",
-        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
-    ),
-    "validate": ("True or False", lambda v: isinstance(v, bool)),
-    "whole": ("True or False", lambda v: isinstance(v, bool)),
-    "compact": ("True or False", lambda v: isinstance(v, bool)),
-    "chunk": ('"auto" or an integer >= 1', lambda v: v == "auto" or (_is_int(v) and v >= 1)),
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_chunk(value: Any) -> bool:
+    """What the operator takes."""
+    from liger_multi.ops._head import rows_and_budget
+
+    try:
+        rows_and_budget("a patch", value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+_BOOLEAN = ("True or False", lambda value: isinstance(value, bool))
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "backend": ("the name of a backend or None", lambda v: v is None or isinstance(v, str)),
+    "z_loss": ("a number >= 0", lambda v: _is_number(v) and v >= 0),
+    "validate": _BOOLEAN,
+    "whole": _BOOLEAN,
+    "compact": _BOOLEAN,
+    "chunk": ("'auto', a number of rows >= 1 or a byte budget such as '512MiB'", _is_chunk),
     "accumulate": (
-        "a floating point torch.dtype",
-        lambda v: isinstance(v, torch.dtype) and v.is_floating_point,
+        f"one of {', '.join(map(str, ACCUMULATE))}",
+        lambda v: isinstance(v, torch.dtype) and v in ACCUMULATE,
     ),
     "materialize_bytes": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
 }

@@ -63,6 +63,8 @@ class SharedInput(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock forward; compiled graphs and unknown forms of a call have layer by layer."""
+        if not isinstance(self, SharedInput):
+            return type(self).forward(self, *args, **kwargs)
         group = None if torch.compiler.is_compiling() else _group(self, args, kwargs)
         if group is None:
             return super().forward(*args, **kwargs)

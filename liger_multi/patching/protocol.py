@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,20 +37,52 @@ GRADIENT_BY_LOGITS = (
 )
 """Why ``torch.autograd.grad`` refuses."""
 
-_WRITING = {"__setitem__", "__set__", "register_hook", "retain_grad"}
+OBJECT_IN_FUNCTION = (
+    "the logits of a compiled model are no tensor, so an autograd.Function gives them no gradient; "
+    "pass liger_multi.patching.real_logits(outputs.logits) to it"
+)
+"""Why logits of a compiled model refuse to be the input of an autograd.Function."""
+
+WRITTEN_BELOW = (
+    "C++ makes a view of logits that were not computed, or has written to one; as_subclass and "
+    "nn.Parameter do that. Pass liger_multi.patching.real_logits(outputs.logits)"
+)
+"""Why lazy logits refuse to be viewed below Python's function protocol."""
+
+WRITTEN_SINCE = (
+    "an autograd.Function got logits that were not computed, and they were modified in place while "
+    "it holds them, or by itself; pass "
+    "liger_multi.patching.real_logits(outputs.logits) to it"
+)
+"""Why a backward refuses."""
 
 
-def pins(func: Any) -> bool:
-    """Whether ``func`` writes to its first argument, or hooks into its gradient."""
-    name: str = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name in _WRITING or (
-            name.startswith("__i") and name.endswith("__") and name[2:] not in _NOT_IN_PLACE
-        )
-    return name.endswith("_") or name in _WRITING
+def asked_for(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``torch.autograd.grad`` is to differentiate by."""
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
-_NOT_IN_PLACE = {"index__", "int__", "invert__", "iter__", "init__", "init_subclass__"}
+HOOKS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
+"""What shows somebody the gradient by logits."""
+
+
+def refuse_late_hook(func: Any, args: Sequence[Any]) -> None:
+    """Refuse a hook on logits from which something was computed already without them.
+
+    Sharding libraries put theirs on the loss as well, so they miss nothing.
+
+    Raises:
+        RuntimeError: It is somebody else's hook, which would see a part of the gradient, or none.
+    """
+    if len(args) > 1 and is_infrastructure(args[1]):
+        return
+    raise RuntimeError(
+        f"{func.__name__} puts a hook on logits from which something was computed already without "
+        "them, such as the fused loss: that gradient does not pass by the logits. Put it on logits "
+        "= liger_multi.patching.real_logits(outputs.logits) before the loss is computed from "
+        "these, or patch with fused_linear_cross_entropy=False"
+    )
+
 
 _INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
 

@@ -10,6 +10,12 @@ from torch import Tensor
 
 from liger_multi.patching.loss import CrossEntropyCall, on_real
 from liger_multi.patching.options import LossOptions
+from liger_multi.patching.protocol import (
+    GRADIENT_BY_LOGITS,
+    HOOKS,
+    asked_for,
+    refuse_late_hook,
+)
 from liger_multi.patching.recipe import Recipe
 
 # What stands between a head and its loss; the result is logits still.
@@ -54,7 +60,6 @@ _KEEP = {
 }
 _UNWRAP = {
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),
-    *(Tensor.detach, torch.detach),
 }
 
 
@@ -66,40 +71,62 @@ def loss_logits(logits: Tensor, recipe: Recipe) -> Tensor:
     return LossLogits.wrap(logits, options)
 
 
-class LossLogits(Tensor):
-    """A tensor like any other but for the loss that is computed from it."""
+def without_hooks(logits: Tensor) -> Tensor:
+    """Real logits that refuse hooks, since a loss was computed before without them."""
+    if not logits.requires_grad or type(logits) not in (Tensor, LossLogits):
+        return logits
+    LossLogits.wrap(logits, getattr(logits, "_options", None))._late = True  # type: ignore[attr-defined]
+    return logits
 
-    _options: LossOptions
+
+class LossLogits(Tensor):
+    """A tensor like any other but for the loss that is computed from it, and perhaps for hooks."""
+
+    _options: LossOptions | None
+    _late = False
 
     @staticmethod
-    def wrap(logits: Tensor, options: LossOptions) -> Tensor:
-        """``logits`` with our loss; shares storage and autograd history."""
-        made = logits.as_subclass(LossLogits)
-        made._options = options
-        return made
+    def wrap(logits: Tensor, options: LossOptions | None) -> Tensor:
+        """Give ``logits`` our loss.
+
+        It is the same tensor under another class: autograd refuses in-place operations on some
+        views that it allows on what they are views of.
+        """
+        logits.__class__ = LossLogits
+        logits._options = options  # type: ignore[attr-defined]
+        return logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
         kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], LossLogits) else None
+        if func in HOOKS and first is not None and first._late:
+            refuse_late_hook(func, args)
+        if func is torch.autograd.grad and any(map(_is_late, asked_for(*args, **kwargs))):
+            raise RuntimeError(GRADIENT_BY_LOGITS)
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.cross_entropy:
-                call = CrossEntropyCall(*args, **kwargs)
-                if isinstance(call.input, LossLogits):
-                    loss = on_real(_plain(call.input), call.input._options, call)
-                    if loss is not None:
-                        return loss
+                loss = _loss(CrossEntropyCall(*args, **kwargs))
+                if loss is not None:
+                    return loss
             if func in _UNWRAP:
                 args = tuple(_plain(a) for a in args)
             result = func(*args, **kwargs)
-            if (
-                func in _KEEP
-                and type(result) is Tensor
-                and args
-                and isinstance(args[0], LossLogits)
-            ):
-                return LossLogits.wrap(result, args[0]._options)
+            if first is None or first._options is None or "out" in kwargs:
+                return result
+            if func in _KEEP and type(result) is Tensor:
+                return LossLogits.wrap(result, first._options)
         return result
+
+
+def _is_late(value: Any) -> bool:
+    return isinstance(value, LossLogits) and value._late
+
+
+def _loss(call: CrossEntropyCall) -> Tensor | None:
+    options = call.input._options if isinstance(call.input, LossLogits) else None
+    return None if options is None else on_real(_plain(call.input), options, call)
 
 
 def _plain(value: Any) -> Any:

@@ -89,6 +89,8 @@ class Recipe:
         self.grad = grad
         self.vocabulary: int = head.out_features
         self.guard = guard
+        self._detached: Recipe | None = None
+        self._packed: Recipe | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -119,8 +121,29 @@ class Recipe:
         return self._with(hidden, self.dtype, self.steps, self.grad)
 
     def detached(self) -> Recipe:
-        """The same values, cut off from autograd."""
-        return self._with(self.hidden.detach(), self.dtype, self.steps, False)
+        """The same values, cut off from autograd; the same recipe each time."""
+        if self._detached is None:
+            self._detached = self._with(self.hidden.detach(), self.dtype, self.steps, False)
+        return self._detached
+
+    def packed(self) -> Recipe:
+        """The same values on hidden states without gaps; the same recipe each time.
+
+        The rows of hidden states lie in memory as those of the logits would, so that views of them
+        tell which operations on logits would share memory. Results of elementwise operations have
+        no gaps.
+        """
+        if is_dense(self.hidden):
+            return self
+        if self._packed is None:
+            self._packed = self.rows(self.hidden.contiguous())
+        return self._packed
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the logits."""
+        width = self.hidden.shape[-1]
+        return (*(s // width * self.vocabulary for s in self.hidden.stride()[:-1]), 1)
 
     def copy(self) -> Recipe:
         """An equal recipe that is another object."""
@@ -146,13 +169,23 @@ class Recipe:
         """``job`` with the weights of the forward pass.
 
         Through the head's call while it is ours and holds them, or a sharding library's hooks will
-        gather them; with the recorded ones after an unpatch, a replacement or ``functional_call``.
+        gather them; with the recorded ones after an unpatch, a replacement, ``functional_call`` or
+        a change of adapters.
         """
         weight = cast(Tensor, self.weights[0])
-        ours = isinstance(self.head, Patched)
-        if ours and (self.head.weight is weight or _gathered_again(self.head, weight)):
+        if isinstance(self.head, Patched) and (
+            _gathered_again(self.head, weight) or self._held_by(self.head)
+        ):
             return self.head(hidden, job)
         return job.run(Recorded(self), hidden)
+
+    def _held_by(self, head: Any) -> bool:
+        """Whether the head has the weight, and the adapters that act, of the forward pass."""
+        if not hasattr(head, "thin") or head.weight is not self.weights[0]:
+            return False
+        thin, recorded = head.thin(), self.weights[2:]
+        same = len(thin) == len(recorded) and head.scales() == self.scales
+        return same and all(a is b for a, b in zip(thin, recorded, strict=True))
 
     def product(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
@@ -169,11 +202,12 @@ class Recipe:
         """The real logits, differentiable where the recipe is."""
         with self.mode():
             job = Job(lambda head, hidden: head.stock_forward(hidden))
-            return self.finish(self.run(job, self.hidden))
+            logits = self.finish(self.run(job, self.hidden))
+        return logits if self.grad else logits.detach()
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the steps to raw logits."""
-        return _finished(logits, self.steps)
+        return finished(logits, self.steps)
 
     def joined(self, name: str, other: Recipe) -> Recipe | None:
         """The recipe of ``times`` or ``plus`` another one of the same rows, else None."""
@@ -183,10 +217,12 @@ class Recipe:
         dtype = torch.promote_types(self.dtype, other.dtype)
         return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
 
-    def mode(self) -> contextlib.AbstractContextManager[None]:
+    def mode(self) -> contextlib.AbstractContextManager[Any]:
         """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
-        if self.guard is None or _tracing(self.guard):
+        if self.guard is None:
             return contextlib.nullcontext()
+        if _tracing(self.guard):
+            return self.guard.traced()
         self.guard.check(self.head)
         return self.guard.entered(self.grad)
 
@@ -221,15 +257,32 @@ class Recipe:
         return float(scale), cap
 
 
-def _finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
+def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Apply steps to logits, in the dtypes that the steps name whatever autocast says now."""
+    if steps and torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
+        with torch._C._DisableAutocast():
+            return finished(raw, steps)
     logits = raw
     for name, value in steps:
         if name in ("times", "plus"):
-            other = _finished(raw, value)
+            other = finished(raw, value)
             logits = logits * other if name == "times" else logits + other
         else:
             logits = STEPS[name](logits, value)
     return logits
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps and overlaps, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected = expected * size
+    return True
 
 
 def _is_softcap(last: list[Step]) -> bool:
@@ -255,6 +308,13 @@ class _Circumstances:
             if not grad:
                 stack.enter_context(torch.no_grad())
             yield
+
+    def traced(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as in the forward pass, in a form that a compiler traces."""
+        kind, dtype = self.device_type, self.autocast_dtype
+        if kind == "meta" or dtype == autocast_dtype(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
 
 
 class Guard(_Circumstances):
@@ -284,6 +344,8 @@ class Guard(_Circumstances):
         Where sharding libraries put the gathered and the sharded parameter in turns, one that is
         another object now is left alone.
         """
+        if getattr(head, "merged", False):  # by PEFT, through .data
+            raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
         gathered = _gathered_again(head, self.weight)
         now = _parameters(head) if gathered else {}
         for name, (tensor, version) in self.seen.items():

@@ -23,7 +23,9 @@ import dis
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
+
+from liger_multi.primitive import constant_in_graphs
 
 
 def methods(kind: type) -> dict[str, FunctionType]:
@@ -46,6 +48,29 @@ def calls(function: FunctionType, wanted: Callable[[str, Any], bool]) -> dict[st
     }
 
 
+def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
+    """``target``, as long as a method finds under a global name what it finds there now."""
+    layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
+    home = next(layer.__globals__ for layer in layers if name in layer.__globals__)
+    stock = home[name]
+
+    @constant_in_graphs
+    def current() -> bool:
+        return home.get(name) is stock
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs) if current() else home[name](*args, **kwargs)
+
+    followed.__name__ = target.__name__
+    return cast(FunctionType, followed)
+
+
+@functools.lru_cache(maxsize=1024)
+def names(function: FunctionType) -> frozenset[str]:
+    """The attributes and globals that a method and what it decorates load."""
+    return frozenset(name for layer in _layers(function) for name in _names(layer.__code__))
+
+
 @functools.lru_cache(maxsize=1024)
 def refusal(function: FunctionType, name: str) -> str | None:
     """Why a copy cannot be told to load another global instead of ``name``, or None."""
@@ -60,10 +85,15 @@ def refusal(function: FunctionType, name: str) -> str | None:
     return None
 
 
-def redirected(function: FunctionType, targets: Mapping[str, FunctionType]) -> FunctionType:
+def redirected(
+    function: FunctionType,
+    targets: Mapping[str, FunctionType],
+    around: Callable[[FunctionType], FunctionType] = lambda made: made,
+) -> FunctionType:
     """A copy of a method that calls ``targets`` in the place of the globals of these names.
 
-    The targets are put into the globals of the method under their own ``__name__``.
+    The targets are put into the globals of the method under their own ``__name__``. What stands on
+    the class is what ``around`` makes of the copy.
     """
     inner, made_inner = _inner(function), None
     cells, itself = list(function.__closure__ or ()), None
@@ -74,10 +104,10 @@ def redirected(function: FunctionType, targets: Mapping[str, FunctionType]) -> F
             cells[at] = CellType(made_inner)
         elif held is function:  # a function that asks whether it is the method of a class
             itself = cells[at] = CellType()
-    names = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
-    function.__globals__.update({t.__name__: t for n, t in targets.items() if n in names})
+    used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
+    function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
     made = FunctionType(
-        _renamed(function.__code__, names),
+        _renamed(function.__code__, used),
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -88,6 +118,7 @@ def redirected(function: FunctionType, targets: Mapping[str, FunctionType]) -> F
     del made.__wrapped__  # type: ignore[attr-defined]
     if "__wrapped__" in vars(function):
         made.__wrapped__ = made_inner or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
+    made = around(made)
     if itself is not None:
         itself.cell_contents = made
     return made

@@ -6,13 +6,15 @@ gradient of the weight in fp32, so that the number of chunks does not show in it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from liger_multi.checks import autocast_dtype
+from liger_multi.double_backward import first_derivatives_only
 from liger_multi.patching.recipe import Job, Recipe
 
 CHUNK_BYTES = 64 * 2**20
@@ -36,9 +38,11 @@ class _ByRows(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.plan.backward(grads, ctx.saved_tensors, ctx.needs_input_grad[1:]))
+    @first_derivatives_only("patching (a reduction of logits)")
+    def backward(
+        ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.plan.backward(grads, saved, ctx.needs_input_grad[1:]))
 
 
 _by_rows: Any = _ByRows.apply
@@ -51,11 +55,21 @@ class _Plan:
     ) -> None:
         self.recipe, self.function, self.extras = recipe, function, extras
         self.step = step or max(1, CHUNK_BYTES // (4 * recipe.vocabulary))
+        self.device_type = recipe.hidden.device.type
+        self.autocast_dtype = autocast_dtype(self.device_type)  # the caller's
 
     def chunk(self, start: int, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         rows = slice(start, start + self.step)
         logits = self.recipe.finish(self.recipe.product(hidden, *weights))
-        return self.function(logits, *(e[rows] for e in self.extras))
+        with self.called():
+            return self.function(logits, *(e[rows] for e in self.extras))
+
+    def called(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast of the reduction's call; the head's was that of the forward pass."""
+        kind, dtype = self.device_type, self.autocast_dtype
+        if dtype == autocast_dtype(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
 
     def forward(self, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, max(1, hidden.shape[0]), self.step)

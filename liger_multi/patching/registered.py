@@ -18,6 +18,7 @@ from liger_multi.patching.kinds import (
     NormKind,
 )
 from liger_multi.patching.options import BUILT_IN, Options
+from liger_multi.patching.signature import code_holds
 from liger_multi.patching.swap import Patched
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
@@ -50,7 +51,11 @@ class Replaced(Patched):
     """A module that runs what a registered probe found for it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The replacement, or the stock forward that it is given."""
+        """The replacement, with the stock forward; that alone where somebody replaced it."""
+        if not isinstance(self, Replaced):
+            return type(self).forward(self, *args, **kwargs)
+        if not code_holds(type(self)):
+            return super().forward(*args, **kwargs)
         found = cast(Replacement, type(self)._liger_multi_swap.settings)
         return found.forward(self, super().forward, *args, **kwargs)
 

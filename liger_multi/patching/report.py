@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,3 +119,11 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [
         "  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in table
     ]
+
+
+def promised(model_type: str, enabled: Mapping[str, Any]) -> PatchReport:
+    """What models of a type are going to run, by operator with its options."""
+    report = PatchReport(f"models of type {model_type} built from now on")
+    for op, options in enabled.items():
+        report.entries.append(Entry("", op, model_type, op, options.shown()))
+    return report

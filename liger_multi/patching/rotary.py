@@ -33,6 +33,7 @@ from liger_multi.patching.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.probe import laboratory, random
 from liger_multi.patching.swap import Patched, Swap
+from liger_multi.primitive import constant_in_graphs
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
@@ -87,9 +88,35 @@ def renew(kind: type) -> None:
     for method in vars(kind).get("_liger_multi_methods", {}):
         delattr(kind, method)
     for method, (function, used) in found.items():
-        targets = {name: _served(name, f, cast(Options, swap.settings)) for name, f in used.items()}
-        setattr(kind, method, redirect.redirected(function, targets))
+        options = cast(Options, swap.settings)
+        targets = {
+            name: redirect.while_current(function, name, _served(name, f, options))
+            for name, f in used.items()
+        }
+        around = functools.partial(_while_it_holds, stock=swap.stock, name=method)
+        setattr(kind, method, redirect.redirected(function, targets, around))
     kind._liger_multi_methods = found  # type: ignore[attr-defined]
+
+
+def _while_it_holds(copy: FunctionType, stock: type, name: str) -> FunctionType:
+    """A method that is the copy, as long as the stock class has what it was copied from.
+
+    It may be called, by somebody who holds it, when the module has its stock class again.
+    """
+
+    @functools.wraps(copy)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, FusedRotary) and _method_holds(type(self), name):
+            return copy(self, *args, **kwargs)
+        return getattr(stock, name)(self, *args, **kwargs)
+
+    return cast(FunctionType, method)
+
+
+@constant_in_graphs
+def _method_holds(kind: Any, name: str) -> bool:
+    copied_from, _ = kind._liger_multi_methods[name]
+    return getattr(kind._liger_multi_swap.stock, name, None) is copied_from
 
 
 def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:

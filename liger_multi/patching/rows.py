@@ -42,8 +42,23 @@ def getitem(hidden: Tensor, index: Any) -> Hidden:
     return hidden[index]
 
 
-def reshape(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> Hidden:
-    """``logits.view(sizes)`` when the last axis stays the vocabulary."""
+def reshape(
+    hidden: Tensor, vocabulary: int, sizes: Sequence[int], function: Any = Tensor.reshape
+) -> Hidden:
+    """``logits.reshape(sizes)`` when the last axis stays the vocabulary.
+
+    Args:
+        hidden: The hidden states.
+        vocabulary: Length of the logits' last axis.
+        sizes: The shape that was asked for.
+        function: ``Tensor.view`` raises where logits would need a copy.
+    """
+    wanted = sizes_of_rows(hidden, vocabulary, sizes)
+    return None if wanted is None else function(hidden, wanted)
+
+
+def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of hidden states whose logits have the shape ``sizes``, if there is one."""
     if not sizes or not all(isinstance(s, int) for s in sizes):
         return None
     resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
@@ -57,7 +72,29 @@ def reshape(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> Hidden:
         resolved[at] = total // known
     if resolved[-1] != vocabulary or _product(resolved) != total:
         return None
-    return hidden.reshape(*resolved[:-1], hidden.shape[-1])
+    return (*resolved[:-1], hidden.shape[-1])
+
+
+def is_view(hidden: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether ``hidden.reshape(sizes)`` shares memory, from sizes and strides alone.
+
+    Axes of the tensor that lie in memory without gaps between them form a block; a view may cut
+    axes within a block, and none that spans two. For compiled graphs, where nobody can be asked.
+    """
+    shape, strides, at = hidden.shape, hidden.stride(), len(sizes) - 1
+    block, base = 1, strides[-1]
+    for axis in reversed(range(len(shape))):
+        block = block * shape[axis]
+        inside = axis > 0 and (shape[axis - 1] == 1 or strides[axis - 1] == block * base)
+        if inside:
+            continue
+        covered = 1
+        while at >= 0 and (covered < block or sizes[at] == 1):
+            covered, at = covered * sizes[at], at - 1
+        if covered != block:
+            return False
+        block, base = 1, strides[axis - 1]
+    return at == -1
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -133,10 +170,13 @@ _narrow, _select, _take = (
 )
 
 
-def _view(hidden: Tensor, vocabulary: int, *sizes: Any, **kwargs: Any) -> Hidden:
-    sizes = sizes or (kwargs.get("shape", kwargs.get("size", ())),)
-    flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    return reshape(hidden, vocabulary, tuple(flat))
+def _shaped(function: Any) -> Callable[..., Hidden]:
+    def run(hidden: Tensor, vocabulary: int, *sizes: Any, **kwargs: Any) -> Hidden:
+        sizes = sizes or (kwargs.get("shape", kwargs.get("size", ())),)
+        flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        return reshape(hidden, vocabulary, tuple(flat), function)
+
+    return run
 
 
 def _item(hidden: Tensor, vocabulary: int, index: Any) -> Hidden:
@@ -145,7 +185,8 @@ def _item(hidden: Tensor, vocabulary: int, index: Any) -> Hidden:
 
 ROWS: dict[Any, Callable[..., Hidden]] = {
     Tensor.__getitem__: _item,
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
+    Tensor.view: _shaped(Tensor.view),
+    **dict.fromkeys((Tensor.reshape, torch.reshape), _shaped(Tensor.reshape)),
     **dict.fromkeys((Tensor.flatten, torch.flatten), flatten),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), squeeze),
     **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), unsqueeze),

@@ -37,6 +37,7 @@ class ShardedHead(LazyHead):
         dtype = output_dtype(hidden, self.weight) if isinstance(hidden, Tensor) else None
         if dtype is None or hidden.ndim < 2 or not may_be_lazy(self, hidden, grad):
             return self.stock_forward(hidden)
+        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
         return lazy_logits(Recipe(self, weights, hidden, settings, dtype, grad, guard))

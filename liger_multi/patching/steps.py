@@ -6,6 +6,7 @@ when nothing changes, or with None when the operation cannot be remembered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +47,37 @@ def negative(recipe: Recipe) -> Recipe:
     return recipe.step("mul", -1)
 
 
-def simple(name: str) -> Callable[..., Recipe | None]:
+def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Recipe | None]:
     """A function of every element, without arguments."""
 
     def run(recipe: Recipe, **rest: Any) -> Recipe | None:
-        return None if rest else recipe.step(name)
+        kept = _dtype_of(function, recipe) == recipe.dtype
+        return recipe.step(name) if kept and not rest else None
 
     return run
+
+
+def _dtype_of(function: Callable[[Tensor], Tensor], recipe: Recipe) -> torch.dtype | None:
+    """The dtype that autocast gives a result now; None where a graph cannot ask."""
+    device = recipe.hidden.device
+    autocast = autocast_dtype(device.type)
+    if autocast is None:
+        return recipe.dtype
+    if torch.compiler.is_compiling():
+        return None
+    return _autocast_result(function, device, recipe.dtype, autocast)
+
+
+@functools.lru_cache(maxsize=256)
+def _autocast_result(
+    function: Callable[[Tensor], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: torch.dtype,
+) -> torch.dtype:
+    """Asked of PyTorch, whose lists of operations differ between devices and releases."""
+    with torch.no_grad():
+        return function(torch.ones(1, device=device, dtype=dtype)).dtype
 
 
 def tanh(recipe: Recipe, **rest: Any) -> Recipe | None:
@@ -87,26 +112,30 @@ def to(recipe: Recipe, *args: Any, **kwargs: Any) -> Recipe | None:
 
 
 def contiguous(recipe: Recipe, memory_format: Any = torch.contiguous_format) -> Recipe | None:
-    """``logits.contiguous()``."""
-    return recipe if memory_format in (torch.contiguous_format, torch.preserve_format) else None
+    """``logits.contiguous()``: themselves, or a copy without gaps."""
+    if memory_format is not torch.contiguous_format:
+        return None
+    return recipe if recipe.hidden.is_contiguous() else recipe.rows(recipe.hidden.contiguous())
 
 
 def clone(recipe: Recipe, **rest: Any) -> Recipe | None:
-    """``logits.clone()``: lazy while gradients are wanted (DDP clones outputs), else a copy."""
-    return recipe.copy() if recipe.grad and not rest else None
+    """``logits.clone()``."""
+    return None if rest else recipe.packed().copy()
 
 
-def normalized(name: str) -> Callable[..., Recipe | None]:
+def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., Recipe | None]:
     """``softmax`` or ``log_softmax`` over the vocabulary."""
+
+    def function(logits: Tensor) -> Tensor:
+        return along(logits, -1)
 
     def run(
         recipe: Recipe, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
     ) -> Recipe | None:
-        known = dtype is None or dtype.is_floating_point
-        if dim not in (-1, recipe.hidden.ndim - 1) or not known:
+        kept = dtype or _dtype_of(function, recipe)
+        if dim not in (-1, recipe.hidden.ndim - 1) or kept is None or not kept.is_floating_point:
             return None
-        autocast = autocast_dtype(recipe.hidden.device.type) is not None
-        return recipe.step(name, dtype or (torch.float32 if autocast else recipe.dtype))
+        return recipe.step(name, kept)
 
     return run
 
@@ -120,8 +149,8 @@ RECORDED: dict[Any, Callable[..., Recipe | None]] = {
     ),
     **dict.fromkeys((Tensor.tanh, torch.tanh), tanh),
     **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), negative),
-    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp")),
-    **dict.fromkeys((Tensor.log, torch.log), simple("log")),
+    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp", torch.exp)),
+    **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), add),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), subtract),
     Tensor.float: lambda recipe: cast(recipe, torch.float32),
@@ -132,10 +161,12 @@ RECORDED: dict[Any, Callable[..., Recipe | None]] = {
     Tensor.type_as: lambda recipe, other: to(recipe, other),
     Tensor.contiguous: contiguous,
     **dict.fromkeys((Tensor.clone, torch.clone), clone),
-    **dict.fromkeys((Tensor.detach, torch.detach), lambda recipe: recipe.detached()),
-    **dict.fromkeys((Tensor.softmax, torch.softmax, F.softmax), normalized("softmax")),
     **dict.fromkeys(
-        (Tensor.log_softmax, torch.log_softmax, F.log_softmax), normalized("log_softmax")
+        (Tensor.softmax, torch.softmax, F.softmax), normalized("softmax", torch.softmax)
+    ),
+    **dict.fromkeys(
+        (Tensor.log_softmax, torch.log_softmax, F.log_softmax),
+        normalized("log_softmax", torch.log_softmax),
     ),
 }
 JOINS: dict[Any, str] = {

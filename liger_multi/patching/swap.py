@@ -8,13 +8,17 @@ that match by class or by name, and ``isinstance`` see what they saw before; ``d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 from torch import nn
 
 from liger_multi.errors import PatchError
+from liger_multi.patching.signature import Signature, code_of
+
+Code: TypeAlias = "tuple[tuple[type, str, Any], ...]"
+"""Functions of classes: where they stand, their names, and what they were at the patch."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,15 @@ class Swap:
 
 
 class Patched(nn.Module):
-    """Base of the behaviours; the concrete classes are made by :func:`swap`."""
+    """Base of the behaviours; the concrete classes are made by :func:`apply`.
+
+    Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
+    forward) and call it when the module has its stock class again. So every behaviour's forward
+    begins with ``isinstance(self, Behaviour)``, and is the one of the class where that is false.
+    """
 
     _liger_multi_swap: ClassVar[Swap]
+    _liger_multi_code: ClassVar[Code]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the stock class; the made class has no importable name."""
@@ -62,6 +72,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
             bases = (swap.around, _class_of(replace(swap, around=None)))
         namespace = {
             "_liger_multi_swap": swap,
+            "_liger_multi_code": _code(swap),
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
@@ -69,6 +80,11 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         fresh = type(stock.__name__, bases, namespace)
         made = _classes.setdefault(swap, fresh)
     return made
+
+
+def _code(swap: Swap) -> Code:
+    signature = getattr(swap.settings, "signature", None)
+    return code_of(swap.stock, signature if isinstance(signature, Signature) else None)
 
 
 def _new(swap: Swap) -> nn.Module:
@@ -87,6 +103,13 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
     return found.stock if found else type(module)
 
 
+def unpatched_class(module: nn.Module) -> type[nn.Module]:
+    """The same, also where somebody swapped the class once more on top of ours."""
+    if isinstance(module, Patched):
+        return type(module)._liger_multi_swap.stock
+    return type(module)
+
+
 def buried(module: nn.Module) -> bool:
     """Whether somebody swapped the class once more on top of ours (FSDP2 does)."""
     return isinstance(module, Patched) and swapped(module) is None
@@ -96,6 +119,7 @@ def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
     found = swapped(module)
     _drop_own_forward(module)
+    _class_of(swap)._liger_multi_code = _code(swap)  # type: ignore[attr-defined]  # probed just now
     if found == swap:
         return "already patched"
     module.__class__ = _class_of(swap)
@@ -114,14 +138,17 @@ def restore(module: nn.Module) -> Swap | None:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the forward in a module's attributes is just that of its class, bound.
 
-    transformers 5.0 leaves it there when it has captured outputs: it put a wrapper into the
-    attributes, and puts back what ``module.forward`` was.
+    transformers 5.0 leaves it there when it has captured outputs, and accelerate when it removes
+    its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
+    Where the patch came or went in between, that is one of our forwards, or the stock one.
     """
     held = vars(module).get("forward")
-    return (
-        getattr(held, "__self__", None) is module
-        and getattr(held, "__func__", None) is type(module).forward
-    )
+    function = getattr(held, "__func__", None)
+    if getattr(held, "__self__", None) is not module or function is None:
+        return False
+    written_in = str(getattr(function, "__globals__", {}).get("__name__"))
+    ours = written_in.startswith("liger_multi.patching.")
+    return ours or function in (type(module).forward, stock_class(module).forward)
 
 
 def _drop_own_forward(module: nn.Module) -> None:
@@ -147,31 +174,12 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
         )
 
 
-def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Remember the classes of all modules; the returned function brings them back.
-
-    Modules that came in between lose the patch; a class that is no longer ours raises PatchError.
-    """
-    before = {id(m): (m, type(m)) for m in model.modules()}
-
-    def bring_back() -> None:
-        now = [(path, m) for path, m in model.named_modules()]
-        refuse_buried(
-            [(p, m) for p, m in now if id(m) not in before or type(m) is not before[id(m)][1]],
-            "unpatch",
-        )
-        for _, module in now:
-            if id(module) not in before:
-                restore(module)
-        for module, kind in before.values():  # also those that left the model while it was patched
-            if type(module) is not kind and stock_class(module) is stock_of(kind):
-                _drop_own_forward(module)
-                module.__class__ = kind
-
-    return bring_back
+def swap_of(kind: type[nn.Module]) -> Swap | None:
+    """The swap of a class that is exactly one of ours, else None."""
+    return cast("Swap | None", vars(kind).get("_liger_multi_swap"))
 
 
 def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that stands behind one of ours, or the class itself."""
-    found = cast("Swap | None", vars(kind).get("_liger_multi_swap"))
+    found = swap_of(kind)
     return found.stock if found else kind

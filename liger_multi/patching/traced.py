@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,59 +18,146 @@ from torch import Tensor
 
 from liger_multi.patching import rows
 from liger_multi.patching.loss import CrossEntropyCall, fused, on_real
-from liger_multi.patching.protocol import GRADIENT_BY_LOGITS, warn_once
+from liger_multi.patching.protocol import (
+    GRADIENT_BY_LOGITS,
+    HOOKS,
+    OBJECT_IN_FUNCTION,
+    asked_for,
+    refuse_late_hook,
+    warn_once,
+)
 from liger_multi.patching.recipe import Recipe
 from liger_multi.patching.steps import RECORDED
+from liger_multi.primitive import constant_in_graphs
 
-# what others want to hold as a tensor, which these logits cannot be
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_HOOKS = {hook.__name__: hook for hook in HOOKS}
 _READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
 
 
-class TracedLogits:
-    """Logits of a recipe; attributes that are not here are those of the real logits."""
+class Shared:
+    """What logits have in common that share memory.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    Attributes:
+        real: Whether somebody holds real ones; every operation is PyTorch's from then on.
+        consumed: Whether a result was computed that does not pass by the logits.
+    """
+
+    def __init__(self) -> None:
+        self.real = False
+        self.consumed = False
+
+
+class TracedLogits:
+    """Logits of a recipe; attributes that are not here are those of the real logits.
+
+    Args:
+        recipe: How to compute them.
+        origin: Logits whose memory these share.
+        how: The name of the method of the origin that gives these, and its arguments.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        origin: TracedLogits | None = None,
+        how: tuple[str, tuple[Any, ...]] = ("", ()),
+    ) -> None:
+        self.recipe, self.origin, self.how = recipe, origin, how
+        self.shared: Shared = Shared() if origin is None else origin.shared
         self.cached: Tensor | None = None
 
     def real(self) -> Tensor:
         """The real logits, computed at most once."""
+        self._check()
         if self.cached is None:
-            self.cached = self.recipe.compute()
+            self.shared.real = True
+            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+                self.cached = self._computed()
+            else:  # a tensor that can be written to outside
+                with torch.inference_mode(False):
+                    self.cached = self._computed()
         return self.cached
+
+    def _computed(self) -> Tensor:
+        with torch.set_grad_enabled(self.recipe.grad):
+            if self.origin is None:
+                return self.recipe.compute()
+            return getattr(self.origin.real(), self.how[0])(*self.how[1])  # type: ignore[no-any-return]
+
+    def _check(self) -> None:
+        """Refuse to be the input of an autograd.Function, which takes no gradient of an object.
+
+        Raises:
+            RuntimeError: The call is made in the forward of such a function.
+        """
+        if not self.recipe.grad:
+            return
+        if torch.compiler.is_compiling():
+            refused = _tracing_a_function()
+        else:
+            refused = not torch.is_grad_enabled() and any(
+                x is self for x in _arguments_of_functions()
+            )
+        if refused:
+            raise RuntimeError(OBJECT_IN_FUNCTION)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record or fuse, else compute."""
         kwargs = kwargs or {}
+        first = args[0] if args else None
         if func is F.cross_entropy:
             call = CrossEntropyCall(*args, **kwargs)
             if isinstance(call.input, TracedLogits):
-                loss = fused(call.input.recipe, call)
-                options = call.input.recipe.settings.on_real
-                if loss is None and options is not None:
-                    loss = on_real(call.input.real(), options, call)
+                loss = call.input._loss(call)
                 if loss is not None:
                     return loss
-        elif func is torch.autograd.grad and any(
-            isinstance(x, TracedLogits) and x.cached is None for x in args[1]
-        ):
+        elif func is torch.autograd.grad and any(_is_lazy(x) for x in asked_for(*args, **kwargs)):
             raise RuntimeError(GRADIENT_BY_LOGITS)
-        elif func in RECORDED and func not in _READ and args and isinstance(args[0], TracedLogits):
-            step = RECORDED[func](args[0].recipe, *args[1:], **kwargs)
-            if step is not None:
-                return args[0]._derived(step)
+        elif func in RECORDED and func not in _READ and _is_lazy(first):
+            return first._step(func, *args[1:], **kwargs)  # type: ignore[union-attr]
         return func(*[_real(a) for a in args], **{k: _real(v) for k, v in kwargs.items()})
 
-    def _derived(self, recipe: Recipe) -> TracedLogits:
-        return type(self)(recipe)
+    def _loss(self, call: CrossEntropyCall) -> Tensor | None:
+        self._check()
+        loss = None if self.shared.real else fused(self.recipe, call)
+        if loss is not None:
+            self.shared.consumed = True
+            return loss
+        options = self.recipe.settings.on_real
+        return None if options is None else on_real(self.real(), options, call)
 
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        step = RECORDED[func](self.recipe, *args, **kwargs)
-        return func(self.real(), *args, **kwargs) if step is None else self._derived(step)
+        if self.shared.real:
+            return func(self.real(), *args, **kwargs)
+        recipe = self._recipe
+        step = RECORDED[func](recipe, *args, **kwargs)
+        if step is None:
+            return func(self.real(), *args, **kwargs)
+        if step is recipe:
+            return self if recipe is self.recipe else type(self)(recipe, self, ("detach", ()))
+        if step.steps == recipe.steps:
+            return type(self)(step)
+        self.shared.consumed = True
+        return type(self)(RECORDED[func](recipe.packed(), *args, **kwargs))  # type: ignore[arg-type]
 
-    def _rows(self, hidden: Any) -> Any:
-        return None if hidden is None else self._derived(self.recipe.rows(hidden))
+    @property
+    def _recipe(self) -> Recipe:
+        """The recipe as an operation sees it that is called now."""
+        self._check()
+        graph = torch.is_grad_enabled() or not self.recipe.grad
+        return self.recipe if graph else self.recipe.detached()
+
+    def _rows(self, name: str, hidden: Any, copied: bool, *args: Any) -> Any:
+        """These logits after a method that selects or shapes rows."""
+        if hidden is None:
+            return getattr(self.real(), name)(*args)
+        recipe = self._recipe.rows(hidden)
+        if copied:
+            self.shared.consumed = True
+            return type(self)(recipe)
+        return type(self)(recipe, self, (name, args))
 
     @property
     def shape(self) -> torch.Size:
@@ -111,8 +199,14 @@ class TracedLogits:
         return self._step(Tensor.to, *args, **kwargs)
 
     def contiguous(self) -> Any:
-        """These logits."""
-        return self
+        """These logits, or a copy of them without gaps."""
+        return self._step(Tensor.contiguous)
+
+    def detach(self) -> Any:
+        """The same values, cut off from autograd."""
+        if self.shared.real:
+            return self.real().detach()
+        return type(self)(self.recipe.detached(), self, ("detach", ()))
 
     def __mul__(self, other: Any) -> Any:
         return self._step(Tensor.mul, other)
@@ -128,19 +222,36 @@ class TracedLogits:
 
     def view(self, *sizes: Any) -> Any:
         """Another shape of the rows."""
-        flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        made = self._rows(rows.reshape(self.recipe.hidden, self.recipe.vocabulary, tuple(flat)))
-        return self.real().view(*sizes) if made is None else made
+        return self._shaped("view", Tensor.view, False, sizes)
 
-    reshape = view
+    def reshape(self, *sizes: Any) -> Any:
+        """Another shape of the rows; a copy where there are gaps."""
+        return self._shaped("reshape", Tensor.reshape, True, sizes)
+
+    def _shaped(self, name: str, function: Any, may_copy: bool, sizes: Any) -> Any:
+        if self.shared.real:
+            return getattr(self.real(), name)(*sizes)
+        flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        recipe = self._recipe
+        wanted = rows.sizes_of_rows(recipe.hidden, recipe.vocabulary, tuple(flat))
+        if wanted is None:
+            return getattr(self.real(), name)(*sizes)
+        whole = not may_copy or recipe.hidden.is_contiguous()
+        copied = not whole and not rows.is_view(recipe.hidden, wanted)
+        return self._rows(name, function(recipe.hidden, wanted), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        made = self._rows(rows.getitem(self.recipe.hidden, index))
-        return self.real()[index] if made is None else made
+        if self.shared.real:
+            return self.real()[index]
+        items = index if isinstance(index, tuple) else (index,)
+        copied = any(isinstance(item, Tensor) for item in items)
+        return self._rows("__getitem__", rows.getitem(self._recipe.hidden, index), copied, index)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("recipe", "cached"):
+        if name.startswith("__") or name in ("recipe", "cached", "origin", "how", "shared"):
             raise AttributeError(name)
+        if name in _HOOKS and self.shared.consumed:
+            refuse_late_hook(_HOOKS[name], ())
         return getattr(self.real(), name)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -159,7 +270,7 @@ class TracedLogits:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
 
 
-def _arithmetic(name: str) -> Any:
+def _method(name: str) -> Any:
     def method(self: TracedLogits, *others: Any) -> Any:
         return getattr(self.real(), name)(*[_real(o) for o in others])
 
@@ -167,13 +278,58 @@ def _arithmetic(name: str) -> Any:
 
 
 _OPERATORS = (
-    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "abs", "matmul"),
-    *("floordiv", "rfloordiv", "mod", "rmod"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "array", "bool", "setitem"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "pos", "abs", "invert"),
+    *("matmul", "rmatmul", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift"),
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "setitem"),
+    *("array", "bool", "int", "float", "complex", "index", "format", "dlpack", "dlpack_device"),
 )
 for _name in _OPERATORS:
-    setattr(TracedLogits, f"__{_name}__", _arithmetic(f"__{_name}__"))
+    setattr(TracedLogits, f"__{_name}__", _method(f"__{_name}__"))
+
+
+def _attribute(name: str) -> property:
+    """An attribute of the real logits that can be assigned."""
+
+    def get(self: TracedLogits) -> Any:
+        return getattr(self.real(), name)
+
+    def put(self: TracedLogits, value: Any) -> None:
+        setattr(self.real(), name, _real(value))
+
+    return property(get, put)
+
+
+for _name in ("data", "grad", "requires_grad"):
+    setattr(TracedLogits, _name, _attribute(_name))
 TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@constant_in_graphs
+def _tracing_a_function() -> bool:
+    """Whether the compiler traces the forward of an autograd.Function; it calls this then."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if tracer.source_target == "autograd.Function":
+            return True
+        tracer = tracer.parent
+    return any(isinstance(x, TracedLogits) for x in _arguments_of_functions())
+
+
+def _arguments_of_functions() -> Iterator[Any]:
+    """What the autograd.Functions got whose forward is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            yield from frame.f_locals.get("args", ())
+        frame = frame.f_back
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, TracedLogits) and not value.shared.real
 
 
 def _real(value: Any) -> Any:
@@ -187,7 +343,7 @@ def _real(value: Any) -> Any:
 class ReplicaLogits(TracedLogits):
     """Logits inside a replica of ``nn.DataParallel``: good for the loss there, not gathered."""
 
-    def __new__(cls, recipe: Any) -> Any:
+    def __new__(cls, recipe: Any, *more: Any) -> Any:
         """``gather`` calls the class with an iterator over what it took from the replicas."""
         return super().__new__(cls) if isinstance(recipe, Recipe) else MissingLogits()
 

@@ -21,6 +21,9 @@ def main() -> int:
     """Run, print one line a pair, and keep the results when asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of type/Class; all pairs by default")
+    parser.add_argument(
+        "--attention", action="store_true", help="judge attn_implementation='liger_multi' instead"
+    )
     parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
     parser.add_argument("--device", help="device of the models; that of the backend by default")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
@@ -47,6 +50,8 @@ def main() -> int:
         # the forks open the device: a driver that is started here would not outlive them
         device = given.device or backends()[given.backend].device_type or "cpu"
     pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
+    if given.attention:
+        return attention(pairs[given.first :: given.every], given.jobs, given.json)
     started, found = time.monotonic(), []
     for outcome in sweep(pairs[given.first :: given.every], given.jobs, str(device)):
         found.append(outcome)
@@ -72,6 +77,23 @@ def main() -> int:
     if given.write:
         keep(result, others=bool(given.names))
     return int(counts["different"] > 0)
+
+
+def attention(pairs: list[Any], jobs: int, file: Path | None) -> int:
+    """One line per pair, on what its attention does under our name."""
+    from sweep.attention import Verdict, work
+    from sweep.run import forked
+
+    found = []
+    for pair, seconds, fields in forked(pairs, work, jobs):
+        why = f"the process ended after {seconds:.0f} s without a result"
+        verdict = Verdict(**fields or {**vars(pair), "status": "wrong", "why": why})
+        found.append(verdict)
+        print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
+    print(dict(Counter(v.status for v in found)))
+    if file:
+        file.write_text(json.dumps([vars(v) for v in found]))
+    return int(any(v.status == "wrong" for v in found))
 
 
 def named(device: str) -> str:

@@ -104,16 +104,14 @@ def card_of(given: str | int | Card) -> tuple[Card, int]:
     if isinstance(given, Card):
         return given, given.memory
     if isinstance(given, str):
-        name, _, part = given.partition(":")
+        name, colon, part = given.partition(":")
         key = name.strip().lower().replace(" ", "")
         if key in CARDS:
             card = CARDS[key]
-            return card, parse_bytes(part, "memory") if part else card.memory
+            return card, parse_bytes(part, "memory") if colon else card.memory
         if not key[:1].isdigit():
             raise ValueError(f"{unknown('card', given, CARDS)}; or a size such as '24GiB'")
     size = parse_bytes(given, "memory")
-    if size < 1:
-        raise ValueError(f"memory must be positive, got {given!r}")
     near = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
     values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
     return Card(near.name, size, *values, near.source, near.bf16, guessed=True), size

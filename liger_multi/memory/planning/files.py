@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_multi.errors import ConfigurationError, unknown
+from liger_multi.documents import read_yaml
+from liger_multi.errors import ConfigurationError, shown, unknown
 from liger_multi.memory.planning.settings import Candidate, Settings
 
 if TYPE_CHECKING:
     from liger_multi.memory.planning.result import Plan
 
 VERSION = 1
+NAMES = (
+    "plan.yaml",
+    "liger_multi.yaml",
+    "training_arguments.json",
+    "environment.sh",
+    "accelerate.yaml",
+    "deepspeed.json",
+)
 # Told peaks are of tensors. Without it blocks of other sizes lay beside them: 10.8 GiB of tensors,
 # in uneven tiles, were out of memory in 15 GiB (H200, torch 2.11).
 ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -77,17 +86,10 @@ def load(path: str | Path) -> Settings:
     Raises:
         ConfigurationError: The file cannot be read, is not YAML or has another form.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the plan {str(path)!r}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{str(path)!r} is not YAML: {error}") from error
+    content = read_yaml(path, "the plan")
     settings = content.get("settings") if isinstance(content, Mapping) else None
     if not isinstance(settings, Mapping):
-        raise ConfigurationError(f"{str(path)!r} has no mapping of settings, got {content!r:.80}")
+        raise ConfigurationError(f"{str(path)!r} has no mapping of settings, got {shown(content)}")
     known = ("version", "model", "peak_bytes", "memory_bytes", "devices", "settings")
     for name in content:
         if name not in known:

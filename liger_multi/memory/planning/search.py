@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_multi.errors import PlanError, unknown
-from liger_multi.memory.estimation import OPTIMIZERS
+from liger_multi.devices import device_type
+from liger_multi.errors import PlanError, shown
+from liger_multi.memory.estimation import OPTIMIZERS, known, positive
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cards import Card, card_of
 from liger_multi.memory.planning.notes import notes_of
@@ -101,6 +102,7 @@ def plan(
         ValueError: An option that is unknown, or two that do not fit.
         TypeError: ``model_or_config`` is neither.
     """
+    device_type(device)
     card, size = card_of(memory)
     space = _space(space, precision, card)
     _check(devices, batch, sequence, optimizer, headroom, space)
@@ -152,21 +154,18 @@ def _space(space: Space | None, precision: str | Sequence[str] | None, card: Car
 def _check(
     devices: int, batch: int | None, sequence: int, optimizer: str, headroom: float, space: Space
 ) -> None:
-    for name, value in (("devices", devices), ("sequence", sequence), ("batch", batch)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be a share from 0 to below 1, got {headroom!r}")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(unknown("optimizer", optimizer, OPTIMIZERS))
-    for what, names, known in (
-        ("precision", space.precisions, PRECISIONS),
-        ("spread", space.spreads, SPREADS),
+    positive(devices=devices, sequence=sequence, batch=1 if batch is None else batch)
+    if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be a share from 0 to below 1, got {shown(headroom)}")
+    known("optimizer", optimizer, OPTIMIZERS)
+    tables: tuple[tuple[str, tuple[str, ...], Any], ...] = (
+        ("precision", space.precisions, dict.fromkeys(PRECISIONS)),
+        ("spread", space.spreads, dict.fromkeys(SPREADS)),
         ("recompute policy", space.policies, POLICIES),
-    ):
+    )
+    for what, names, table in tables:
         for name in names:
-            if name not in known:
-                raise ValueError(unknown(what, name, known))
+            known(what, name, table)
 
 
 class _Search:

@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from liger_multi.errors import ConfigurationError, unknown
+from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.memory.estimation import ATTENTIONS, OPTIMIZERS
+from liger_multi.memory.policies import POLICIES
 
 SPREADS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 PRECISIONS = ("bf16", "amp", "fp16", "fp32")
+CHOICES = {
+    "spread": SPREADS,
+    "precision": PRECISIONS,
+    "optimizer": tuple(OPTIMIZERS),
+    "recompute": tuple(POLICIES),
+    "attention": ATTENTIONS,
+    "offload_states": (None, "cpu", "nvme"),
+}
 LEVELS = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 
 
@@ -86,7 +96,7 @@ class Settings:
         """Settings from :meth:`as_data`.
 
         Raises:
-            ConfigurationError: A field that does not exist, or a value of another type.
+            ConfigurationError: A field that does not exist, or a value that it cannot have.
         """
         known = {f.name: f.default for f in fields(cls)}
         for name, value in data.items():
@@ -97,11 +107,17 @@ class Settings:
             kind = kinds.get(name, type(known[name]))
             if not optional and type(value) is not kind:
                 raise ConfigurationError(
-                    f"{name} in {source} must be {kind.__name__}, got {value!r}"
+                    f"{name} in {source} must be {kind.__name__}, got {shown(value)}"
                 )
-        for name, choices in (("spread", SPREADS), ("precision", PRECISIONS)):
-            if data.get(name, known[name]) not in choices:
-                raise ConfigurationError(unknown(f"{name} in {source}", data[name], choices))
+            least = 0 if name == "layers" else 1
+            if kind is int and not optional and not least <= value < 2**31:
+                raise ConfigurationError(
+                    f"{name} in {source} must be at least {least} and below 2**31, got "
+                    f"{shown(value)}"
+                )
+            if name in CHOICES and value not in CHOICES[name]:
+                choices = [choice for choice in CHOICES[name] if choice]
+                raise ConfigurationError(unknown(f"{name} in {source}", value, choices))
         return cls(**data)
 
     def __str__(self) -> str:

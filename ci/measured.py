@@ -1,0 +1,139 @@
+"""Measured results in ``benchmarks/``, in the order in which they were taken.
+
+A result file says itself when it was taken (``date``, with time and zone): its name has the day
+alone, and a second run of a day sorts anywhere. :func:`quoted` fills numbers into pages:
+``<!-- = models llama-3.2-1b:8x4096 ours GiB -->38.4<!-- / -->`` in a page is the newest peak of
+that run and variant, which ``make docs`` keeps so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "NVIDIA H200"  # whose numbers pages quote
+_KEY = re.compile(r"(\w+) (.+) (\S+) (\S+)")
+QUOTE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- / -->)")
+UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "GiB": ("peak_bytes", lambda x: f"{x / 2**30:.1f}"),
+    "extra-MiB": ("extra_bytes", lambda x: f"{x / 2**20:,.0f}"),
+    "tokens": ("tokens_per_second", lambda x: f"{x / 1000:.1f}k"),
+    "ms": ("both_ms", lambda x: f"{x:#.3g}".rstrip(".")),
+    "roof": ("both", lambda x: f"{x:.0f}"),
+}
+
+
+def now() -> str:
+    """The date of a result that is written now."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def moment(path: Path, data: Mapping[str, Any]) -> datetime.datetime:
+    """When a result was taken.
+
+    Raises:
+        ValueError: It does not say so, or only the day, by which runs of one day have no order.
+    """
+    try:
+        found = datetime.datetime.fromisoformat(str(data["date"]))
+    except (KeyError, ValueError):
+        raise ValueError(f"{path} has the date {data.get('date')!r}, wanted ISO 8601") from None
+    if found.tzinfo is None:
+        raise ValueError(f"{path} has the date {data['date']!r}, wanted one with time and zone")
+    return found
+
+
+def read(pattern: str = "*.json", folder: Path | None = None) -> list[tuple[Path, Any]]:
+    """Measurements with their files, the oldest first; files that measured no device are left out.
+
+    Args:
+        pattern: Of the files' names.
+        folder: Where they are; ``benchmarks`` by default.
+    """
+    paths = sorted((folder or ROOT / "benchmarks").glob(pattern))
+    loaded = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    found = [one for one in loaded if "rows" in one[1] and "device" in one[1]]
+    return sorted(found, key=lambda one: (moment(*one), one[0].name))
+
+
+def device(data: Mapping[str, Any]) -> str:
+    """Name of the device of a result."""
+    found = data["device"]
+    return str(found if isinstance(found, str) else found["name"])
+
+
+# --- numbers in pages ---
+
+
+def quoted(text: str) -> str:
+    """A page with the current value in each of its quotes."""
+    return QUOTE.sub(lambda match: match[1] + value(match[2]) + match[4], text)
+
+
+def quotes(text: str) -> list[tuple[str, str]]:
+    """The quotes of a page: what each names, and the value that stands there."""
+    return [(match[2], match[3]) for match in QUOTE.finditer(text)]
+
+
+def value(key: str) -> str:
+    """What a quote names, as pages write it.
+
+    ``KIND WHAT WHO UNIT``: of kind ``models`` WHAT is a run and WHO a variant, of ``ops`` and
+    ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. ``ours/liger``
+    is a ratio; both numbers are of one run.
+
+    Raises:
+        ValueError: No result has it.
+    """
+    try:
+        kind, what, who, unit = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
+        field, shown = UNITS[unit]
+        rows = _KINDS[kind]
+    except (AttributeError, KeyError):
+        known = f"one of {', '.join(_KINDS)}; a unit one of {', '.join(UNITS)}"
+        raise ValueError(f"a quote is KIND WHAT WHO UNIT, KIND {known}; got {key!r}") from None
+    names = who.split("/")
+    for _, data in reversed(read(_FILES[kind])):
+        if device(data) == DEVICE:
+            found = {w: _number(row, field) for w, row in rows(data, what) if w in names}
+            numbers = [found.get(name) for name in names]
+            if all(number is not None for number in numbers):
+                first, *rest = (float(number or 0.0) for number in numbers)
+                return f"{first / rest[0]:.2f}" if rest else shown(first)
+    raise ValueError(f"no result of {DEVICE} in benchmarks/ has {key!r}")
+
+
+def _number(row: Mapping[str, Any], field: str) -> float | None:
+    source = row.get("roof_percent") or {} if field == "both" else row
+    return source.get(field)
+
+
+def _of_models(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [(row["variant"], row) for row in data["rows"] if row["run"] == what]
+
+
+def _of_operators(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    rows = data["rows"] if "ceilings" in data else ()
+    return [(row["provider"], row) for row in rows if f"{row['op']}/{row['sample']}" == what]
+
+
+def _of_losses(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [(row["provider"], row) for row in data["rows"] if f"{row['case']}/{shape(row)}" == what]
+
+
+def shape(row: Mapping[str, Any]) -> str:
+    """The shape of a loss's row in one word."""
+    return "x".join(str(n) for n in row["shape"].values())
+
+
+_FILES = {"models": "models-*.json", "ops": "*.json", "losses": "losses-*.json"}
+_KINDS: dict[str, Callable[[Mapping[str, Any], str], list[tuple[str, Any]]]] = {
+    "models": _of_models,
+    "ops": _of_operators,
+    "losses": _of_losses,
+}

@@ -1,0 +1,147 @@
+"""What commands check before they work: devices, numbers, places to write to."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from liger_multi.devices import device_of, usable_device
+from liger_multi.errors import ConfigurationError, LigerMultiError, first_line, shown, summary
+
+OVERWRITE = "--overwrite"
+
+
+def path(text: str) -> Path:
+    """A path as an argument; an empty one would mean the current folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"must be a path, got {shown(text)}")
+    return Path(text)
+
+
+def seed(text: str) -> int:
+    """A seed as an argument, as NumPy takes it."""
+    return _number(text, 0, 2**32 - 1)
+
+
+def steps(text: str) -> int:
+    """A number of steps as an argument."""
+    return _number(text, 1, 2**31 - 1)
+
+
+def _number(text: str, least: int, most: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:  # no number, or one of thousands of digits
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from {least} to {most}, got {shown(text)}"
+        )
+    return value
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that allows :func:`folder` and :func:`file` to meet existing files."""
+    parser.add_argument(OVERWRITE, action="store_true", help="replace files that exist already")
+
+
+def device(command: str, name: str | None) -> torch.device:
+    """The device that a command runs on.
+
+    Raises:
+        LigerMultiError: It is unknown, absent or does not work.
+    """
+    try:
+        return usable_device(name)
+    except ConfigurationError as error:
+        raise LigerMultiError(f"{command} cannot use --device {name}: {error}") from error
+
+
+def known_device(name: str) -> torch.device:
+    """The device of an option, whether or not it works here.
+
+    Raises:
+        LigerMultiError: It is unknown, or has an index that this machine lacks.
+    """
+    try:
+        return device_of(name)
+    except ConfigurationError as error:
+        raise LigerMultiError(f"--device {name}: {error}") from error
+
+
+def folder(option: str, place: Path, names: Sequence[str] = (), overwrite: bool = False) -> None:
+    """Make sure that files can be written into a folder, which is there or can be made.
+
+    Args:
+        option: That named it.
+        place: The folder; only its last part may be missing.
+        names: Files that will be written.
+        overwrite: Whether they may exist.
+
+    Raises:
+        LigerMultiError: The folder cannot be used, or holds one of the files.
+    """
+    if place.exists() and not place.is_dir():
+        raise LigerMultiError(f"{option} {shown(str(place))} is not a folder")
+    parent = place if place.is_dir() else place.parent
+    if not parent.is_dir():
+        raise LigerMultiError(
+            f"{option} {shown(str(place))} cannot be made: there is no folder {shown(str(parent))}"
+        )
+    _writable(option, parent)
+    _absent([place / name for name in names], overwrite)
+
+
+def file(option: str, place: Path, suffix: str, overwrite: bool = False) -> None:
+    """Make sure that a file can be written.
+
+    Raises:
+        LigerMultiError: It has another suffix, cannot be written or exists.
+    """
+    if place.suffix.lower() != suffix:
+        raise LigerMultiError(f"{option} must end with {suffix}, got {shown(str(place))}")
+    if place.is_dir() or not place.parent.is_dir():
+        said = "is a folder" if place.is_dir() else "cannot be written: there is no such folder"
+        raise LigerMultiError(f"{option} {shown(str(place))} {said}")
+    _writable(option, place.parent)
+    _absent([place], overwrite)
+
+
+def _writable(option: str, place: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise LigerMultiError(
+            f"{option} cannot write into {shown(str(place))}: {error.strerror or error}"
+        ) from error
+
+
+def _absent(files: Sequence[Path], overwrite: bool) -> None:
+    found = [str(one) for one in files if os.path.lexists(one)]
+    if found and not overwrite:
+        raise LigerMultiError(
+            f"{', '.join(found)} would be overwritten; allow it with {OVERWRITE}, or name another "
+            "place"
+        )
+
+
+@contextlib.contextmanager
+def simulated(command: str, model: str) -> Iterator[None]:
+    """One line for whatever a configuration from outside makes transformers raise."""
+    try:
+        yield
+    except LigerMultiError:
+        raise
+    except ValueError as error:
+        raise LigerMultiError(f"{command}: {first_line(error)}") from error
+    except Exception as error:
+        raise LigerMultiError(
+            f"{command}: the model of {shown(model)} cannot be simulated: {summary(error)}"
+        ) from error
