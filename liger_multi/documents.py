@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from liger_multi.errors import ConfigurationError, shown
+from liger_multi.errors import ConfigurationError, shown, shown_path
 
 MOST_BYTES = 2**20
 MOST_NODES = 10_000  # values of a YAML file, those of aliases counted each time
@@ -77,7 +77,7 @@ def yaml_of(text: str, name: str) -> Any:
         wrong = f"line {line}: it holds the character {chr(error.character)!a}"
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of characters beyond Unicode
         wrong = f"{type(error).__name__}: {error}"
-    raise ConfigurationError(f"{shown(name)} is not YAML: {wrong}")
+    raise ConfigurationError(f"{shown_path(name)} is not YAML: {wrong}")
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
@@ -93,7 +93,7 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
         wrong = "it is nested too deep"
     except ValueError as error:  # wrong syntax, or an integer of thousands of digits
         wrong = str(error)
-    raise ConfigurationError(f"{shown(os.fspath(path))} is not JSON: {wrong}")
+    raise ConfigurationError(f"{shown_path(path)} is not JSON: {wrong}")
 
 
 def _nonblocking(path: str, flags: int) -> int:
@@ -116,16 +116,16 @@ def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
             data = file.read(most + 1)
     except (OSError, ValueError) as error:  # a ValueError of NUL or surrogates in the name
         reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(f"cannot read {what} {shown(name)}: {reason}") from error
+        raise ConfigurationError(f"cannot read {what} {shown_path(name)}: {reason}") from error
     if len(data) > most:
         raise ConfigurationError(
-            f"cannot read {what} {shown(name)}: it is larger than {most // 2**20} MiB"
+            f"cannot read {what} {shown_path(name)}: it is larger than {most // 2**20} MiB"
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{shown(name)} is not {form}: its text is not UTF-8, byte {error.start} is "
+            f"{shown_path(name)} is not {form}: its text is not UTF-8, byte {error.start} is "
             f"0x{data[error.start]:02x}"
         ) from error
 

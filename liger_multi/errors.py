@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -88,6 +89,16 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """``repr`` of a path, whole while a file system could have it: half of it names no file."""
+    text = os.fspath(path)
+    return repr(text) if isinstance(text, str) and len(text) <= _PATH_MAX else shown(text)
+
+
+_PATH_MAX = 4096
+"""Bytes of the longest path on Linux (``PATH_MAX`` of ``linux/limits.h``)."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an exception of others says, or its type."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -106,10 +117,11 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     text = name if isinstance(name, str) and len(name) < 200 else ""
+    said = repr(text) if text else shown(name)
     many = len(names) > MOST_NAMES
     close = difflib.get_close_matches(text, names, n=5 if many else 1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if many:
         listed = ", ".join(close) or "none has a similar name"
-        return f"unknown {kind} {shown(name)}; {hint}nearest of {len(names)} known: {listed}"
-    return f"unknown {kind} {shown(name)}; {hint}known: {', '.join(names)}"
+        return f"unknown {kind} {said}; {hint}nearest of {len(names)} known: {listed}"
+    return f"unknown {kind} {said}; {hint}known: {', '.join(names)}"

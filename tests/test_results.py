@@ -38,7 +38,8 @@ def run(pytester):
             (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
         (pytester.path / "test_suite.py").write_text(text)
         file = pytester.path / "out" / "native.json"
-        options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--results", str(file))
+        plugins = ("cacheprovider", "xdist", "randomly")
+        options = (*(f"-pno:{name}" for name in plugins), "--results", str(file))
         pytester.runpytest_inprocess(*options, *args)
         (found,) = results.read(file.parent)
         return found

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 
 from liger_multi.devices import device_of, usable_device
-from liger_multi.errors import ConfigurationError, LigerMultiError, first_line, shown, summary
+from liger_multi.errors import (
+    ConfigurationError,
+    LigerMultiError,
+    first_line,
+    shown,
+    shown_path,
+    summary,
+)
 
 OVERWRITE = "--overwrite"
 
@@ -88,11 +95,11 @@ def folder(option: str, place: Path, names: Sequence[str] = (), overwrite: bool 
         LigerMultiError: The folder cannot be used, or holds one of the files.
     """
     if place.exists() and not place.is_dir():
-        raise LigerMultiError(f"{option} {shown(str(place))} is not a folder")
+        raise LigerMultiError(f"{option} {shown_path(place)} is not a folder")
     parent = place if place.is_dir() else place.parent
     if not parent.is_dir():
         raise LigerMultiError(
-            f"{option} {shown(str(place))} cannot be made: there is no folder {shown(str(parent))}"
+            f"{option} {shown_path(place)} cannot be made: there is no folder {shown_path(parent)}"
         )
     _writable(option, parent)
     _absent([place / name for name in names], overwrite)
@@ -105,10 +112,10 @@ def file(option: str, place: Path, suffix: str, overwrite: bool = False) -> None
         LigerMultiError: It has another suffix, cannot be written or exists.
     """
     if place.suffix.lower() != suffix:
-        raise LigerMultiError(f"{option} must end with {suffix}, got {shown(str(place))}")
+        raise LigerMultiError(f"{option} must end with {suffix}, got {shown_path(place)}")
     if place.is_dir() or not place.parent.is_dir():
         said = "is a folder" if place.is_dir() else "cannot be written: there is no such folder"
-        raise LigerMultiError(f"{option} {shown(str(place))} {said}")
+        raise LigerMultiError(f"{option} {shown_path(place)} {said}")
     _writable(option, place.parent)
     _absent([place], overwrite)
 
@@ -119,7 +126,7 @@ def _writable(option: str, place: Path) -> None:
             pass
     except OSError as error:
         raise LigerMultiError(
-            f"{option} cannot write into {shown(str(place))}: {error.strerror or error}"
+            f"{option} cannot write into {shown_path(place)}: {error.strerror or error}"
         ) from error
 
 
@@ -143,5 +150,5 @@ def simulated(command: str, model: str) -> Iterator[None]:
         raise LigerMultiError(f"{command}: {first_line(error)}") from error
     except Exception as error:
         raise LigerMultiError(
-            f"{command}: the model of {shown(model)} cannot be simulated: {summary(error)}"
+            f"{command}: the model of {shown_path(model)} cannot be simulated: {summary(error)}"
         ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi.documents import read_json
-from liger_multi.errors import ConfigurationError, shown, summary, unknown
+from liger_multi.errors import ConfigurationError, shown, shown_path, summary, unknown
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
@@ -65,24 +65,24 @@ def config_of(model: str | Path, sequence: int = 2048) -> Any:
     data = read_json(file, "the configuration of a model")
     if not isinstance(data, dict):
         raise ConfigurationError(
-            f"{shown(str(file))} must hold a mapping, the configuration of a model, got "
+            f"{shown_path(file)} must hold a mapping, the configuration of a model, got "
             f"{type(data).__name__} {shown(data)}"
         )
     kind = data.get("model_type")
     if kind is None:
         raise ConfigurationError(
-            f"{shown(str(file))} has no model_type, which says whose configuration it is; its keys "
+            f"{shown_path(file)} has no model_type, which says whose configuration it is; its keys "
             f"are {shown(list(data))}"
         )
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        said = unknown(f"model_type in {shown(str(file))}", kind, transformers.CONFIG_MAPPING)
+        said = unknown(f"model_type in {shown_path(file)}", kind, transformers.CONFIG_MAPPING)
         own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
         raise ConfigurationError(f"{said} to transformers {transformers.__version__}{own}")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # classes of configurations check in their own ways
         raise ConfigurationError(
-            f"{shown(str(file))} is no configuration of {kind}: {summary(error)}"
+            f"{shown_path(file)} is no configuration of {kind}: {summary(error)}"
         ) from error
 
 
@@ -91,7 +91,7 @@ def _file(model: str | Path) -> Path:
     name = str(model)
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
-            raise ConfigurationError(f"the folder {shown(name)} has no config.json")
+            raise ConfigurationError(f"the folder {shown_path(name)} has no config.json")
         return Path(name, "config.json")
     if not os.path.exists(name):
         known = unknown("model", name, SIZES)

@@ -519,6 +519,11 @@ def _hook(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
         return func(logits, *args)
 
 
+def _base(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """What a tensor is a view of: logits as the head returned them, of nothing."""
+    return NotImplemented if logits._slot.parents else None
+
+
 def _reduced(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     recipe = logits._slot.recipe
     if recipe.sharded:
@@ -624,6 +629,7 @@ _DYNAMO = "torch._dynamo"
 _TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ({Tensor.__repr__}, _print),
     ({_HOOK}, _hook),
+    ({cast(Any, Tensor)._base.__get__}, _base),
     (REDUCTIONS, _reduced),
     (WRITES, _written),
     ({Tensor.detach, torch.detach}, _detach),

@@ -78,6 +78,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
             "__doc__": stock.__doc__,
         }
         fresh = type(stock.__name__, bases, namespace)
+        fresh._liger_multi_made = fresh  # type: ignore[attr-defined]  # a subclass inherits it, and is not it
         made = _classes.setdefault(swap, fresh)
     return made
 
@@ -94,7 +95,7 @@ def _new(swap: Swap) -> nn.Module:
 
 def swapped(module: nn.Module) -> Swap | None:
     """The swap of an instance whose class is exactly one of ours, else None."""
-    return vars(type(module)).get("_liger_multi_swap")
+    return swap_of(type(module))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
@@ -175,8 +176,13 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
 
 
 def swap_of(kind: type[nn.Module]) -> Swap | None:
-    """The swap of a class that is exactly one of ours, else None."""
-    return cast("Swap | None", vars(kind).get("_liger_multi_swap"))
+    """The swap of a class that is exactly one of ours, else None.
+
+    By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
+    was written to the class while it was tracing.
+    """
+    ours = getattr(kind, "_liger_multi_made", None) is kind
+    return cast("Swap", kind._liger_multi_swap) if ours else None  # type: ignore[attr-defined]
 
 
 def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
