@@ -106,6 +106,36 @@ def device(request):
     return harness.selected_device(request.config)
 
 
+def _settings():
+    """What PyTorch keeps for a whole thread or process, by the functions that tell it."""
+    tell = (
+        torch.is_grad_enabled,
+        torch.is_inference_mode_enabled,
+        torch.is_anomaly_enabled,
+        torch.get_default_dtype,
+        torch.get_default_device,
+        torch.are_deterministic_algorithms_enabled,
+        torch.get_num_threads,
+        torch.get_float32_matmul_precision,
+    )
+    found = {f.__name__: f() for f in tell}
+    return found | {f"autocast of {d}": torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
+
+
+SETTINGS = _settings()
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """No test, and no fixture of a module, leaves PyTorch in a state that later ones run in."""
+    yield
+    found = _settings()
+    torch.set_grad_enabled(SETTINGS["is_grad_enabled"])
+    torch.set_default_dtype(SETTINGS["get_default_dtype"])
+    torch.use_deterministic_algorithms(SETTINGS["are_deterministic_algorithms_enabled"])
+    assert found == SETTINGS
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """The same random numbers for every test, alone or among others."""

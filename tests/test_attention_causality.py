@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from models import build
 from sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from sweep.pairs import registered
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from liger_multi.patching import attention as ours
 from liger_multi.patching import attention_support, register_attention, unregister_attention
@@ -307,8 +307,6 @@ def test_the_check_of_transformers_comes_back():
 
 
 def made(causal=True, **options):
-    from transformers import masking_utils
-
     kind = "causal" if causal else "bidirectional"
     options["mask_function"] = getattr(masking_utils, f"{kind}_mask_function")
     if "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters:  # an older one

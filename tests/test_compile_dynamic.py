@@ -193,20 +193,37 @@ def test_a_backward_inside_of_a_compiled_function():
     torch.testing.assert_close(found[1], found[0])
 
 
+def second_derivative(loss, leaves):
+    (gradient, *_) = torch.autograd.grad(loss, leaves, create_graph=True)
+    (loss + gradient.pow(2).sum()).backward()
+
+
+def aot_raises_for(function, *tensors):
+    """Whether AOTAutograd of this PyTorch refuses to differentiate a gradient of its own operators."""
+    try:
+        second_derivative(torch.compile(function, backend="aot_eager")(*tensors), tensors[:1])
+    except RuntimeError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("op", ["swiglu", "cross_entropy", "fused_linear_cross_entropy"])
 def test_second_derivatives_raise_in_graphs(op, backend):
+    if backend == "aot_eager" and op != "swiglu":
+        logits, target = torch.randn(4, 8, requires_grad=True), torch.arange(4)
+        if not aot_raises_for(torch.nn.functional.cross_entropy, logits, target):
+            pytest.skip("AOTAutograd of this PyTorch drops it for its own cross entropy as well")
     sample = next(s for s in samples.of(op) if s.size == "small")
     tensors = sample.make("cpu", torch.float32)
     leaves = [t for t in tensors.values() if t.requires_grad]
     compiled = torch.compile(getattr(ops, op), fullgraph=True, backend=backend)
     loss = compiled(**tensors, **sample.options).sum()
-    (gradient, *_) = torch.autograd.grad(loss, leaves, create_graph=True)
     ours = backend == "eager"
     error = errors.DoubleBackwardError if ours else RuntimeError
     text = "first derivatives only" if ours else "does not currently support double backward"
     with pytest.raises(error, match=text):
-        (loss + gradient.pow(2).sum()).backward()
+        second_derivative(loss, leaves)
 
 
 def test_transforms_in_graphs_raise():

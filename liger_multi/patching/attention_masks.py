@@ -116,10 +116,10 @@ def _misread(operation: str) -> str:
 
 def _reader() -> tuple[str, str]:
     """The innermost module and the outermost model that are running."""
-    from transformers import PreTrainedModel
-
     if torch.compiler.is_compiling():
         return "one of its modules", "this model"
+    from transformers import PreTrainedModel
+
     frame, module, model = sys._getframe(1), "", ""
     while frame is not None:
         owner = frame.f_locals.get("self")
