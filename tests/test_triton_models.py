@@ -27,3 +27,4 @@ def test_models_are_equal_to_stock_through_the_kernels():
     assert [(o.status, o.why) for o in found] == [("equal", "")] * len(PAIRS)
     assert found[0].calls.keys() >= {"rms_norm", "gated_mlp", "rope", "fused_linear_cross_entropy"}
     assert "layer_norm" in found[1].calls
+    assert all(o.served == o.modules for o in found)

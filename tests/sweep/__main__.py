@@ -75,7 +75,7 @@ def main() -> int:
     if given.json:
         given.json.write_text(json.dumps(result))
     if given.write:
-        keep(result, others=bool(given.names))
+        keep(result, [(p.kind, p.type, p.cls) for p in registered()])
     return int(counts["different"] > 0)
 
 
@@ -105,13 +105,18 @@ def named(device: str) -> str:
     return str(torch.get_device_module(torch.device(device)).get_device_name())
 
 
-def keep(result: dict[str, Any], others: bool) -> None:
-    """Write the result that the page is made of; pairs that were not asked for stay if they may."""
-    made = {(o["kind"], o["type"], o["cls"]): o for o in result["pairs"]}
-    if others:
-        kept = json.loads(RESULTS.read_text())["pairs"]
-        made = {(o["kind"], o["type"], o["cls"]): o for o in kept} | made
-    pairs = [{k: v for k, v in o.items() if k != "seconds"} for o in made.values()]
+def keep(result: dict[str, Any], known: list[tuple[str, str, str]]) -> None:
+    """Write the result that the page is made of.
+
+    Known pairs that were not asked for stay, and so do those that another machine has run and this
+    one lacks a library for.
+    """
+    found = {(o["kind"], o["type"], o["cls"]): o for o in json.loads(RESULTS.read_text())["pairs"]}
+    for one in result["pairs"]:
+        pair = one["kind"], one["type"], one["cls"]
+        if pair not in found or not one["why"].startswith(("ImportError", "ModuleNotFoundError")):
+            found[pair] = {k: v for k, v in one.items() if k != "seconds"}
+    pairs = [found[pair] for pair in known if pair in found]
     RESULTS.write_text(json.dumps({**result, "pairs": pairs}, indent=1, sort_keys=True) + "\n")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import comparing
 import torch
 from sweep.cases import build, inputs
+from sweep.executed import Executed, counts, executed
 from sweep.pairs import Pair
 
 SECONDS = 90
@@ -35,6 +36,11 @@ class Outcome:
         status: "equal", "different" or "not built".
         why: What differs, or why there is no step.
         modules: Patched modules by operator.
+        ran: Those of them whose forward ran in the step.
+        served: Those of them whose forward called an operator.
+        stock: Those that ran and called none: operator, path, class and number.
+        idle: Parts of the model of which nothing ran: see :func:`sweep.executed.idle`.
+        text_only: Whether the model takes more than text, and the step had none of that.
         calls: Calls of operators in the step.
         skipped: Reasons by operator.
         seconds: For everything.
@@ -46,6 +52,11 @@ class Outcome:
     status: str
     why: str = ""
     modules: dict[str, int] = field(default_factory=dict)
+    ran: dict[str, int] = field(default_factory=dict)
+    served: dict[str, int] = field(default_factory=dict)
+    stock: list[list[Any]] = field(default_factory=list)
+    idle: list[dict[str, Any]] = field(default_factory=list)
+    text_only: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -67,19 +78,20 @@ def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
     except Exception as error:
         made.why = _said(error)
         return made
-    calls = counted()
     report = patch(ours, **ops)
-    calls.clear()  # the probes' own
+    seen = Executed()
     try:
-        made.why = found = difference(wanted, step(ours, batch))
+        with executed(ours) as seen:
+            got = step(ours, batch)
+        made.why = found = difference(wanted, got)
         if found and not in_doubles(stock, ours, batch):
             found, made.why = "", "in fp64; in fp32 the rounding shows"
     except Exception as error:
         made.why = found = _said(error)
     made.status = "different" if found else "equal"
-    made.calls = dict(sorted(calls.items()))
-    for entry in report.entries:
-        made.modules[entry.op] = made.modules.get(entry.op, 0) + 1
+    made.calls = dict(sorted(seen.calls.items()))
+    for name, value in counts(report, ours, seen, batch).items():
+        setattr(made, name, value)
     for skip in report.skipped:
         reasons = made.skipped.setdefault(skip.op, [])
         if skip.reason not in reasons:
@@ -146,30 +158,6 @@ def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
         wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
         found.append(step(model, wide))
     return difference(found[0], found[1])
-
-
-class _Counts(dict[str, int]):
-    pass
-
-
-def counted() -> _Counts:
-    """Count the calls of all operators from now on, in this process."""
-    from liger_multi import ops
-
-    found = _Counts()
-
-    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[name] = found.get(name, 0) + 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ops.__all__:
-        function = getattr(ops, name)
-        if callable(function) and not isinstance(function, type):
-            setattr(ops, name, wrap(name, function))
-    return found
 
 
 def sweep(pairs: list[Pair], jobs: int = 1, device: str = "cpu", **ops: Any) -> Iterator[Outcome]:
