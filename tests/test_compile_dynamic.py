@@ -199,7 +199,7 @@ def second_derivative(loss, leaves):
 
 
 def aot_raises_for(function, *tensors):
-    """Whether AOTAutograd of this PyTorch refuses to differentiate a gradient of its own operators."""
+    """Whether AOTAutograd of this PyTorch refuses to differentiate its own gradients."""
     try:
         second_derivative(torch.compile(function, backend="aot_eager")(*tensors), tensors[:1])
     except RuntimeError:
