@@ -365,14 +365,19 @@ def _leniency(program: Program, at: int, error: BaseException) -> Any:
 
 
 def _isolated(judge: Callable[[], Verdict]) -> Verdict:
-    """The verdict of a fork, which may crash."""
+    """The verdict of a fork, which may crash.
+
+    Raises:
+        RuntimeError: Autograd has started a thread in this process, so no fork of it can
+            differentiate, and all programs would be equal.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
         faulthandler.disable()
         try:
             with os.fdopen(write, "wb") as pipe:
-                pickle.dump(judge(), pipe)
+                pickle.dump(_unforkable() or judge(), pipe)
         except BaseException:
             traceback.print_exc()  # a mistake of ours, or of what reads results
         finally:
@@ -383,5 +388,16 @@ def _isolated(judge: Callable[[], Verdict]) -> Verdict:
     _, status = os.waitpid(child, 0)
     if not sent:
         return Verdict("failed", f"the process ended with status {status}", "crash")
-    verdict: Verdict = pickle.loads(sent)
-    return verdict
+    found = pickle.loads(sent)
+    if isinstance(found, RuntimeError):
+        raise found
+    return found  # type: ignore[no-any-return]
+
+
+def _unforkable() -> RuntimeError | None:
+    """Why a fork cannot differentiate."""
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        return error
+    return None
