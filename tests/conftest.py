@@ -53,6 +53,7 @@ def pytest_addoption(parser):
 
 
 STARTED = pytest.StashKey[float]()
+THINNED = harness.read_thinned(Path(__file__).parent / "thinned.yaml")
 
 
 class Failures:
@@ -91,6 +92,11 @@ def pytest_report_header(config):
     )
 
 
+def pytest_itemcollected(item):
+    if harness.leaves(item, THINNED):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     named = [n for part in config.getoption("--backend") for n in part.split(",")]
@@ -102,6 +108,10 @@ def pytest_collection_finish():
     """What was collected stays: no later collection of garbage looks through it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions report what is left of theirs at the end
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -21,6 +21,11 @@ def form(sample):
     return options, tensors, sample.path
 
 
+def first(op, sample):
+    """Whether a sample is the first of its operator."""
+    return sample.name == next(s.name for s in samples.of(op) if s.size == "small")
+
+
 def repeats(op, sample):
     """Whether an earlier sample of the operator has the same form."""
     return sample.name in _repeating(op)

@@ -16,6 +16,10 @@ from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_IN_MINUTES = {("neighborhood_attention", "long")}
+# kernels that round to float16, or take as many terms of a sum as it needs
+HALF_BY_ITSELF = (
+    "hyper_connections", "rope_complex", "rope_multimodal", "rope_positions", "rope_sorted",
+)  # fmt: skip
 TILES_OF_ROWS = (
     "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
 )  # fmt: skip
@@ -48,7 +52,7 @@ def pytest_generate_tests(metafunc):
                     name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * (
                         "dtype" in keep
                     )
-                    slow = seldom(op, sample, once and dtype == DTYPES[0])
+                    slow = seldom(op, sample, dtype, once)
                     case = (op, backend, sample, dtype)[: len(keep)]
                     given.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
     metafunc.parametrize(keep, given)
@@ -61,11 +65,20 @@ def dtypes(backend, sample):
     return DTYPES + ((torch.float64,) if backend == "reference" else ())
 
 
-def seldom(op, sample, once):
-    """Whether a test is slow: interpreted kernels meet code that another sample reaches once."""
+def seldom(op, sample, dtype, once):
+    """Whether a test is slow: interpreted kernels meet code that another test reaches.
+
+    Every sample runs in float32, the first of every form in bfloat16, and the first of every
+    operator in float16, whose code is that of bfloat16 but for ``HALF_BY_ITSELF``.
+    """
     if not harness.interpreted():
         return False
-    return (op, sample.name) in INTERPRETED_IN_MINUTES or (not once and forms.repeats(op, sample))
+    if (op, sample.name) in INTERPRETED_IN_MINUTES:
+        return True
+    if once and dtype == torch.float32:
+        return False
+    as_bf16 = dtype == torch.float16 and op not in HALF_BY_ITSELF and not forms.first(op, sample)
+    return forms.repeats(op, sample) or as_bf16
 
 
 def place(request, backend):
