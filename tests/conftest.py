@@ -5,6 +5,7 @@ that can run on this machine is under test.
 """
 
 import gc
+import importlib.util
 import os
 import random
 import sys
@@ -80,6 +81,8 @@ def pytest_configure(config):
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(parts.Recorder(config))
     harness.poison_empty()
+    if harness.interpreted() and importlib.util.find_spec("triton"):
+        harness.interpret_faster()
     if config.getoption("--backend"):
         harness.selected_backends(config)  # refuses before anything is collected
 

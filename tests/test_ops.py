@@ -69,16 +69,17 @@ def seldom(op, sample, dtype, once):
     """Whether a test is slow: interpreted kernels meet code that another test reaches.
 
     Every sample runs in float32, the first of every form in bfloat16, and the first of every
-    operator in float16, whose code is that of bfloat16 but for ``HALF_BY_ITSELF``.
+    operator in float16, whose code is that of bfloat16 but for ``HALF_BY_ITSELF``. Other tests take
+    the samples that add to the kernels that are launched.
     """
     if not harness.interpreted():
         return False
     if (op, sample.name) in INTERPRETED_IN_MINUTES:
         return True
-    if once and dtype == torch.float32:
-        return False
+    if dtype == torch.float32:
+        return not (once or forms.launches(op, sample))
     as_bf16 = dtype == torch.float16 and op not in HALF_BY_ITSELF and not forms.first(op, sample)
-    return forms.repeats(op, sample) or as_bf16
+    return as_bf16 or forms.repeats(op, sample)
 
 
 def place(request, backend):
