@@ -6,6 +6,7 @@
 #   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
 #   CONSTRAINT=file          versions of everything else (ci/constraints/pinned.txt; empty for the newest)
 #   WORKERS=2                test processes
+#   PART=1/4                 the first of four parts of test or test-full, which together are all of it
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -13,12 +14,13 @@ TORCH_INDEX ?=
 CONSTRAINT ?= ci/constraints/pinned.txt
 BACKEND ?=
 WORKERS ?= 2
+PART ?=
 RESULTS ?=
 ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full doctor container check lint static static-full static-tables bench docs site
+.PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables bench docs site
 .PHONY: tune format clean env pins test-portable test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
@@ -32,7 +34,7 @@ endif
 
 # One thread a process: the processes already fill the cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-PYTEST := $(TEST_ENV) $(RUN) -m pytest -q
+PYTEST := $(TEST_ENV) $(RUN) -m pytest -q $(PART:%=--part %)
 # $(call keep,part): where a part of the suite leaves its results
 keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)
 # $(call skipped,part,reason): a part that this machine cannot run, with its reason, on the screen and among the results
@@ -86,7 +88,7 @@ ROWS ?=
 NPU_VENV ?= .venv-npu
 NPU_SHARE ?= 1/6
 NPU := LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann CANN_STUB_DEVICES=1 $(TEST_ENV) \
-  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.plugin --backend npu $(PROCESSES)
+  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.plugin --backend npu $(PROCESSES) $(PART:%=--part %)
 
 $(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
 	@$(RUN) -m ci.npu.environment $(NPU_VENV)
@@ -149,7 +151,7 @@ if $(if $(NO_VENV),true,$(MAKE) --no-print-directory $(ADAPTERS)); then \
 else echo "== DeepSpeed and bitsandbytes: not installed"; failed=1; fi;
 endef
 
-test-full: $(ENV)  ## the suite with the slow tests
+test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four parts)
 	@failed=0; \
 	$(MAKE) --no-print-directory test || failed=1; \
 	echo "== slow"; \
@@ -157,6 +159,9 @@ test-full: $(ENV)  ## the suite with the slow tests
 	$(if $(DEVICE),,$(SLOW_TRITON)) \
 	$(ADAPTED) \
 	exit $$failed
+
+seconds: $(ENV)  ## time the suite on this machine, for balanced parts; git diff shows tests/seconds.json
+	$(MAKE) --no-print-directory test-full PART= ARGS="--record-seconds $(ARGS)"
 
 doctor: $(ENV)  ## what this machine can use, and why not the rest
 	$(RUN) -m liger_multi doctor

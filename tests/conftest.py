@@ -4,6 +4,8 @@
 that can run on this machine is under test.
 """
 
+import gc
+import importlib.util
 import os
 import random
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("LIGER_MULTI_CONFIG", None)
 
+import parts
 import pytest
 import torch
 
@@ -37,9 +40,21 @@ def pytest_addoption(parser):
         metavar="FILE",
         help="write what ran where, on which versions, and its counts to this JSON file",
     )
+    parser.addoption(
+        "--part",
+        default="",
+        metavar="i/n",
+        help="run the ith of n parts, which together are what would run without it",
+    )
+    parser.addoption(
+        "--record-seconds",
+        action="store_true",
+        help="write how long every unit took to tests/seconds.json, which balances parts",
+    )
 
 
 STARTED = pytest.StashKey[float]()
+THINNED = harness.read_thinned(Path(__file__).parent / "thinned.yaml")
 
 
 class Failures:
@@ -62,7 +77,12 @@ def pytest_configure(config):
         config.pluginmanager.register(
             Failures(config.getoption("--results").with_suffix(".failed"))
         )
+    parts.parse(config.getoption("--part"))  # refused before anything is collected
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(parts.Recorder(config))
     harness.poison_empty()
+    if harness.interpreted() and importlib.util.find_spec("triton"):
+        harness.interpret_faster()
     if config.getoption("--backend"):
         harness.selected_backends(config)  # refuses before anything is collected
 
@@ -75,9 +95,36 @@ def pytest_report_header(config):
     )
 
 
+def pytest_itemcollected(item):
+    if harness.leaves(item, THINNED):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     named = [n for part in config.getoption("--backend") for n in part.split(",")]
     harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
+    parts.select(config, items)
+
+
+def pytest_collection_finish():
+    """What was collected stays: no later collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions report what is left of theirs at the end
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--part"):
+        session.exitstatus = pytest.ExitCode.OK  # fewer files than parts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return parts.scheduler(config, log)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
@@ -90,9 +137,10 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     backends, device = harness.selected_backends(config), harness.selected_device(config)
     seconds = time.monotonic() - config.stash[STARTED]
     simulated = config.pluginmanager.hasplugin("ci.npu.plugin")
-    note = "on a simulated NPU (docs/ascend.md)" if simulated else ""
+    part = config.getoption("--part")
+    notes = ["on a simulated NPU (docs/ascend.md)"] * simulated + [f"part {part}"] * bool(part)
     red = [r.nodeid for n in ("failed", "error") for r in terminalreporter.stats.get(n, ())]
-    results.write(path, backends, device, counts, seconds, note, sorted(set(red)))
+    results.write(path, backends, device, counts, seconds, "; ".join(notes), sorted(set(red)))
     terminalreporter.write_line(f"wrote {path}")
 
 

@@ -21,6 +21,11 @@ def form(sample):
     return options, tensors, sample.path
 
 
+def first(op, sample):
+    """Whether a sample is the first of its operator."""
+    return sample.name == next(s.name for s in samples.of(op) if s.size == "small")
+
+
 def repeats(op, sample):
     """Whether an earlier sample of the operator has the same form."""
     return sample.name in _repeating(op)
@@ -40,19 +45,24 @@ def adds(op, sample):
 
     What a graph of the compiler depends on; of frozen tensors the first is enough.
     """
-    return sample.name in _adding(op)
+    return sample.name in _adding(op, False)
+
+
+def launches(op, sample):
+    """The same, or the first of its path: what it adds to the kernels that are launched."""
+    return sample.name in _adding(op, True)
 
 
 @functools.cache
-def _adding(op):
+def _adding(op, paths):
     seen, names = set(), set()
     for sample in samples.of(op):
         if sample.size == "small":
-            options, tensors, _ = form(sample)
+            options, tensors, path = form(sample)
             frozen = sum(not grad for *_, grad in tensors) - sum(
                 t.classes > 0 for t in sample.tensors.values()
             )
-            parts = {*options, frozenset(sample.tensors), frozen > 0}
+            parts = {*options, frozenset(sample.tensors), frozen > 0, *([("path", path)] * paths)}
             if not parts <= seen:
                 names.add(sample.name)
             seen |= parts

@@ -2,12 +2,11 @@
 
 import fnmatch
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import yaml
@@ -21,6 +20,38 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 def interpreted() -> bool:
     """Whether Triton kernels run on CPU tensors in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpret_faster() -> None:
+    """Let Triton's interpreter replace its language once a launch, not at every call of a function.
+
+    What functions that kernels call replace is what their kernel has replaced already, unless they
+    see other modules of the language. It is half of the time of interpreted tests.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    if hasattr(original, "__wrapped__") or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    replaced: set[int] = set()
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self):
+            replaced.clear()
+            self.launch.restore()
+
+    def patch_lang(fn):
+        modules = (language, language.core)
+        seen = {id(m) for m in fn.__globals__.values() if any(m is other for other in modules)}
+        scope = Scope()
+        if not seen or not seen <= replaced:
+            scope.launch = original(fn)
+            replaced.update(seen)
+        return scope
+
+    patch_lang.__wrapped__ = original
+    interpreter._patch_lang = patch_lang
 
 
 def accelerator() -> torch.device | None:
@@ -103,28 +134,14 @@ def kind_of_ranks(config: pytest.Config, count: int) -> str:
 
 def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None:
     """The same with more ranks, or on devices of another kind."""
-    environment = dict(os.environ)
-    if kind == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo: a plan would go to devices
     script, meeting = folder / "rank.py", folder / "meeting"
     script.write_text(textwrap.dedent(body))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(meeting)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, text
+    every = [[str(rank), str(meeting)] for rank in range(count)]
+    # gloo: a plan would go to devices
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
+    forked = accelerator() is None
+    for code, text in processes.run(script, folder, every, environment, PATIENCE, forked):
+        assert code == 0, text
         assert "done" in text
 
 
@@ -217,6 +234,21 @@ def read_xfails(folder: Path) -> dict[str, list[Xfail]]:
             for e in entries
         ]
     return found
+
+
+def read_thinned(file: Path) -> dict[tuple[str, str], list[str]]:
+    """Of tests that `make test` runs a part of: globs of the parameters that stay."""
+    text = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return {(name, test): keep for name, tests in text.items() for test, keep in tests.items()}
+
+
+def leaves(item: pytest.Item, thinned: dict[tuple[str, str], list[str]]) -> bool | None:
+    """Whether a test is left to `make test-full`; None where its kind is not thinned."""
+    keep = thinned.get((item.path.name, getattr(item, "originalname", item.name)))
+    if keep is None:
+        return None
+    callspec = getattr(item, "callspec", None)
+    return not any(fnmatch.fnmatchcase(callspec.id if callspec else "", glob) for glob in keep)
 
 
 def parameter_name(value: object) -> str:

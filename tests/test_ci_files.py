@@ -62,7 +62,7 @@ def test_every_backend_with_a_device_is_in_the_matrix():
 
 
 def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
-    rows = workflow()["jobs"]["cpu"]["strategy"]["matrix"]["include"]
+    rows = workflow()["jobs"]["cpu"]["strategy"]["matrix"]["versions"]
     versions = {row["name"]: row for row in rows}
     pythons = [tuple(map(int, row["python"].split("."))) for row in rows]
     floor = tuple(map(int, floors_of_python().split(".")))
@@ -88,7 +88,7 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
 def test_pull_requests_run_a_part_of_ascend():
     """Its wheels are of a Python that no row had, which passed for "cannot be built here"."""
     job = workflow()["jobs"]["cpu"]
-    rows = job["strategy"]["matrix"]["include"]
+    rows = job["strategy"]["matrix"]["versions"]
     assert ".".join(map(str, environment.VERSION)) in {
         row["python"] for row in rows if row["torch"] == f"torch=={environment.TORCH}"
     }

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import distributed_cases
+import processes
 
 import harness
 
@@ -31,33 +31,21 @@ class Ranks:
     """Two processes that run cases; what became of each is read from their files."""
 
     def __init__(self, folder, kind, names):
-        script = Path(distributed_cases.__file__)
+        # what launchers say of a rank, for DeepSpeed
         environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "WORLD_SIZE": "2",
-            "DS_ACCELERATOR": kind,
-        }
+            "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2",
+            "DS_ACCELERATOR": kind, "RANK": "RANK", "LOCAL_RANK": "RANK",
+        }  # fmt: skip
         files = [folder / f"{rank}.json" for rank in range(2)]
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(folder / "meet"), kind, str(file)]
-                + names,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        every = [
+            [str(rank), str(folder / "meet"), kind, str(file), *names]
             for rank, file in enumerate(files)
         ]
-        try:
-            self.output = "".join(p.communicate(timeout=harness.PATIENCE)[0] for p in started)
-        except subprocess.TimeoutExpired:
-            self.output = f"no answer within {harness.PATIENCE:.0f} s"
-        finally:
-            for p in started:
-                p.kill()
+        forked = harness.accelerator() is None
+        ended = processes.run(
+            distributed_cases.__file__, folder, every, environment, harness.PATIENCE, forked
+        )
+        self.output = "".join(text for _, text in ended)
         self.results = [json.loads(f.read_text()) if f.exists() else {} for f in files]
 
     def check(self, name):

@@ -25,7 +25,13 @@ from models import FusedCalls
 
 SEEDS = (1, 2, 3)
 EAGER, COMPILED, WHOLE = 28, 4, 2
-"""Programs of a seed that run in every suite: about 100 for all seeds."""
+"""Programs of a seed whose verdicts are counted as well; `make test` runs those of the first."""
+
+SOME_SEEDS = pytest.mark.parametrize(
+    "seeds",
+    [SEEDS[:1], pytest.param(SEEDS[1:], marks=pytest.mark.slow)],
+    ids=["first seed", "other seeds"],
+)
 
 
 @pytest.fixture
@@ -63,15 +69,17 @@ def test_eager(seed, fused):
     assert verdicts["trained"] >= EAGER // 2, verdicts
 
 
-def test_compiled_models(fused, often):
-    found = [pair for seed in SEEDS for pair in run(seed, COMPILED, "compiled", fused=fused)]
+@SOME_SEEDS
+def test_compiled_models(seeds, fused, often):
+    found = [pair for seed in seeds for pair in run(seed, COMPILED, "compiled", fused=fused)]
     verdicts = judge_all(found)
     # an autograd.Function takes no gradient of what is no tensor
     assert verdicts["refused"] + verdicts["compiler"] <= len(found) // 2, verdicts
 
 
-def test_programs_compiled_with_their_model(fused, often):
-    found = [pair for seed in SEEDS for pair in run(seed, WHOLE, "whole", fused=fused)]
+@SOME_SEEDS
+def test_programs_compiled_with_their_model(seeds, fused, often):
+    found = [pair for seed in seeds for pair in run(seed, WHOLE, "whole", fused=fused)]
     verdicts = judge_all(found)
     assert verdicts["refused"] + verdicts["compiler"] <= len(found) // 2, verdicts
 

@@ -104,7 +104,7 @@ def test_free():
 @pytest.fixture
 def suite(pytester):
     """A small suite of its own under this suite's hooks."""
-    for name in ("conftest.py", "harness.py"):
+    for name in ("conftest.py", "harness.py", "thinned.yaml"):
         (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
     (pytester.path / "test_suite.py").write_text(SUITE)
     (pytester.path / "xfails").mkdir()
@@ -210,3 +210,48 @@ def test_the_hub_is_offline():
 
 def test_seeded(generator):
     assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))
+
+
+# --- thinned tests ---
+
+THINNED = harness.read_thinned(ROOT / "tests" / "thinned.yaml")
+
+
+def test_thinned_tests_exist():
+    for file, test in THINNED:
+        path = ROOT / "tests" / file
+        assert path.exists(), file
+        assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), (file, test)
+
+
+def test_of_thinned_tests_something_stays(request):
+    """Of those that this run collected whole."""
+    narrowed = {Path(arg.partition("::")[0]).name for arg in request.config.args if "::" in arg}
+    marked = request.config.getoption("markexpr") != "not slow"
+    kept = {(i.path.name, getattr(i, "originalname", i.name)) for i in request.session.items}
+    files = {file for file, _ in kept} - narrowed
+    if marked or request.config.getoption("keyword") or request.config.getoption("--part"):
+        pytest.skip("a part of the suite is not all that stays")
+    gone = {name for name, keep in THINNED.items() if keep and name[0] in files} - kept
+    assert not gone
+
+
+class Item:
+    """Of pytest, as far as thinning asks it."""
+
+    def __init__(self, name, **parameters):
+        self.path, self.originalname, self.name = Path("tests/test_a.py"), name, name
+        if parameters:
+            self.callspec = type("Spec", (), parameters)
+
+
+def test_what_is_thinned_is_slow_but_for_what_stays():
+    thinned = {("test_a.py", "test_one"): ["x", "y-*"], ("test_a.py", "test_gone"): []}
+    found = [
+        harness.leaves(item, thinned)
+        for item in (
+            Item("test_one", id="x"), Item("test_one", id="y-2"), Item("test_one", id="z"),
+            Item("test_gone"), Item("test_other", id="z"),
+        )
+    ]  # fmt: skip
+    assert found == [False, False, True, True, None]

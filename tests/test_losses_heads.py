@@ -2,6 +2,7 @@
 
 import copy
 
+import processes
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -281,7 +282,7 @@ def _rank(rank, meeting, results):
 
 def test_sharded_heads_and_counts_of_all_ranks(tmp_path):
     """FSDP2 on two ranks: the gradient is that of one rank with all answers."""
-    context = mp.get_context("spawn")
+    context = processes.forks() if harness.accelerator() is None else mp.get_context("spawn")
     results = context.SimpleQueue()
     ranks = [
         context.Process(target=_rank, args=(r, tmp_path / "meeting", results)) for r in range(2)

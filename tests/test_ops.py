@@ -16,54 +16,70 @@ from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_IN_MINUTES = {("neighborhood_attention", "long")}
+# kernels that round to float16, or take as many terms of a sum as it needs
+HALF_BY_ITSELF = (
+    "hyper_connections", "rope_complex", "rope_multimodal", "rope_positions", "rope_sorted",
+)  # fmt: skip
 TILES_OF_ROWS = (
     "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
 )  # fmt: skip
 
 
-def pytest_generate_tests(metafunc):
-    names = metafunc.fixturenames
-    if "op" not in names:
-        return
+def backends_of(config):
+    """Backends with kernels of their own among those under test; vendors share Triton's."""
     found = [
-        n
-        for n in harness.selected_backends(metafunc.config)
-        if n == "reference" or harness.refusal(n) is None
+        n for n in harness.selected_backends(config) if n == "reference" or not harness.refusal(n)
     ]
-    found = [n for n in found if n not in ("cuda", "rocm")] + ["triton"] * any(
-        n in ("cuda", "rocm") for n in found
-    )
-    cases = []
-    for op in operators():
-        for backend in dict.fromkeys(found):
-            if module(backend, op) is None or (harness.interpreted() and backend == "reference"):
-                continue
-            for sample in samples.of(op):
-                if sample.size == "bench":
-                    continue
-                thin = sample.size == "thin"
-                kinds = (
-                    DTYPES[:1]
-                    if thin
-                    else DTYPES + ((torch.float64,) if backend == "reference" else ())
-                )
-                for dtype in kinds if "dtype" in names else (torch.float32,):
-                    cases.append((op, backend, sample, dtype))
-    keep = ["op", "backend", "sample"] + (["dtype"] if "dtype" in names else [])
-    ids = [
-        f"{o}-{b}-{s.name}" + (f"-{str(d)[6:]}" if "dtype" in names else "") for o, b, s, d in cases
-    ]
+    shared = ["triton"] * any(n in ("cuda", "rocm") for n in found)
+    found = [n for n in found if n not in ("cuda", "rocm")] + shared
+    return [n for n in dict.fromkeys(found) if not (harness.interpreted() and n == "reference")]
+
+
+def pytest_generate_tests(metafunc):
+    if "op" not in metafunc.fixturenames:
+        return
+    keep = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
     once = metafunc.function is test_forward_and_backward
-    marks = [[pytest.mark.slow] * seldom(o, s, once and d == DTYPES[0]) for o, _, s, d in cases]
-    given = zip(cases, ids, marks, strict=True)
-    metafunc.parametrize(keep, [pytest.param(*c[: len(keep)], id=i, marks=m) for c, i, m in given])
+    given = []
+    for op in operators():
+        for backend in backends_of(metafunc.config):
+            for sample in samples.of(op):
+                if module(backend, op) is None or not APPLIES[metafunc.function](
+                    op, backend, sample
+                ):
+                    continue
+                for dtype in dtypes(backend, sample) if "dtype" in keep else DTYPES[:1]:
+                    name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * (
+                        "dtype" in keep
+                    )
+                    slow = seldom(op, sample, dtype, once)
+                    case = (op, backend, sample, dtype)[: len(keep)]
+                    given.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
+    metafunc.parametrize(keep, given)
 
 
-def seldom(op, sample, once):
-    """Whether a test is slow: interpreted kernels meet code that another sample reaches once."""
+def dtypes(backend, sample):
+    """Dtypes that a sample is tested in."""
+    if sample.size == "thin":
+        return DTYPES[:1]
+    return DTYPES + ((torch.float64,) if backend == "reference" else ())
+
+
+def seldom(op, sample, dtype, once):
+    """Whether a test is slow: interpreted kernels meet code that another test reaches.
+
+    Every sample runs in float32, the first of every form in bfloat16, and the first of every
+    operator in float16, whose code is that of bfloat16 but for ``HALF_BY_ITSELF``. Other tests take
+    the samples that add to the kernels that are launched.
+    """
     if not harness.interpreted():
         return False
-    return (op, sample.name) in INTERPRETED_IN_MINUTES or (not once and forms.repeats(op, sample))
+    if (op, sample.name) in INTERPRETED_IN_MINUTES:
+        return True
+    if dtype == torch.float32:
+        return not (once or forms.launches(op, sample))
+    as_bf16 = dtype == torch.float16 and op not in HALF_BY_ITSELF and not forms.first(op, sample)
+    return as_bf16 or forms.repeats(op, sample)
 
 
 def place(request, backend):
@@ -191,9 +207,6 @@ def bound(op, backend):
 
 
 def test_forward_and_backward(request, op, backend, sample, dtype):
-    many = sample.name == "past-65535-rows"
-    if harness.interpreted() and many and op not in TILES_OF_ROWS:
-        pytest.skip("one program a row: 65 537 of them are minutes in an interpreter without grids")
     check(op, backend, sample, dtype, place(request, backend), {op: bound(op, backend)})
 
 
@@ -201,8 +214,8 @@ def test_one_output_at_a_time(request, op, backend, sample):
     """An output that nobody uses has no upstream gradient; the others' are right without it."""
     device = place(request, backend)
     right, _, right_grads, upstream = exact(op, sample.name, torch.float32, device)
-    if len(right) == 1 or sample.size == "thin":
-        pytest.skip("one output, or many rows")
+    if len(right) == 1:
+        pytest.skip("the other outputs are not asked for")
     for name in right:
         tensors = sample.make(device, torch.float32)
         bind = {op: bound(op, backend)}
@@ -214,10 +227,6 @@ def test_one_output_at_a_time(request, op, backend, sample):
 
 def test_mixed_halves(request, op, backend, sample):
     """Backward of one backend after forward of the other, both ways: residuals are semantic."""
-    if backend == "reference":
-        pytest.skip("the reference mixes with others in their rows")
-    if sample.size == "thin":
-        pytest.skip("many rows add nothing to mixing")
     device = place(request, backend)
     for first, second in ((backend, "reference"), ("reference", backend)):
         tensors = sample.make(device, torch.float32)
@@ -236,6 +245,33 @@ def test_mixed_halves(request, op, backend, sample):
             n: excess(t.detach(), right[n].detach(), torch.float32) for n, t in result.items()
         }
         assert max(errors.values()) <= 1, (first, second, errors)
+
+
+def runs(op, backend, sample):
+    """Whether a sample is small enough where it runs."""
+    many = sample.name == "past-65535-rows"
+    # one program a row: 65 537 of them are minutes in an interpreter without grids
+    few = not (harness.interpreted() and many) or op in TILES_OF_ROWS
+    return sample.size != "bench" and few
+
+
+def has_several(op, backend, sample):
+    """Whether an operator has more outputs with gradients than one; many rows add nothing."""
+    forward = OPS[op]
+    visible = {*forward.fwd.returns} - {*forward.residuals, *forward.constants}
+    return sample.size == "small" and len(visible) > 1 and "loss" not in visible
+
+
+def mixes(op, backend, sample):
+    """Whether there is another forward or backward; many rows add nothing."""
+    return sample.size == "small" and backend != "reference"
+
+
+APPLIES = {
+    test_forward_and_backward: runs,
+    test_one_output_at_a_time: has_several,
+    test_mixed_halves: mixes,
+}
 
 
 def test_every_kernel_is_tested(request):
