@@ -205,6 +205,22 @@ def test_a_checkpointed_function_may_read_logits(models, name, parts):
     assert_same_training(*models, run)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_who_freezes_weights_after_the_forward_pass_means_later_ones(models, name, trained):
+    """The head has the gradient that it has where its forward pass was the whole computation."""
+
+    def run(model):
+        weight = model.lm_head.weight.requires_grad_(trained)
+        z = logits_of(model)
+        weight.requires_grad_(not trained)
+        loss = CHECKPOINTED[name](z)
+        assert weight.requires_grad is not trained
+        return loss
+
+    assert_same_training(*models, run)
+
+
 def test_attributes_of_users_stay(models):
     """A tensor that becomes real keeps what somebody wrote on it."""
     for read in (lambda z: z.sin(), lambda z: z.mul_(2), lambda z: real_logits(z)):

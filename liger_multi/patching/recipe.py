@@ -337,6 +337,20 @@ class Guard(_Circumstances):
             name: (t, versions.of(t)) for name, t in {"hidden states": hidden, **weights}.items()
         }
         self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
+        self.trained = [(t, t.requires_grad) for t in weights.values()]
+
+    @contextlib.contextmanager
+    def entered(self, grad: bool) -> Iterator[None]:
+        """The same, and weights require grad if they did so: who freezes them means later calls."""
+        changed = [t for t, wanted in self.trained if t.requires_grad != wanted and t.is_leaf]
+        for tensor in changed:
+            tensor.requires_grad_(not tensor.requires_grad)
+        try:
+            with super().entered(grad):
+                yield
+        finally:
+            for tensor in changed:
+                tensor.requires_grad_(not tensor.requires_grad)
 
     def check(self, head: Any) -> None:
         """Raise when hidden states or the recorded weights were written since the forward pass.
