@@ -205,20 +205,53 @@ def test_a_checkpointed_function_may_read_logits(models, name, parts):
     assert_same_training(*models, run)
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_who_freezes_weights_after_the_forward_pass_means_later_ones(models, name, trained):
+def test_who_freezes_weights_after_the_forward_pass_means_later_ones(
+    models, name, trained, compiled
+):
     """The head has the gradient that it has where its forward pass was the whole computation."""
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
 
     def run(model):
         weight = model.lm_head.weight.requires_grad_(trained)
-        z = logits_of(model)
+        z = logits_of(inner if model is models[1] else model)
         weight.requires_grad_(not trained)
         loss = CHECKPOINTED[name](z)
         assert weight.requires_grad is not trained
         return loss
 
     assert_same_training(*models, run)
+
+
+def _of_half_the_input(forward):
+    return lambda hidden: forward(hidden / 2) * 3
+
+
+def _without_a_class(forward):
+    def masked(hidden):
+        logits = forward(hidden)
+        logits[..., 0] = -1e4
+        return logits
+
+    return masked
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("around", [_of_half_the_input, _without_a_class])
+def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled):
+    """After the patch; what is computed later does not pass by it a second time."""
+    for model in models:
+        model.lm_head.forward = around(model.lm_head.forward)
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+
+    def run(model):
+        z = logits_of(inner if model is models[1] else model)
+        return loss_of(z) + z.logsumexp(-1).mean() + z.sin().mean()
+
+    assert_same_training(*models, run)
+    assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
 
 
 def test_attributes_of_users_stay(models):
