@@ -20,25 +20,33 @@ from liger_multi.errors import DoubleBackwardError
 
 
 class _Raises(torch.autograd.Function):
-    """Gradients as they are, followed by the tensors that they depend on."""
+    """Tensors as they are, followed by those that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(
+        ctx: Any, kind: type[Exception], message: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.kind, ctx.message = kind, message
         ctx.set_materialize_grads(False)
         return tuple([t.data for t in tensors[:count]])  # no views, which could not be written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise DoubleBackwardError(
-            f"liger_multi.{ctx.name} has first derivatives only, and a gradient of it was "
-            "differentiated (a gradient penalty or a product with the Hessian, after "
-            "create_graph=True). Compute that term with plain PyTorch operations: an unpatched "
-            "model, or the function of torch.nn.functional in place of the operator"
-        )
+        raise ctx.kind(ctx.message)
 
 
 _raises: Any = _Raises.apply
+_SECOND = (
+    "liger_multi.{} has first derivatives only, and a gradient of it was "
+    "differentiated (a gradient penalty or a product with the Hessian, after "
+    "create_graph=True). Compute that term with plain PyTorch operations: an unpatched "
+    "model, or the function of torch.nn.functional in place of the operator"
+)
+_HALF = (
+    "torch.ops.liger_multi.{0}_{1} has no gradient. It is one half of torch.ops.liger_multi.{0}, "
+    "which has one. A program of torch.export is to be trained before run_decompositions(), which "
+    "splits operators into halves"
+)
 
 
 def not_differentiable(
@@ -51,12 +59,36 @@ def not_differentiable(
         grads: What a backward function returns.
         origins: What it read: the upstream gradients and the tensors saved by forward.
     """
-    given = [g for g in grads if g is not None]
+    return _marked(DoubleBackwardError, _SECOND.format(name), grads, origins)
+
+
+def only_whole(
+    name: str, half: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """What one half of an operator returned to a caller of ``torch.ops``; it has no gradient.
+
+    Args:
+        name: The operator.
+        half: ``forward`` or ``backward``.
+        outs: What it returned.
+        origins: Its arguments.
+    """
+    return _marked(RuntimeError, _HALF.format(name, half), outs, origins)
+
+
+def _marked(
+    kind: type[Exception],
+    message: str,
+    tensors: Sequence[Tensor | None],
+    origins: Iterable[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """The same tensors, which raise when they are differentiated."""
+    given = [t for t in tensors if t is not None]
     edges = [t for t in origins if t is not None and t.requires_grad]
     if not given or not edges:  # nothing to differentiate, or constants
-        return tuple(grads)
-    marked = iter(_raises(name, len(given), *given, *edges))
-    return tuple([None if g is None else next(marked) for g in grads])
+        return tuple(tensors)
+    marked = iter(_raises(kind, message, len(given), *given, *edges))
+    return tuple([None if t is None else next(marked) for t in tensors])
 
 
 def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

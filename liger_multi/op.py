@@ -158,6 +158,8 @@ class Op:
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and automatic(self.name)
             return self.whole(*args, traced, sources())
+        if torch._C._is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
+            return self.whole(*args, False, sources())
         return self._run(args, self.function.apply if self._special(args) else self.apply, self.fwd)
 
     def _run(self, args: tuple[Any, ...], apply: Any, forward: Any) -> Any:

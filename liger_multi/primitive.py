@@ -18,6 +18,7 @@ from torch.library import Library, infer_schema
 
 from liger_multi.config import current
 from liger_multi.config_file import AUTO
+from liger_multi.double_backward import only_whole
 from liger_multi.plan import resolve
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Primitive:
         )
         name = f"{op.name}_{half}"
         LIBRARY.define(name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, self.call, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, self.outside, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # as outside() has it
         torch.library.register_fake(f"liger_multi::{name}", fake, lib=LIBRARY)
         self.overload = getattr(torch.ops.liger_multi, name).default
 
@@ -75,6 +77,22 @@ class Primitive:
         with module.device(device.index):
             return resolve(self, args)(*args)
 
+    def outside(self, *args: Any) -> Any:
+        """The same for callers of ``torch.ops``: autograd does not look into the function.
+
+        A half has no gradient of its own. Exported programs call halves after
+        ``run_decompositions``, on parameters that require grad.
+        """
+        if not torch.is_grad_enabled():
+            return self.call(*args)
+        with torch.no_grad():
+            found = self.call(*args)
+        if found is None:  # it writes to its arguments
+            return None
+        outs = (found,) if isinstance(found, Tensor) else found
+        marked = only_whole(self.op.name, self.half, outs, [args[i] for i in self.places])
+        return marked[0] if isinstance(found, Tensor) else marked
+
     def trace(self, *args: Any) -> Any:
         """Run the reference, for a compiler to look into; dtypes as they are."""
         reference = importlib.import_module(f"liger_multi.reference.{self.op.name}")
@@ -86,7 +104,7 @@ class Primitive:
         """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
         if torch.compiler.is_compiling():
             return self.overload(*args)
-        if torch._C._autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled() or torch._C._is_tracing():
             return self.overload(*args)
         if torch._C._len_torch_dispatch_stack() and not _inline.get():
             return self.overload(*args)

@@ -1,11 +1,13 @@
 """Logits are lazy only while nobody holds real ones: writes, views and hooks by every route."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -107,6 +109,158 @@ def test_writes_inside_of_a_compiled_step(models, name):
     compiled = torch.compile(run, backend="eager")
     assert_same_training(*models, lambda m: (compiled if m is models[1] else run)(m))
     torch._dynamo.reset()
+
+
+READS = {
+    "cross entropy": loss_of,
+    "rows": lambda z: z[:, :-1],
+    "method of its own": lambda z: (z.norm() + 2**z).sum(),
+    "attributes": lambda z: z.sum() * z.ndim if z.requires_grad else z,
+    "transpose": lambda z: z.mT @ z,
+    "norm and hook": lambda z: (z.register_hook(lambda g: 3 * g), z.square())[1],
+    "loop": lambda z: sum(row.square().sum() for row in z),
+}
+
+
+def _augmented(operation):
+    """A function that assigns with an operator."""
+    space = {}
+    exec(f"def function(z):\n    z {operation}= 2\n    return z", space)
+    return space["function"]
+
+
+def _returned(write):
+    def function(z):
+        write(z)
+        return z
+
+    return function
+
+
+GIVEN = {
+    **READS,
+    **{f"{operation}=": _augmented(operation) for operation in ("+", "-", "*", "/", "%", "**")},
+    **{name: _returned(write) for name, write in WRITES.items() if name != "numpy"},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_compiled_function_takes_the_logits_of_an_eager_model(models, name):
+    """It breaks its graph where it uses them, and Dynamo warns of nothing."""
+    torch._dynamo.reset()
+    compiled = torch.compile(GIVEN[name], backend="eager")
+
+    def run(model):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Dynamo")
+            return compiled(logits_of(model)).square().mean()
+
+    assert_same_training(*models, run)
+
+
+SAME = {
+    "float": lambda z: z.float(),
+    "to": lambda z: z.to(torch.float32),
+    "type_as": lambda z: z.type_as(torch.ones(1)),
+    "contiguous": lambda z: z.contiguous(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", SAME)
+def test_an_operation_that_changes_nothing_returns_its_input(models, name, compiled):
+    """With its history, under ``no_grad`` as well."""
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+
+    def run(model):
+        z = logits_of(inner if model is models[1] else model)
+        with torch.no_grad():
+            same = SAME[name](z)
+        assert same is z or (name, compiled) == ("type_as", True)  # which reads them
+        return loss_of(same)
+
+    assert_same_training(*models, run)
+
+
+CHECKPOINTED = {
+    "read": lambda z: z.sin().mean(),
+    "loss": loss_of,
+    "log_softmax": lambda z: F.log_softmax(z, -1)[..., 0].mean(),
+    "saved": lambda z: (z * z.exp()).sum(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpointed_function_may_read_logits(models, name, parts):
+    """What they need for backward is saved as by the head, outside of the checkpoint."""
+
+    def run(model):
+        z, function = logits_of(model), CHECKPOINTED[name]
+        if name == "loss":
+            return checkpoint(function, z, use_reentrant=False)
+        pieces = [z] if parts == 1 else z.split(1)
+        return sum(checkpoint(function, piece, use_reentrant=False) for piece in pieces)
+
+    assert_same_training(*models, run)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_who_freezes_weights_after_the_forward_pass_means_later_ones(
+    models, name, trained, compiled
+):
+    """The head has the gradient that it has where its forward pass was the whole computation."""
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+
+    def run(model):
+        weight = model.lm_head.weight.requires_grad_(trained)
+        z = logits_of(inner if model is models[1] else model)
+        weight.requires_grad_(not trained)
+        loss = CHECKPOINTED[name](z)
+        assert weight.requires_grad is not trained
+        return loss
+
+    assert_same_training(*models, run)
+
+
+def _of_half_the_input(forward):
+    return lambda hidden: forward(hidden / 2) * 3
+
+
+def _without_a_class(forward):
+    def masked(hidden):
+        logits = forward(hidden)
+        logits[..., 0] = -1e4
+        return logits
+
+    return masked
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("around", [_of_half_the_input, _without_a_class])
+def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled):
+    """After the patch; what is computed later does not pass by it a second time."""
+    for model in models:
+        model.lm_head.forward = around(model.lm_head.forward)
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+
+    def run(model):
+        z = logits_of(inner if model is models[1] else model)
+        return loss_of(z) + z.logsumexp(-1).mean() + z.sin().mean()
+
+    assert_same_training(*models, run)
+    assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
+
+
+def test_attributes_of_users_stay(models):
+    """A tensor that becomes real keeps what somebody wrote on it."""
+    for read in (lambda z: z.sin(), lambda z: z.mul_(2), lambda z: real_logits(z)):
+        z = logits_of(models[1])
+        z.note = "mine"
+        read(z)
+        assert z.note == "mine"
 
 
 def _rows_with_gaps(z):

@@ -13,9 +13,7 @@ protocol, and gradients that arrive that way go through the node of :class:`_Con
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import sys
 import threading
 import weakref
@@ -35,8 +33,11 @@ from liger_multi.patching.protocol import (
     METADATA,
     WRITTEN_BELOW,
     WRITTEN_SINCE,
+    as_saved_by_the_head,
     asked_for,
+    called,
     is_infrastructure,
+    recording,
     refuse_late_hook,
     warn_above_budget,
 )
@@ -45,6 +46,7 @@ from liger_multi.patching.recipe import Job, Recipe, finished
 from liger_multi.patching.reductions import REDUCTIONS
 from liger_multi.patching.rows import ROWS
 from liger_multi.patching.steps import JOINS, RECORDED, WRITES
+from liger_multi.primitive import constant_in_graphs
 
 Derive = Callable[..., Tensor]
 
@@ -70,7 +72,7 @@ class Group:
 
     def materialize(self) -> None:
         """Turn every member into an ordinary tensor, parents first."""
-        with self.lock, _recording():
+        with self.lock, recording(), as_saved_by_the_head():
             living = self.living()
             self.members.clear()  # weak references forbid the swap
             try:
@@ -82,13 +84,6 @@ class Group:
                 self.members += [weakref.ref(m) for m in living if isinstance(m, LazyLogits)]
                 raise
             self.made.clear()
-
-
-def _recording() -> contextlib.AbstractContextManager[Any]:
-    """Ordinary tensors with a version, also where the caller is in inference mode."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return contextlib.nullcontext()
 
 
 class Slot:
@@ -175,6 +170,7 @@ def _swap(member: LazyLogits, slot: Slot) -> None:
 
 def _swapped(one: Tensor, other: Tensor) -> bool:
     """Exchange two tensors; not where an autograd.Function saved one, or a weak reference is."""
+    vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
     try:
         with torch._C.DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(one, other)
@@ -399,13 +395,41 @@ def _values(value: Any) -> Any:
     return slot.cached.detach().as_subclass(Tensor)
 
 
-@functools.cache
 def _untraced() -> Callable[..., Any]:
     """:func:`_serve` for a process with a compiler.
 
     A compiled function that gets lazy logits from outside breaks its graph where it uses them.
     """
-    return sys.modules[_DYNAMO].disable(_serve)  # type: ignore[no-any-return]
+    _made_untraced()
+    return _made[0]
+
+
+@constant_in_graphs
+def _made_untraced() -> bool:
+    """Make the function, also while Dynamo traces: it ignores functools.cache."""
+    if not _made:
+        _made.append(sys.modules[_DYNAMO].disable(_serve))
+    return True
+
+
+_made: list[Callable[..., Any]] = []
+
+
+def _visible(function: Any) -> Any:
+    """A method of Tensor for Dynamo to look into, which finds :func:`_untraced` there.
+
+    It takes lazy logits for an object of any class, and cannot follow some methods of tensors.
+    """
+
+    def method(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        return LazyLogits.__torch_function__(function, (LazyLogits,), (self, *args), kwargs)
+
+    return functools.update_wrapper(method, function)
+
+
+_AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+for _name in ("register_hook", *[f"__i{name}__" for name in _AUGMENTED]):
+    setattr(LazyLogits, _name, _visible(getattr(Tensor, _name)))
 
 
 def _serve(func: Any, args: Any, kwargs: Any) -> Any:
@@ -528,7 +552,7 @@ def _reduced(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     recipe = logits._slot.recipe
     if recipe.sharded:
         return NotImplemented
-    return _consumed(logits, _called(REDUCTIONS[func], (recipe, *args), kwargs))
+    return _consumed(logits, called(REDUCTIONS[func], (recipe, *args), kwargs))
 
 
 def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
@@ -538,7 +562,7 @@ def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     others = [m for m in slot.group.living() if m is not logits]
     if unseen or any(other._slot.needs(slot) for other in others):
         return NotImplemented
-    recipe = _called(WRITES[func], (slot.recipe, *args), kwargs)
+    recipe = called(WRITES[func], (slot.recipe, *args), kwargs)
     if recipe is NotImplemented:
         return recipe
     after = lazy_logits(recipe, (slot,), lambda real: func(real, *args, **kwargs))
@@ -552,24 +576,21 @@ def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
 def _recorded(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
     recipe = _current(slot.recipe)
-    step = _called(RECORDED[func], (recipe, *args), kwargs)
+    step = called(RECORDED[func], (recipe, *args), kwargs)
     if step is NotImplemented:
         return step
     if step is recipe:
-        return logits if recipe is slot.recipe else _detached(slot, recipe)
+        return logits  # as PyTorch does, under no_grad as well
     added = step.steps[len(recipe.steps) :]
     if not added:  # clone or contiguous
         return lazy_logits(step, (slot,), lambda real: func(real, *args, **kwargs))
-    step = _called(RECORDED[func], (recipe.packed(), *args), kwargs)
+    step = called(RECORDED[func], (recipe.packed(), *args), kwargs)
     return lazy_logits(step, (slot,), lambda real: finished(real, added))
 
 
-def _detached(slot: Slot, recipe: Recipe) -> LazyLogits:
-    return lazy_logits(recipe, (slot,), lambda real: real.detach(), shares=True)
-
-
 def _detach(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
-    return _detached(logits._slot, logits._slot.recipe.detached())
+    slot = logits._slot
+    return lazy_logits(slot.recipe.detached(), (slot,), lambda real: real.detach(), shares=True)
 
 
 def _iterated(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
@@ -579,7 +600,7 @@ def _iterated(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
 def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
     recipe = _current(slot.recipe)
-    hidden = _called(ROWS[func], (recipe.hidden, recipe.vocabulary, *args), kwargs)
+    hidden = called(ROWS[func], (recipe.hidden, recipe.vocabulary, *args), kwargs)
     if hidden is NotImplemented:
         return hidden
     args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
@@ -605,21 +626,6 @@ def _snapshot(value: Any) -> Any:
     """An index that its owner may overwrite before the logits are computed."""
     return value.clone() if isinstance(value, Tensor) else value
 
-
-def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
-    signature = _signatures.get(function)
-    if signature is None:
-        signature = _signatures[function] = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    result = function(*args, **kwargs)
-    return NotImplemented if result is None else result
-
-
-_signatures: dict[Callable[..., Any], inspect.Signature] = {}
 
 _HOOK: Any = Tensor.register_hook
 _GRAD: Any = cast(Any, Tensor).grad.__get__

@@ -20,7 +20,8 @@ def real_logits(logits: Any) -> Tensor:
         TypeError: ``logits`` is no tensor.
     """
     if isinstance(logits, LazyLogits):
-        return real_tensor(logits)  # type: ignore[no-any-return]
+        # as a function of tensors, at which a graph breaks
+        return LazyLogits.__torch_function__(real_tensor, (LazyLogits,), (logits,))  # type: ignore[no-any-return]
     if isinstance(logits, TracedLogits):
         return logits.real()
     if isinstance(logits, Tensor):

@@ -79,7 +79,9 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
     kind = settings.kind
     if not holds(module, settings.signature):
         return None
-    if (gate is not None) != kind.gated or type(x).__name__ == "DTensor":
+    if (gate is not None) != kind.gated or not isinstance(x, Tensor):  # torch.fx has proxies
+        return None
+    if type(x).__name__ == "DTensor":
         return None
     held, given = module.__dict__["_parameters"], []
     for _, name in settings.tensors:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,3 +128,44 @@ def warn_above_budget(recipe: Recipe) -> None:
             "rows do without; see materialize_bytes "
             "of fused_linear_cross_entropy to move the threshold"
         )
+
+
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
+    signature = _signatures.get(function)
+    if signature is None:
+        signature = _signatures[function] = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    result = function(*args, **kwargs)
+    return NotImplemented if result is None else result
+
+
+_signatures: dict[Callable[..., Any], inspect.Signature] = {}
+
+
+def recording() -> contextlib.AbstractContextManager[Any]:
+    """Ordinary tensors with a version, also where the caller is in inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def as_saved_by_the_head() -> Iterator[None]:
+    """Without hooks on saved tensors: the head's forward, which stands behind, ran outside of them.
+
+    A checkpointed function would count tensors that its recomputation, on real logits, never saves.
+    """
+    autograd, hooks = cast(Any, torch._C)._autograd, []
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda tracing: None)  # torch 2.8
+    while pair := top(True):
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(pair)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

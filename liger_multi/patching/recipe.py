@@ -7,7 +7,7 @@ elementwise ones are kept as steps. From it come the real logits, or the loss wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -183,6 +183,8 @@ class Recipe:
         """Whether the head has the weight, and the adapters that act, of the forward pass."""
         if not hasattr(head, "thin") or head.weight is not self.weights[0]:
             return False
+        if "forward" in head.__dict__ and not hasattr(head, "_hf_hook"):
+            return False  # somebody's, around ours; accelerate's hooks bring weights
         thin, recorded = head.thin(), self.weights[2:]
         same = len(thin) == len(recorded) and head.scales() == self.scales
         return same and all(a is b for a, b in zip(thin, recorded, strict=True))
@@ -291,22 +293,27 @@ def _is_softcap(last: list[Step]) -> bool:
 
 
 class _Circumstances:
-    """Autocast of the head's forward."""
+    """Autocast of the head's forward, and which of its weights required grad."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
         kind = hidden.device.type
         self.device_type = kind
         self.autocast_dtype = autocast_dtype(kind)
+        self.trained = [(t, t.requires_grad) for t in weights]
 
     @contextlib.contextmanager
     def entered(self, grad: bool) -> Iterator[None]:
-        """Grad mode and autocast as in the forward pass."""
+        """Grad mode and autocast as in the forward pass; weights are frozen that were it then."""
         kind, dtype = self.device_type, self.autocast_dtype
         with contextlib.ExitStack() as stack:
             if kind != "meta":
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             if not grad:
                 stack.enter_context(torch.no_grad())
+            for tensor, wanted in self.trained:
+                if tensor.requires_grad != wanted and tensor.is_leaf:
+                    tensor.requires_grad_(wanted)
+                    stack.callback(tensor.requires_grad_, not wanted)
             yield
 
     def traced(self) -> contextlib.AbstractContextManager[Any]:
@@ -328,8 +335,8 @@ class Guard(_Circumstances):
     """
 
     def __init__(self, head: Any, hidden: Tensor, settled: bool = True) -> None:
-        super().__init__(hidden)
         weights = _parameters(head)
+        super().__init__(hidden, weights.values())
         for tensor in weights.values():
             versions.watch(tensor)
         self.weight: Tensor = head.weight
@@ -365,7 +372,7 @@ class TracedGuard(_Circumstances):
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
-        super().__init__(hidden)
+        super().__init__(hidden, [weight])
         self.weight, self.hidden = weight, hidden
 
     def check(self, head: Any) -> None:

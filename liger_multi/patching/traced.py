@@ -136,7 +136,7 @@ class TracedLogits:
         if step is None:
             return func(self.real(), *args, **kwargs)
         if step is recipe:
-            return self if recipe is self.recipe else type(self)(recipe, self, ("detach", ()))
+            return self  # as PyTorch does, under no_grad as well
         if step.steps == recipe.steps:
             return type(self)(step)
         self.shared.consumed = True
