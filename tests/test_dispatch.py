@@ -322,10 +322,10 @@ def sources_in_threads():
 def test_autograds_own_threads_see_the_scope_around_backward():
     """As the backward of a compiled forward does on a device.
 
-    In a fork: where autograd has started a thread, no later fork can differentiate.
+    In another process: where autograd has started a thread, no later fork can differentiate.
     """
-    fork = multiprocessing.get_context("fork")
-    with concurrent.futures.ProcessPoolExecutor(1, fork) as pool:
+    fresh = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:
         found = pool.submit(sources_in_threads).result()
     assert found == [(False, "use()"), (False, "default")]
 

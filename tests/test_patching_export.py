@@ -117,8 +117,8 @@ def test_a_decomposed_program_runs_with_gradients_enabled(what):
 def test_a_half_has_no_gradient(half):
     """What ``torch.ops`` offers is not differentiated by its inside, which may be anything."""
     x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    given = ops.rms_norm(x, weight).grad_fn.saved_tensors
-    rstd = next(t for t in given if t.shape[-1:] != (8,))
+    y = ops.rms_norm(x, weight)  # its node keeps what it saved while somebody holds it
+    rstd = next(t for t in y.grad_fn.saved_tensors if t.shape[-1:] != (8,))
     schema = getattr(torch.ops.liger_multi, f"rms_norm_{half}").default._schema
     known = {"x": x, "dy": torch.ones_like(x), "weight": weight, "rstd": rstd, "eps": 1e-6}
     known |= {"casting": "llama", "offset": 0.0}
