@@ -1,5 +1,6 @@
 """Logits are lazy only while nobody holds real ones: writes, views and hooks by every route."""
 
+import copy
 import functools
 import warnings
 
@@ -12,10 +13,13 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers")
 
 from models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
+from sweep.cases import build, inputs
+from sweep.pairs import registered
 
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy import LazyLogits
 from liger_multi.patching.rows import is_view
+from liger_multi.patching.traced import ReplicaLogits
 
 IDS = batch()["input_ids"]
 WRITES = {
@@ -261,6 +265,57 @@ def test_attributes_of_users_stay(models):
         z.note = "mine"
         read(z)
         assert z.note == "mine"
+
+
+@pytest.mark.parametrize("name", ["setitem", "masked_fill_", "div_", "flat view", "data", "hook"])
+def test_replicas_of_data_parallel_see_writes_as_well(models, name):
+    """Their logits are the objects of compiled models."""
+    models[1].lm_head._is_replica = True
+
+    def run(model):
+        z = logits_of(model)
+        assert isinstance(z, ReplicaLogits) == (model is models[1])
+        WRITES[name](z)
+        return loss_of(z)
+
+    assert_same_training(*models, run)
+
+
+def swept(name, dtype=torch.float32):
+    """A tiny pair of this type, stock and patched, with a batch."""
+    found = next(p for p in registered() if p.name == name)
+    stock = build(found).to(dtype).eval()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    given = {
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in inputs(found, stock).items()
+    }
+    return stock, ours, given
+
+
+def test_a_compiled_model_that_masks_its_own_logits():
+    """Chameleon writes to the logits of image tokens in its forward."""
+    stock, ours, given = swept("chameleon/ChameleonForConditionalGeneration")
+    losses = [m(**given).loss for m in (stock, ours, torch.compile(ours, backend="eager"))]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    torch.testing.assert_close(losses[2], losses[0], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert/BertForMaskedLM",
+        "t5/T5ForConditionalGeneration",
+        "whisper/WhisperForCausalLM",
+    ],
+)
+def test_models_that_do_not_widen_their_logits_have_the_loss_of_stock(name):
+    """Its dtype is that of the model."""
+    stock, ours, given = swept(name, torch.bfloat16)
+    wanted, got = stock(**given).loss, ours(**given).loss
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
 def _rows_with_gaps(z):
