@@ -20,6 +20,15 @@ every_small_sample = pytest.mark.parametrize(
     ("op", "sample"), IDS, ids=[f"{o}-{s.name}" for o, s in IDS]
 )
 
+# of samples that reach the same code the first is enough
+every_form = pytest.mark.parametrize(
+    ("op", "sample"),
+    [
+        pytest.param(o, s, id=f"{o}-{s.name}", marks=[pytest.mark.slow] * forms.repeats(o, s))
+        for o, s in IDS
+    ],
+)
+
 
 def recorded(op, sample, device):
     """Arguments of both halves as a real call makes them."""
@@ -42,7 +51,7 @@ def recorded(op, sample, device):
     return seen
 
 
-@every_small_sample
+@every_form
 def test_opcheck(device, op, sample):
     """Schema, fake and dispatch of both halves as PyTorch's own checker sees them."""
     for prim, args in recorded(op, sample, device):
@@ -170,7 +179,7 @@ def test_compiled_equals_eager_with_ignored_targets(device, op, ignored):
         torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
 
 
-@every_small_sample
+@every_form
 def test_fake_tensors_see_named_operators(op, sample):
     from torch._subclasses import FakeTensorMode
 

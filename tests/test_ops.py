@@ -15,11 +15,16 @@ from liger_multi.registry import module, operators, unavailable
 from liger_multi.tolerance import excess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTERPRETED_IN_MINUTES = {("neighborhood_attention", "long")}
+INTERPRETED_IN_MINUTES = {
+    ("neighborhood_attention", "long"),
+    ("gated_rms_norm", "past-65536-columns-after"),
+}
 # kernels that round to float16, or take as many terms of a sum as it needs
 HALF_BY_ITSELF = (
     "hyper_connections", "rope_complex", "rope_multimodal", "rope_positions", "rope_sorted",
 )  # fmt: skip
+# kernels with a flag that two options set together
+BY_TWO_OPTIONS = ("cross_entropy", "cross_entropy_inplace")
 TILES_OF_ROWS = (
     "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
 )  # fmt: skip
@@ -68,18 +73,20 @@ def dtypes(backend, sample):
 def seldom(op, sample, dtype, once):
     """Whether a test is slow: interpreted kernels meet code that another test reaches.
 
-    Every sample runs in float32, the first of every form in bfloat16, and the first of every
-    operator in float16, whose code is that of bfloat16 but for ``HALF_BY_ITSELF``. Other tests take
-    the samples that add to the kernels that are launched.
+    Every sample runs in float32. What adds to the kernels that are launched runs in bfloat16 and in
+    other tests as well, and the first sample of every operator in float16, whose code is that of
+    bfloat16 but for ``HALF_BY_ITSELF``.
     """
     if not harness.interpreted():
         return False
     if (op, sample.name) in INTERPRETED_IN_MINUTES:
         return True
-    if dtype == torch.float32:
-        return not (once or forms.launches(op, sample))
+    if once and dtype == torch.float32:
+        return False
     as_bf16 = dtype == torch.float16 and op not in HALF_BY_ITSELF and not forms.first(op, sample)
-    return as_bf16 or forms.repeats(op, sample)
+    if op in BY_TWO_OPTIONS:
+        return as_bf16 or forms.repeats(op, sample)
+    return as_bf16 or not forms.launches(op, sample)
 
 
 def place(request, backend):

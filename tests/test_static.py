@@ -31,10 +31,13 @@ from ci.static_table import failures, page, verdicts
 ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
 
 
-@pytest.fixture(scope="module")
-def rows():
+@pytest.fixture(
+    scope="module", params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
+    ids=["by turns", "everywhere"],
+)  # fmt: skip
+def rows(request):
     """What the tests compile; cached by the source of each kernel."""
-    return rows_of(ARCHS, "turn")
+    return rows_of(ARCHS, request.param)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
