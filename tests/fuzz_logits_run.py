@@ -55,7 +55,7 @@ class Program:
     @property
     def low(self) -> bool:
         """Whether something is rounded to less than fp32."""
-        return self.model == "bf16" or any(
+        return MODELS[self.model].dtype.itemsize < 4 or any(
             re.search(r"autocast|bfloat16|half", step) for step in self.steps
         )
 

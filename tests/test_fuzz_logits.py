@@ -73,15 +73,15 @@ def test_eager(seed, fused):
 def test_compiled_models(seeds, fused, often):
     found = [pair for seed in seeds for pair in run(seed, COMPILED, "compiled", fused=fused)]
     verdicts = judge_all(found)
-    # an autograd.Function takes no gradient of what is no tensor
-    assert verdicts["refused"] + verdicts["compiler"] <= len(found) // 2, verdicts
+    # an autograd.Function takes no gradient of what is no tensor, so many programs end early
+    assert verdicts["equal"] >= len(found) // 4, verdicts
 
 
 @SOME_SEEDS
 def test_programs_compiled_with_their_model(seeds, fused, often):
     found = [pair for seed in seeds for pair in run(seed, WHOLE, "whole", fused=fused)]
     verdicts = judge_all(found)
-    assert verdicts["refused"] + verdicts["compiler"] <= len(found) // 2, verdicts
+    assert verdicts["equal"] >= len(found) // 4, verdicts
 
 
 @pytest.mark.slow

@@ -838,6 +838,9 @@ def strict():
     torch.use_deterministic_algorithms(True)
 
 
+META = torch.device(
+    "meta"
+)  # as a block; set_default_device(None) of torch 2.7 leaves no device at all
 SURROUNDINGS = {
     "fp64 by default": (
         lambda: torch.set_default_dtype(torch.float64),
@@ -851,10 +854,7 @@ SURROUNDINGS = {
         lambda: torch.use_deterministic_algorithms(True),
         lambda: torch.use_deterministic_algorithms(False),
     ),
-    "meta by default": (
-        lambda: torch.set_default_device("meta"),
-        lambda: torch.set_default_device(None),
-    ),
+    "meta by default": (lambda: META.__enter__(), lambda: META.__exit__(None, None, None)),
     "no gradients": (
         lambda: torch.set_grad_enabled(False),
         lambda: torch.set_grad_enabled(True),
@@ -897,16 +897,14 @@ def test_what_holds_at_the_patch_does_not_show(surroundings, kind):
 def test_a_probes_surroundings_are_always_the_same():
     wide()
     strict()
-    torch.set_default_device("meta")
     try:
-        with torch.no_grad(), torch.autocast("cpu"), laboratory():
+        with META, torch.no_grad(), torch.autocast("cpu"), laboratory():
             made = torch.ones(2)
             assert (made.dtype, made.device.type) == (torch.float32, "cpu")
             assert not torch.are_deterministic_algorithms_enabled()
             assert not torch.is_autocast_enabled("cpu")
             assert torch.is_grad_enabled()
     finally:
-        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
 

@@ -106,6 +106,8 @@ class Slot:
         self.recipe, self.parents, self.derive = recipe, parents, derive
         self.group: Group = parents[0].group if parents else Group()
         self.memory: object = parents[0].memory if shares else object()
+        # a view taken under no_grad: it requires grad, by its base, and has no history
+        self.bound = False
         self.hooks: list[Callable[[Tensor], Any]] = []
         # real logits, where the tensor could not become them because autograd holds it
         self.cached: Tensor | None = None
@@ -151,7 +153,9 @@ def _promote(member: LazyLogits, real: Tensor) -> None:
     slot = member._slot
     slot.own = _has_own_node(member)
     if slot.exposed is not None or not slot.own:
-        real = _Through.apply(member, [real if slot.exposed is None else slot.exposed])  # type: ignore[no-untyped-call]
+        values = [real if slot.exposed is None else slot.exposed]
+        with torch.enable_grad():  # the history is the tensor's, whatever its reader computes
+            real = _Through.apply(member, values)  # type: ignore[no-untyped-call]
     if slot.group.consumed:
         real = without_hooks(real)
     for hook in slot.hooks:
@@ -362,7 +366,10 @@ def is_lazy(value: Any) -> bool:
     """Whether a value is logits that were not computed."""
     if not isinstance(value, LazyLogits):
         return False
-    return value._slot.cached is None and value._slot.exposed is None and _has_own_node(value)
+    slot = value._slot
+    if slot.cached is not None or slot.exposed is not None or not _has_own_node(value):
+        return False
+    return not (slot.bound and torch.is_grad_enabled())
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -608,14 +615,24 @@ def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     def derive(real: Tensor) -> Any:
         return func(real, *args, **kwargs)
 
-    memory = recipe.hidden.untyped_storage()._cdata
     if isinstance(hidden, Tensor):
-        shares = hidden.untyped_storage()._cdata == memory
-        return lazy_logits(recipe.rows(hidden), (slot,), derive, shares)
+        memory = recipe.hidden.untyped_storage()._cdata
+        if hidden.untyped_storage()._cdata != memory:
+            return lazy_logits(recipe.rows(hidden), (slot,), derive)
+        return _view(recipe.rows(hidden), slot, derive)
     return tuple(
-        lazy_logits(recipe.rows(h), (slot,), functools.partial(_part, derive, i), shares=True)
+        _view(recipe.rows(h), slot, functools.partial(_part, derive, i))
         for i, h in enumerate(hidden)
     )
+
+
+def _view(recipe: Recipe, base: Slot, derive: Derive) -> LazyLogits:
+    made = lazy_logits(recipe, (base,), derive, shares=True)
+    if (base.recipe.grad or base.bound) and not torch.is_grad_enabled():
+        made._slot.bound = True
+        with torch._C.DisableTorchFunctionSubclass():
+            made.requires_grad = True
+    return made
 
 
 def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:

@@ -121,15 +121,29 @@ class TracedLogits:
 
     def _loss(self, call: CrossEntropyCall) -> Tensor | None:
         self._check()
-        loss = None if self.shared.real else fused(self.recipe, call)
+        loss = None if self._is_real() else fused(self.recipe, call)
         if loss is not None:
             self.shared.consumed = True
             return loss
         options = self.recipe.settings.on_real
         return None if options is None else on_real(self.real(), options, call)
 
+    def _is_real(self) -> bool:
+        """Whether an operation is PyTorch's: on real logits, or on a bound view."""
+        return self.shared.real or (torch.is_grad_enabled() and self._is_bound())
+
+    def _is_bound(self) -> bool:
+        """Whether these are a view that was taken under no_grad.
+
+        It requires grad, by its base, and has no history.
+        """
+        base = self.origin
+        if base is None or self.recipe.grad or self.how[0] == "detach":
+            return False
+        return base.recipe.grad or base._is_bound()
+
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.shared.real:
+        if self._is_real():
             return func(self.real(), *args, **kwargs)
         recipe = self._recipe
         step = RECORDED[func](recipe, *args, **kwargs)
@@ -204,7 +218,7 @@ class TracedLogits:
 
     def detach(self) -> Any:
         """The same values, cut off from autograd."""
-        if self.shared.real:
+        if self._is_real():
             return self.real().detach()
         return type(self)(self.recipe.detached(), self, ("detach", ()))
 
@@ -229,7 +243,7 @@ class TracedLogits:
         return self._shaped("reshape", Tensor.reshape, True, sizes)
 
     def _shaped(self, name: str, function: Any, may_copy: bool, sizes: Any) -> Any:
-        if self.shared.real:
+        if self._is_real():
             return getattr(self.real(), name)(*sizes)
         flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         recipe = self._recipe
@@ -241,7 +255,7 @@ class TracedLogits:
         return self._rows(name, function(recipe.hidden, wanted), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        if self.shared.real:
+        if self._is_real():
             return self.real()[index]
         items = index if isinstance(index, tuple) else (index,)
         copied = any(isinstance(item, Tensor) for item in items)
