@@ -12,7 +12,7 @@ BAR = 24  # characters of the longest bar
 HEAD = """# Benchmarks
 
 Generated from the files in the folder `benchmarks` by `make docs`; what each column means stands
-in `benchmarks/README.md`, what was tried and why in [Performance](performance.md). Times are
+in `benchmarks/README.md`, targets and what bounds them in [Performance](performance.md). Times are
 medians of one run; every row is the newest of its implementation, and the ratio holds it against
 ours in the same run. Compare nothing across runs but ratios; `python -m ci.compare OLD NEW` does
 that.

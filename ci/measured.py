@@ -25,6 +25,12 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens": ("tokens_per_second", lambda x: f"{x / 1000:.1f}k"),
     "ms": ("both_ms", lambda x: f"{x:#.3g}".rstrip(".")),
     "roof": ("both", lambda x: f"{x:.0f}"),
+    "longest": ("longest", lambda x: f"{x:,.0f}"),
+    "too-long": ("shortest_failed", lambda x: f"{x:,.0f}"),
+    "s": ("step_seconds", lambda x: f"{x:.0f}"),
+    "loss-error": ("loss", lambda x: f"{100 * x:.2g}"),
+    "hidden-error": ("hidden_gradient", lambda x: f"{100 * x:.2g}"),
+    "weight-error": ("weight_gradient", lambda x: f"{100 * x:.2g}"),
 }
 
 
@@ -84,8 +90,9 @@ def value(key: str) -> str:
     """What a quote names, as pages write it.
 
     ``KIND WHAT WHO UNIT``: of kind ``models`` WHAT is a run and WHO a variant, of ``ops`` and
-    ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. ``ours/liger``
-    is a ratio; both numbers are of one run.
+    ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. Of ``float8``
+    WHAT is a shape and WHO also a part, of ``lora`` WHAT is ``part/form``, of ``longest`` a model,
+    with ``/24GB`` within so much. ``ours/liger`` is a ratio; both numbers are of one run.
 
     Raises:
         ValueError: No result has it.
@@ -126,14 +133,48 @@ def _of_losses(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
     return [(row["provider"], row) for row in data["rows"] if f"{row['case']}/{shape(row)}" == what]
 
 
+def _of_float8(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for row in data["rows"]:
+        if "x".join(map(str, row["shape"])) == what:
+            made = {who: one for who, one in row.items() if who not in ("shape", "parts")}
+            for who, one in made.items():
+                found.append((who, {**one["error"], **one, "both_ms": 1e3 * one["seconds"]}))
+            for part, seconds in row.get("parts", {}).items():
+                found.append((part.replace(" ", "-"), {"both_ms": 1e3 * seconds}))
+    return found
+
+
+def _of_lora(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [
+        (row["variant"], {"both_ms": row["milliseconds"], "extra_bytes": row["added_bytes"]})
+        for row in data["rows"]
+        if f"{row['part']}/{row['form']}" == what
+    ]
+
+
+def _of_longest(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    limit = f"/{data['limit_gb']:g}GB" if data["limit_gb"] else ""
+    found = []
+    for row in data["rows"]:
+        steps = {tried["tokens"]: tried["seconds"] for tried in row["tries"]}
+        step = {"step_seconds": steps.get(row["longest"])}
+        found += [(row["provider"], row | step)] if row["model"] + limit == what else []
+    return found
+
+
 def shape(row: Mapping[str, Any]) -> str:
     """The shape of a loss's row in one word."""
     return "x".join(str(n) for n in row["shape"].values())
 
 
-_FILES = {"models": "models-*.json", "ops": "*.json", "losses": "losses-*.json"}
+_FILES = {kind: f"{kind}-*.json" for kind in ("models", "losses", "float8", "lora", "longest")}
+_FILES["ops"] = "*.json"
 _KINDS: dict[str, Callable[[Mapping[str, Any], str], list[tuple[str, Any]]]] = {
     "models": _of_models,
     "ops": _of_operators,
     "losses": _of_losses,
+    "float8": _of_float8,
+    "lora": _of_lora,
+    "longest": _of_longest,
 }
