@@ -56,6 +56,11 @@ REFUSALS = {
         r"Can't export tensors that require gradient",
         "as_tensor|asarray|dlpack",
     ),
+    "compiler and a view of several results": (
+        r"InternalTorchDynamoError.*is the output of a function that returns multiple views",
+        r"unbind|split|chunk|for .* in ",
+    ),
+    "compiler and a product": (r"call_method matmul", " @ "),
     "compiler and create_graph": (r"compiled with non-empty donated buffers", "create_graph"),
 }
 """Errors of ours that stock does not raise, and that may end a program: their messages, and what

@@ -576,3 +576,52 @@ def test_which_reshape_is_a_view_agrees_with_pytorch():
         assert is_view(x, sizes) == wanted, (x.shape, x.stride(), sizes)
         seen[wanted] += 1
     assert min(seen.values()) > 100
+
+
+def test_products_of_logits_in_a_graph_keep_the_order_of_their_factors(models):
+    """But for ``logits @ w``, whose factors Dynamo exchanges, which raises."""
+    stock, ours = models
+    right, left = torch.randn(VOCABULARY, 3), torch.randn(IDS.shape[0], 3, IDS.shape[1])
+    for one in (lambda z: torch.matmul(z, right), lambda z: left @ z):
+        whole = torch.compile(lambda one=one: one(logits_of(ours)), backend="eager")
+        torch.testing.assert_close(whole(), one(logits_of(stock)))
+
+
+def test_a_gradient_by_logits_that_the_loss_passed_by_raises_when_they_are_real_too(models):
+    compiled = torch.compile(models[1], backend="eager")
+    z = compiled(input_ids=IDS).logits
+    loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
+    z.exp()  # computes them
+    with pytest.raises(RuntimeError, match="gradient by logits"):
+        torch.autograd.grad(loss, z, allow_unused=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_view_taken_without_gradients_requires_grad_by_its_base(compiled, models):
+    model = models[1]
+    z = (torch.compile(model, backend="eager") if compiled else model)(input_ids=IDS).logits
+    with torch.no_grad():
+        rows = z[:, 1:]
+        hits = rows.argmax(-1)
+    assert hits.shape == rows.shape[:2]
+    assert rows.requires_grad
+    assert rows.is_leaf
+    assert F.cross_entropy(rows.flatten(0, 1), IDS[:, 1:].flatten()).requires_grad
+    assert not z.detach().requires_grad
+
+
+def test_what_a_function_returned_keeps_its_history_without_gradients(models):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    y = Doubled.apply(logits_of(models[1]))
+    with torch.no_grad():
+        y.mul_(3)
+    assert y.requires_grad
+    assert y.grad_fn is not None

@@ -113,7 +113,7 @@ class TracedLogits:
                 loss = call.input._loss(call)
                 if loss is not None:
                     return loss
-        elif func is torch.autograd.grad and any(_is_lazy(x) for x in asked_for(*args, **kwargs)):
+        elif func is torch.autograd.grad and any(_passed_by(x) for x in asked_for(*args, **kwargs)):
             raise RuntimeError(GRADIENT_BY_LOGITS)
         elif func in RECORDED and func not in _READ and _is_lazy(first):
             return first._step(func, *args[1:], **kwargs)  # type: ignore[union-attr]
@@ -268,6 +268,12 @@ class TracedLogits:
             refuse_late_hook(_HOOKS[name], ())
         return getattr(self.real(), name)
 
+    def __matmul__(self, other: Any) -> Tensor:
+        return torch.matmul(self.real(), _real(other))
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return torch.matmul(_real(other), self.real())
+
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self.real(), memo)
 
@@ -293,7 +299,7 @@ def _method(name: str) -> Any:
 
 _OPERATORS = (
     *("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "neg", "pos", "abs", "invert"),
-    *("matmul", "rmatmul", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("floordiv", "rfloordiv", "mod", "rmod"),
     *("and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift"),
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
     *("eq", "ne", "lt", "le", "gt", "ge", "contains", "setitem"),
@@ -344,6 +350,11 @@ def _arguments_of_functions() -> Iterator[Any]:
 
 def _is_lazy(value: Any) -> bool:
     return isinstance(value, TracedLogits) and not value.shared.real
+
+
+def _passed_by(value: Any) -> bool:
+    """Whether a loss may have been computed without these logits, which then have no gradient."""
+    return isinstance(value, TracedLogits) and (value.shared.consumed or not value.shared.real)
 
 
 def _real(value: Any) -> Any:
