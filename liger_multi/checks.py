@@ -116,7 +116,7 @@ def same_shape(op: str, **tensors: Tensor) -> None:
 
 
 def targets(
-    op: str, target: Tensor, rows: torch.Size, beside: Tensor, name: str = "target"
+    op: str, target: Tensor, rows: tuple[int, ...], beside: Tensor, name: str = "target"
 ) -> None:
     """One class id a row: integers of the rows' shape, on the same device."""
     ids(op, name, target)

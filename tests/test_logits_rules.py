@@ -198,6 +198,8 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_checkpointed_function_may_read_logits(models, name, parts):
     """What they need for backward is saved as by the head, outside of the checkpoint."""
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        pytest.skip("PyTorch < 2.8 has no way to leave a checkpoint's hooks: it may raise")
 
     def run(model):
         z, function = logits_of(model), CHECKPOINTED[name]

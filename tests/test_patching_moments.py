@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging import version
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 
@@ -784,6 +785,8 @@ def test_experts_are_more_than_their_gate():
 
 @pytest.fixture
 def interface():
+    if version.parse(transformers.__version__) < version.parse("5.7"):
+        pytest.skip("models of transformers < 5.7 take no names of experts but its own")
     register_experts()
     yield
     unregister_experts()

@@ -220,7 +220,7 @@ def _shapes_fit(
             f"{name}: index must have shape {(*x.shape[:-1], 'K')}, experts of every row of x, "
             f"got {checks.describe(index)}"
         )
-    checks.targets(name, index, torch.Size((*x.shape[:-1], index.shape[-1])), x, "index")
+    checks.targets(name, index, (*x.shape[:-1], index.shape[-1]), x, "index")
     checks.same_shape(name, index=index, routing=routing)
     for bias, size in (("gate_up_bias", wide), ("down_bias", hidden)):
         given = tensors[bias]
