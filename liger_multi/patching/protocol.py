@@ -45,6 +45,12 @@ OBJECT_IN_FUNCTION = (
 )
 """Why logits of a compiled model refuse to be the input of an autograd.Function."""
 
+PRODUCT = (
+    "in a compiled function PyTorch does not tell which factor of @ the logits are; write "
+    "torch.matmul(logits, w) or torch.matmul(w, logits)"
+)
+"""Why a product in a graph is refused."""
+
 WRITTEN_BELOW = (
     "C++ makes a view of logits that were not computed, or has written to one; as_subclass and "
     "nn.Parameter do that. Pass liger_multi.patching.real_logits(outputs.logits)"

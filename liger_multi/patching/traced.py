@@ -22,6 +22,7 @@ from liger_multi.patching.protocol import (
     GRADIENT_BY_LOGITS,
     HOOKS,
     OBJECT_IN_FUNCTION,
+    PRODUCT,
     asked_for,
     refuse_late_hook,
     warn_once,
@@ -117,6 +118,9 @@ class TracedLogits:
             raise RuntimeError(GRADIENT_BY_LOGITS)
         elif func in RECORDED and func not in _READ and _is_lazy(first):
             return first._step(func, *args[1:], **kwargs)  # type: ignore[union-attr]
+        exchanged = func is Tensor.matmul and not isinstance(first, TracedLogits)
+        if exchanged and torch.compiler.is_compiling():  # logits @ w looks as w @ logits does
+            raise RuntimeError(PRODUCT)
         return func(*[_real(a) for a in args], **{k: _real(v) for k, v in kwargs.items()})
 
     def _loss(self, call: CrossEntropyCall) -> Tensor | None:
