@@ -3,14 +3,21 @@
 On a machine without an accelerator they are forked from a server that has imported PyTorch and
 transformers, which takes longer than most tests of several ranks. Elsewhere each is an interpreter
 of its own: what a driver has begun is not to be forked.
+
+A rank ends without taking its objects apart. The reducer of DistributedDataParallel may be the last
+that holds a process group of gloo; it joins the group's thread and has the lock of the interpreter,
+which that thread waits for (PyTorch 2.13, now and then on a busy machine).
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 PRELOADED = [
@@ -31,15 +38,29 @@ def forks():
     return context
 
 
-def _run(script, arguments, environment, log):
+def _forked(script, arguments, environment, log):
     """``python script arguments``, in a process that was forked."""
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(written, 1)
     os.dup2(written, 2)
     os.environ.update(environment)
+    _rank(script, arguments)
+
+
+def _rank(script, arguments):
+    """Run a script; what it made is held until the process has gone."""
+    faulthandler.enable()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(str(script), run_name="__main__")
+    code, made = 0, []
+    try:
+        made.append(runpy.run_path(str(script), run_name="__main__"))
+    except BaseException as error:
+        code, made = 1, [error]
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Process:
@@ -48,24 +69,27 @@ class Process:
     def __init__(self, script, arguments, environment, log, forked):
         self.log = log
         if forked:
-            target = forks().Process(target=_run, args=(script, arguments, environment, log))
+            target = forks().Process(target=_forked, args=(script, arguments, environment, log))
             target.start()
             self._wait, self.kill = target.join, target.kill
-            self._code = lambda: target.exitcode
+            self._code, self._pid = (lambda: target.exitcode), target.pid
         else:
             started = subprocess.Popen(
-                [sys.executable, str(script), *arguments],
+                [sys.executable, __file__, str(script), *arguments],
                 env={**os.environ, **environment},
                 stdout=log.open("w"),
                 stderr=subprocess.STDOUT,
             )
-            self._code, self.kill = started.poll, started.kill
+            self._code, self._pid, self.kill = started.poll, started.pid, started.kill
             self._wait = lambda seconds: _waited(started, seconds)
 
     def end(self, seconds):
-        """Its exit code and what it printed; it is killed where it takes longer."""
+        """Its exit code and what it printed; where it takes longer, also where it stands."""
         self._wait(max(0.0, seconds))
         code = self._code()
+        if code is None:
+            os.kill(self._pid, signal.SIGABRT)
+            self._wait(5.0)
         text = self.log.read_text()
         return code, text if code is not None else f"{text}\nno answer in time"
 
@@ -90,3 +114,7 @@ def run(script, folder, every, environment, patience, forked):
     finally:
         for process in started:
             process.kill()
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], sys.argv[2:])
