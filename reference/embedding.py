@@ -8,6 +8,8 @@ from torch import Tensor
 from liger_multi.reference.chunking import row_blocks, statistics_dtype
 from liger_multi.reference.reduction import check_targets
 
+aten = torch.ops.aten
+
 
 @functools.cache
 def rounded(scale: float, dtype: torch.dtype) -> float:
@@ -34,12 +36,13 @@ def forward(
 
 
 def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float) -> Tensor:
-    """Sums by id, in the order of the index (a deterministic operation of PyTorch)."""
+    """Sums by id in the order of the index (``index_put_`` of several threads keeps none)."""
     out, kind = dy.new_empty(classes, dy.shape[1]), statistics_dtype(dy.dtype)
     keep = _inside(index, classes) & (index != padding_idx)
     label = torch.where(keep, index, classes)  # one more row takes what goes nowhere
     for block in row_blocks(dy.shape[1], (classes + index.shape[0]) * kind.itemsize):
-        total = torch.zeros(classes + 1, block.stop - block.start, dtype=kind, device=dy.device)
-        total.index_put_((label,), dy[:, block].to(kind), accumulate=True)
+        total = aten.embedding_dense_backward(
+            dy[:, block].to(kind), label, classes + 1, classes, scale_grad_by_freq=False
+        )
         out[:, block] = (total[:classes] * rounded(scale, dy.dtype)).to(dy.dtype)
     return out
