@@ -23,6 +23,8 @@ from fuzz_logits_compare import Fuzzer
 from fuzz_logits_run import Program, models, statements
 from models import FusedCalls
 
+from liger_multi.patching import lazy
+
 SEEDS = (1, 2, 3)
 EAGER, COMPILED, WHOLE = 32, 4, 2
 """Programs of a seed whose verdicts are counted as well; `make test` runs those of the first."""
@@ -67,6 +69,14 @@ def test_eager(seed, fused):
     assert verdicts["refused"] + verdicts["lenient"] <= EAGER // 5, verdicts
     assert verdicts["fused"] >= EAGER // 4, verdicts
     assert verdicts["trained"] >= EAGER // 2, verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
+    """As they do before PyTorch 2.11."""
+    monkeypatch.setattr(lazy, "SWAPS", False)
+    judge_all(run(seed, 200, fused=fused))
 
 
 @SOME_SEEDS
@@ -198,7 +208,8 @@ def test_writes_reach_every_later_use(write, aliased):
     verdict = Fuzzer().judge(
         program(f"z = model(ids).logits{before}\n{write}\n{LOSS}\n(v1 + z.mean()).backward()")
     )
-    refused = write in BELOW and not aliased  # a list as an index has computed the others
+    # a list as an index has computed the others, which are real then
+    refused = write in BELOW and not (aliased and lazy.SWAPS)
     assert verdict.kind == ("refused" if refused else "equal"), verdict.why
 
 
@@ -474,6 +485,7 @@ def test_planted_defects_are_found(head, steps, topic):
     assert topic in verdict.topic
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that began a device runs no forks")
 def test_a_crash_is_a_failure(monkeypatch):
     made = Program("small", "eager", ("z = model(ids).logits", "v1 = z.sum()"))
     monkeypatch.setattr(fuzz_logits_compare, "observe", lambda run: os.abort())

@@ -16,12 +16,14 @@ from models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
 from sweep.cases import build, inputs
 from sweep.pairs import registered
 
-from liger_multi.patching import patch, real_logits
+from liger_multi.patching import lazy, patch, real_logits
 from liger_multi.patching.lazy import LazyLogits
 from liger_multi.patching.rows import is_view
 from liger_multi.patching.traced import ReplicaLogits
 
 IDS = batch()["input_ids"]
+
+swapped = pytest.mark.skipif(not lazy.SWAPS, reason="lazy logits stay lazy before PyTorch 2.11")
 WRITES = {
     "setitem": lambda z: z.__setitem__((..., slice(50)), -1e9),
     "masked_fill_": lambda z: z.masked_fill_(torch.arange(VOCABULARY) < 50, -3.0),
@@ -151,6 +153,8 @@ GIVEN = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_compiled_function_takes_the_logits_of_an_eager_model(models, name):
     """It breaks its graph where it uses them, and Dynamo warns of nothing."""
+    if name in ("mT", "data") and not lazy.SWAPS:
+        pytest.skip("before PyTorch 2.11 a guard reads it of logits that stay lazy, which raises")
     torch._dynamo.reset()
     compiled = torch.compile(GIVEN[name], backend="eager")
 
@@ -432,6 +436,7 @@ class Save(torch.autograd.Function):
         return 2 * x * grad / x.numel()
 
 
+@swapped
 def test_a_function_gets_logits_as_they_are_when_it_is_called(models):
     def run(model):
         z = logits_of(model)
@@ -496,6 +501,7 @@ def test_cpp_sees_no_missing_storage(models):
         assert logits_of(models[1]).data_ptr()
 
 
+@swapped
 def test_real_logits_are_the_same_object_and_plain(models):
     z = logits_of(models[1])
     held = {"logits": z, "row": z[0]}
@@ -584,7 +590,10 @@ def test_products_of_logits_in_a_graph_keep_the_order_of_their_factors(models):
     """Dynamo exchanges those of ``logits @ w``: it runs outside of the graph, or raises."""
     stock, ours = models
     right, left = torch.randn(VOCABULARY, 3), torch.randn(IDS.shape[0], 3, IDS.shape[1])
-    with pytest.raises(Exception, match="which factor of @"):
+    said = "which factor of @"
+    if torch.__version__ < "2.9":  # its Dynamo cannot build the error
+        said += "|sourceless builder"
+    with pytest.raises(Exception, match=said):
         torch.compile(lambda: logits_of(ours) @ right, backend="eager", fullgraph=True)()
     for one in (lambda z: torch.matmul(z, right), lambda z: z @ right, lambda z: left @ z):
         whole = torch.compile(lambda one=one: one(logits_of(ours)), backend="eager")

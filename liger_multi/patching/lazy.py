@@ -41,7 +41,7 @@ from liger_multi.patching.protocol import (
     refuse_late_hook,
     warn_above_budget,
 )
-from liger_multi.patching.real import loss_logits, without_hooks
+from liger_multi.patching.real import SWAPS, loss_logits, without_hooks
 from liger_multi.patching.recipe import Job, Recipe, finished
 from liger_multi.patching.reductions import REDUCTIONS
 from liger_multi.patching.rows import ROWS
@@ -174,6 +174,8 @@ def _swap(member: LazyLogits, slot: Slot) -> None:
 
 def _swapped(one: Tensor, other: Tensor) -> bool:
     """Exchange two tensors; not where an autograd.Function saved one, or a weak reference is."""
+    if not SWAPS:
+        return False
     vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
     try:
         with torch._C.DisableTorchFunctionSubclass():
