@@ -118,6 +118,18 @@ def selected_device(config: pytest.Config) -> torch.device:
     return found or torch.device("cpu")
 
 
+# --- versions ---
+
+
+def skip_peaks_not_understood() -> None:
+    """Peaks under recomputation, measured and estimated, differ from run to run in PyTorch 2.7.
+
+    Within a gated MLP's backward; why is not known. With 2.8, 2.11 and 2.13 they do not.
+    """
+    if torch.__version__ < "2.8":
+        pytest.skip("peaks under recomputation differ from run to run in PyTorch 2.7; why is open")
+
+
 # --- processes ---
 
 
@@ -140,9 +152,12 @@ def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None
     # gloo: a plan would go to devices
     environment = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
     forked = accelerator() is None
-    for code, text in processes.run(script, folder, every, environment, PATIENCE, forked):
-        assert code == 0, text
-        assert "done" in text
+    ended = processes.run(script, folder, every, environment, PATIENCE, forked)
+    # all of them: where one fails, the others lose their connection to it
+    said = "\n".join(
+        f"rank {rank}, exit {code}:\n{text}" for rank, (code, text) in enumerate(ended)
+    )
+    assert all(code == 0 and "done" in text for code, text in ended), said
 
 
 # --- poison ---

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from liger_multi import ops
 from liger_multi.memory import measure
 from liger_multi.reference import chunking, retry
+from liger_multi.tolerance import excess
 
 ROWS, WIDTH, VOCABULARY = 60, 4, 97
 
@@ -69,8 +70,10 @@ def test_out_of_memory_is_tried_again_with_a_quarter(name):
     with full:
         loss.backward()
     torch.testing.assert_close(loss, plain)
-    for a, b in zip(found[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    exact = [t.detach().double().requires_grad_() for t in wanted[:2]]
+    call(name, *exact, wanted[2]).backward()
+    for a, b in zip(found[:2], exact, strict=True):
+        assert excess(a.grad, b.grad, torch.float32) <= 1
     assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True)), "left alone"
 
 
