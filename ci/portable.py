@@ -129,15 +129,16 @@ def table(
         print(f"== {setting.name}" + (f": not run: {reason}" if reason else ""), flush=True)
         if reason:
             said[setting.name] = f"not run: {reason}"
-            continue
-        one = run(setting, arguments)
-        said[setting.name] = outcome(one)
-        green = green and one is not None and one.green
-        counts.update(one.counts if one else {"error": 1})
-        failures += [f"{name} ({setting.name})" for name in (one.failures if one else ["pytest"])]
-    seconds = time.monotonic() - started
-    device = torch.device("cpu")
-    results.write(path, ["reference"], device, counts, seconds, note, failures, said)
+        else:
+            one = run(setting, arguments)
+            said[setting.name] = outcome(one)
+            green = green and one is not None and one.green
+            counts.update(one.counts if one else {"error": 1})
+            failed = one.failures if one else ["pytest"]
+            failures += [f"{name} ({setting.name})" for name in failed]
+        # after every row: what is cut off has left the rows before it
+        seconds, device = time.monotonic() - started, torch.device("cpu")
+        results.write(path, ["reference"], device, counts, seconds, note, failures, said)
     print("\n".join(f"{name}: {what}" for name, what in said.items()), f"\nwrote {path}", sep="")
     return green and bool(counts)
 

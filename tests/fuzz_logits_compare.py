@@ -407,6 +407,7 @@ def _isolated(judge: Callable[[], Verdict]) -> Verdict:
     child = os.fork()
     if not child:
         faulthandler.disable()
+        torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
         try:
             with os.fdopen(write, "wb") as pipe:
                 pickle.dump(_unforkable() or judge(), pipe)

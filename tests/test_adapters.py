@@ -212,6 +212,7 @@ def test_quantised_base_layers(calls):
     stock = lora(quantise(build("llama"), Quantised))
     ours = copy.deepcopy(stock)
     assert patch(ours, strict=True).count("lora") == 14
+    calls.clear()  # a class of layers that is new to this process was tried
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     assert calls == {"lora_update": 14, "swiglu": 2}
 
@@ -230,6 +231,7 @@ def test_bitsandbytes(calls):
     stock = lora(quantise(stock, four))
     ours = copy.deepcopy(stock)
     assert patch(ours, strict=True).count("lora") == 14
+    calls.clear()  # a class of layers that is new to this process was tried
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     assert calls == {"lora_update": 14, "swiglu": 2}
 

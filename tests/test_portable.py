@@ -129,7 +129,7 @@ def test_one_result_has_every_row(tmp_path, monkeypatch, capsys):
 
 def test_a_row_is_a_run_of_the_suite_under_its_settings(tmp_path):
     pytest.importorskip("pytest_randomly")
-    for name in ("conftest.py", "harness.py", "thinned.yaml"):
+    for name in ("conftest.py", "harness.py", "parts.py", "processes.py", "thinned.yaml"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     suite = tmp_path / "test_settings.py"
     suite.write_text(

@@ -14,8 +14,8 @@ from packaging import version
 transformers = pytest.importorskip("transformers")
 
 from sweep.executed import counts, executed
-from sweep.pairs import Pair, registered
-from sweep.run import Outcome, difference, sweep
+from sweep.pairs import registered
+from sweep.run import Outcome, difference
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -147,9 +147,8 @@ def test_the_record_ends_with_its_block():
     assert found.ran == set()
 
 
-def test_towers_without_inputs_are_named():
-    llava = Pair("image-text", "llava", "LlavaForConditionalGeneration")
-    (outcome,) = sweep([llava])
+def test_towers_without_inputs_are_named(tmp_path):
+    (outcome,) = swept(tmp_path, "llava/LlavaForConditionalGeneration")
     assert outcome.text_only
     assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
     assert "layer_norm" not in outcome.served

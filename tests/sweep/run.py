@@ -216,6 +216,7 @@ def _child(pair: Pair, writing: int, work: Callable[[Pair], dict[str, Any]]) -> 
     # of its own time: beside other work a pair takes many times as long
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.alarm(20 * SECONDS)
+    torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
     try:
         warnings.simplefilter("ignore")
         text = json.dumps(work(pair))
