@@ -34,11 +34,9 @@ TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
-# the oldest Triton whose code is judged: 3.3 spills 16 bytes where this one spills none, and has no
+# the oldest Triton whose code is judged: 3.3 spilled 16 bytes where this spills none, and had no
 # linker for AMD's
 JUDGED = (3, 7)
-# launched beside the grouped product of PyTorch alone, which 2.7 does not have
-BESIDE_GROUPED_MM = ("_slots_rows_kernel", "_zero_groups_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +222,6 @@ def missing(target: Target) -> str | None:
     if vendor == "nvidia" and not (BINARIES / "nvdisasm").exists():
         return "this Triton comes without NVIDIA's disassembler"
     return None
-
-
-def launched() -> set[str]:
-    """Names of the kernels that a launcher launches with this PyTorch."""
-    left = () if hasattr(torch, "_grouped_mm") else BESIDE_GROUPED_MM
-    return set(kernels()) - set(left)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import triton
 
-from ci.static import TARGETS, StaticCase, kernels, launched, missing
+from ci.static import TARGETS, StaticCase, kernels, missing
 from ci.static_code import CORES, Code
 from ci.static_rows import Row, facts_of, parts_of, pool, rows_of, suite
 
@@ -192,7 +192,7 @@ def sources(name: str) -> str:
 def stale() -> dict[str, str]:
     """Kernels whose baseline is absent or of another source, and baselines of no kernel."""
     found = {}
-    for name in sorted(launched()):  # others have launches under another PyTorch
+    for name in sorted(kernels()):
         file = BASELINE / f"{name}.txt"
         said = re.search(r"^# source (\w+)$", file.read_text(), re.M) if file.exists() else None
         if said is None or said[1] != sources(name):

@@ -26,14 +26,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def in_checkpoint() -> bool:
-    """Whether PyTorch's checkpointing (not the reentrant one) holds what autograd saves now.
-
-    PyTorch 2.7 cannot be asked, and the answer is no: it decides about time only.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or torch.compiler.is_compiling():
+    """Whether PyTorch's checkpointing (not the reentrant one) holds what autograd saves now."""
+    if torch.compiler.is_compiling():
         return False
-    hooks = top(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

@@ -118,18 +118,6 @@ def selected_device(config: pytest.Config) -> torch.device:
     return found or torch.device("cpu")
 
 
-# --- versions ---
-
-
-def skip_peaks_not_understood() -> None:
-    """Peaks under recomputation, measured and estimated, differ from run to run in PyTorch 2.7.
-
-    Within a gated MLP's backward; why is not known. With 2.8, 2.11 and 2.13 they do not.
-    """
-    if torch.__version__ < "2.8":
-        pytest.skip("peaks under recomputation differ from run to run in PyTorch 2.7; why is open")
-
-
 # --- processes ---
 
 

@@ -140,7 +140,7 @@ def test_the_metadata_asks_for_torch_and_yaml_only(artefacts):
         text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
     lines = text.split("\n\n")[0].splitlines()
     needs = [n.removeprefix("Requires-Dist: ") for n in lines if n.startswith("Requires-Dist: ")]
-    assert sorted(n for n in needs if "extra ==" not in n) == ["PyYAML>=6", "torch>=2.7"]
+    assert sorted(n for n in needs if "extra ==" not in n) == ["PyYAML>=6", "torch>=2.9"]
     extras = {n.removeprefix("Provides-Extra: ") for n in lines if n.startswith("Provides-Extra: ")}
     assert extras == {"triton", "cuda", "rocm", "npu", "transformers", "cli", "test", "docs"}
     assert "License-Expression: Apache-2.0" in lines

@@ -199,9 +199,8 @@ def gradient_checkpointing(case):
     assert_same_training(stock, ours, lambda m: m(**case.batch(), use_cache=False).loss)
     layers = {op: 2 * n for op, n in case.known.calls.items() if op != HEAD}
     layers["rms_norm"] -= 1  # the last one stands outside of the layers
-    # in steps, so that the last product is not computed again; PyTorch 2.7 cannot be asked
-    asked = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    if "gated_mlp" in layers and asked:
+    # in steps, so that the last product is not computed again
+    if "gated_mlp" in layers:
         layers |= {op: layers["gated_mlp"] for op in ("swiglu", "geglu") if op in case.known.counts}
     assert dict(case.calls) == layers | {HEAD: 1}
 

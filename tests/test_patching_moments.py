@@ -841,9 +841,7 @@ def strict():
     torch.use_deterministic_algorithms(True)
 
 
-META = torch.device(
-    "meta"
-)  # as a block; set_default_device(None) of torch 2.7 leaves no device at all
+META = torch.device("meta")
 SURROUNDINGS = {
     "fp64 by default": (
         lambda: torch.set_default_dtype(torch.float64),

@@ -110,9 +110,9 @@ def launches(card):
 def test_every_launch_fits_the_card(launches):
     card, cases = launches
     _, wave, _, _ = CARDS[card]
-    from ci.static import launched
+    from ci.static import kernels
 
-    assert {case.name for case in cases} == launched()
+    assert {case.name for case in cases} == set(kernels())
     for case in cases:
         warps = case.options["num_warps"]
         assert 1 <= warps * wave <= 1024, f"{case.name} ({case.label}): {warps} warps of {wave}"
@@ -122,17 +122,6 @@ def test_every_launch_fits_the_card(launches):
         assert tile <= 32768, f"{case.name} ({case.label}): {tile} elements a tile"
         if case.constants.get("ROWS", 1) > 1:  # as_rows promises as much, see assume_rows
             assert tile <= 8192, f"{case.name} ({case.label}): {tile} elements of several rows"
-
-
-@pytest.mark.parametrize("card", ["gfx942"], indirect=True)
-def test_every_kernel_is_launched_without_the_grouped_product_too(card, launches, monkeypatch):
-    """PyTorch 2.7 has none: two kernels that stand beside it are not launched there, all others."""
-    from ci.static import BESIDE_GROUPED_MM, kernels, launched, static_cases
-    from ci.static_cases import calls
-
-    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
-    cases = static_cases(launch.device_info(DEVICE), calls())
-    assert {case.name for case in cases} == launched() == set(kernels()) - set(BESIDE_GROUPED_MM)
 
 
 def test_a_lane_has_as_much_to_do_in_both_kinds_of_wave(monkeypatch):

@@ -71,7 +71,6 @@ def test_products_of_uneven_groups(library, gather):
         assert torch.equal(turned[e], gradient[e].T)
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch 2.8 and newer have it")
 @pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
 def test_the_library_s_products_serve_the_operator(name):
     """The composition that launch tables may choose, on rows that were gathered before."""

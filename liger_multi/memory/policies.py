@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +38,7 @@ ACTIVATIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """What a layer keeps.
 
     Attributes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from liger_multi.memory.recorder import Recorder
@@ -69,27 +67,13 @@ _attention: Any = _Attention.apply
 
 
 def _spelled_out(device_type: str, given: Mapping[str, Any]) -> bool:
-    """Whether PyTorch has no fused kernel and keeps rows x columns of every head.
+    """Whether PyTorch has no fused kernel on a GPU and keeps rows x columns of every head.
 
-    On a GPU the one for fp32 takes no groups of heads, on a CPU none did in PyTorch 2.7.
+    The one for fp32 takes no groups of heads.
     """
     query, key = given["query"], given["key"]
-    if not given.get("enable_gqa") or query.shape[-3] == key.shape[-3]:
-        return False
-    return not cpu_takes_groups() if device_type == "cpu" else query.dtype == torch.float32
-
-
-@functools.cache
-def cpu_takes_groups() -> bool:
-    """Asked of the installed PyTorch, with two heads that share their keys.
-
-    Once, so it is asked outside of whatever surrounds the first estimate.
-    """
-    fused = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), fused:
-        query, key = torch.ones(1, 2, 4, 8, requires_grad=True), torch.ones(1, 1, 4, 8)
-        made = nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    return "Flash" in type(made.grad_fn).__name__
+    grouped = given.get("enable_gqa") and query.shape[-3] != key.shape[-3]
+    return device_type != "cpu" and query.dtype == torch.float32 and bool(grouped)
 
 
 _PRODUCTS = {
@@ -107,7 +91,6 @@ class StandIns(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._recorder, self._target, self._autocast = recorder, target, autocast
-        cpu_takes_groups()  # asked now: what runs later is recorded
         self.casts: dict[int, Tensor] = {}
 
     def _cast(self, value: Any) -> Any:

@@ -42,7 +42,7 @@ def forward(
 
 @op.backward(returns="dx dweight", shared={"residual": "x"})
 def backward(
-    new_residual: Tensor,  # first, since DTensor of torch 2.7 looks for a mesh there only
+    new_residual: Tensor,
     dy: Optional[Tensor],
     dnew_residual: Optional[Tensor],
     weight: Optional[Tensor],

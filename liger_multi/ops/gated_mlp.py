@@ -113,7 +113,7 @@ def gated_mlp(
         Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
         an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
         Under PyTorch's checkpointing it runs as such layers, whose last product is then not
-        computed again. PyTorch 2.7 cannot be asked whether it checkpoints, and computes it again.
+        computed again.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes differ without autocast.

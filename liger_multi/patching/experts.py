@@ -117,8 +117,7 @@ def _apply(module: Any, kind: ExpertsKind, x: Tensor, index: Tensor, routing: Te
         x = x.to(weight.dtype)
     options: dict[str, Any] = kind.options
     if kind.bias:
-        options["gate_up_bias"] = module.gate_up_proj_bias
-        options["down_bias"] = module.down_proj_bias
+        options |= {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
     return ops.fused_moe(x, weight, module.down_proj, index, routing, **options).to(given)
 
 

@@ -166,8 +166,7 @@ def as_saved_by_the_head() -> Iterator[None]:
     A checkpointed function would count tensors that its recomputation, on real logits, never saves.
     """
     autograd, hooks = cast(Any, torch._C)._autograd, []
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda tracing: None)  # torch 2.8
-    while pair := top(True):
+    while pair := autograd._top_saved_tensors_default_hooks(True):
         autograd._pop_saved_tensors_default_hooks()
         hooks.append(pair)
     try:

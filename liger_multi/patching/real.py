@@ -19,8 +19,8 @@ from liger_multi.patching.protocol import (
 from liger_multi.patching.recipe import Recipe
 
 # Whether lazy logits that become real change places with the real ones. Older versions lost a
-# reference to them: an autograd.Function that had saved them read freed memory, seen with 2.7, 2.8
-# and 2.9 on Python 3.10, not with 2.11 and 2.13. There they remember the real ones instead.
+# reference to them: an autograd.Function that had saved them read freed memory, seen up to
+# 2.9, not with 2.11 and 2.13. There they remember the real ones instead.
 SWAPS = torch.__version__ >= "2.11"
 
 # What stands between a head and its loss; the result is logits still.

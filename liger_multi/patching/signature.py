@@ -108,8 +108,7 @@ def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
         return now.func is func and now.args == args and [*now.keywords.items()] == keywords
     if isinstance(now, MethodType):
         return now.__func__ is value and now.__self__ is owner
-    # no bool(): Dynamo of PyTorch 2.7 takes none of a symbol, only a branch on it
-    return True if now == value else False  # noqa: SIM210
+    return bool(now == value)
 
 
 # --- at the patch ---

@@ -33,8 +33,7 @@ from liger_multi.primitive import constant_in_graphs
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _HOOKS = {hook.__name__: hook for hook in HOOKS}
-# a dict: Dynamo of PyTorch 2.7 looks for a function in no set
-_READ = dict.fromkeys((Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp))
+_READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
 
 
 class Shared:
