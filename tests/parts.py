@@ -1,8 +1,9 @@
 """What of the suite runs together: on one worker of ``-n``, and in one part of ``--part i/n``.
 
 A unit is a file, whose module fixtures are then made once; a file of samples has no such fixtures
-and is one unit per operator. Units go out with the longest first, by the times of ``seconds.json``,
-which ``--record-seconds`` writes. A unit without a time counts by its tests.
+and is one unit per operator, as is a test that takes longest in its file. Units go out with the
+longest first, by the times of ``seconds.json``, which ``--record-seconds`` writes. A unit without a
+time counts by its tests.
 """
 
 import json
@@ -14,16 +15,19 @@ import pytest
 import harness
 
 SECONDS = Path(__file__).parent / "seconds.json"
-BY_OPERATOR = ("test_ops.py", "test_contracts.py", "test_autograd_rules.py")
+BY_PARAMETER = (
+    *("test_ops.py", "test_contracts.py", "test_autograd_rules.py"),
+    "test_npu.py::test_kernels_compile_as_listed",
+)
 A_TEST = 0.05
 
 
 def unit(nodeid):
     """The unit of a test."""
     path, _, name = nodeid.partition("::")
-    file = path.rpartition("/")[2]
-    if file in BY_OPERATOR:
-        return f"{file}[{name.partition('[')[2].partition('-')[0].removesuffix(']')}]"
+    file, (test, _, values) = path.rpartition("/")[2], name.partition("[")
+    if not {file, f"{file}::{test}"}.isdisjoint(BY_PARAMETER):
+        return f"{file}[{values.partition('-')[0].removesuffix(']')}]"
     return file
 
 

@@ -69,6 +69,13 @@ def test_a_part_that_is_none_is_refused(text):
         parts.parse(text)
 
 
+def test_the_longest_test_of_a_file_goes_to_several_workers():
+    long = "tests/test_npu.py::test_kernels_compile_as_listed"
+    found = [parts.unit(f"{long}[{name}]") for name in ("fp32-a2", "bf16-a2", "fp32-a5")]
+    assert found[0] == found[2] != found[1]
+    assert parts.unit("tests/test_npu.py::test_a_block[fp32]") == "test_npu.py"
+
+
 def test_times_are_recorded_by_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "SECONDS", tmp_path / "seconds.json")
     monkeypatch.setattr(parts.harness, "interpreted", lambda: False)
