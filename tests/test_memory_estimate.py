@@ -185,6 +185,14 @@ def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
     assert kept("gqa", "bfloat16") < kept("dense", "bfloat16")
 
 
+def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
+    recorder = Recorder("meta")
+    q = torch.empty(1, 4, 512, 16, device="meta", requires_grad=True)
+    with recorder.recording(), StandIns(recorder, "cuda"):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, enable_gqa=True)
+    assert max(size for _, size in recorder.events) < 4 * 512 * 512
+
+
 def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
     """16 512 bytes a token of Llama-3.2-1B beside operands and results, seen on an H200."""
     tokens, heads, size = 4096, 32, 64
