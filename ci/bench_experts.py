@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops
-from liger_multi.backends.triton import fused_moe, grouped, grouped_weight
-from liger_multi.backends.triton.groups import Groups, Rows
-from liger_multi.backends.triton.slots import sorted_slots
+from liger_multi.backends.triton.experts import fused_moe, grouped, grouped_weight
+from liger_multi.backends.triton.experts.groups import Groups, Rows
+from liger_multi.backends.triton.experts.pairs import sorted_slots
 from liger_multi.bench.cases import cases, draw
 from liger_multi.bench.measure import Clock
 from liger_multi.bench.providers import find

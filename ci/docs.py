@@ -161,7 +161,7 @@ def markdown(text: str) -> str:
 
 def operator_page(name: str) -> str:
     """The page of one operator."""
-    op = importlib.import_module("liger_multi.op").OPS[name]
+    op = importlib.import_module("liger_multi.dispatch.op").OPS[name]
     function, folders = public_operators()[name], backend_folders()
     text = sections(function)
     out = [NOTE, "", f"# {name}", "", markdown(text.pop("")), ""]
@@ -212,7 +212,7 @@ def _sharded(op: Any) -> str:
 
 def operators_page() -> str:
     """The list of operators, and those without a page."""
-    operators = importlib.import_module("liger_multi.op").OPS
+    operators = importlib.import_module("liger_multi.dispatch.op").OPS
     out = [NOTE, "", "# Operators", "", full_table(), ""]
     out += ["`by triton` and `by reference` name the backend that serves its tensors instead.", ""]
     others = sorted(set(operators) - set(public_operators()))

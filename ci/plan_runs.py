@@ -73,7 +73,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
     """Train some steps in this process, with no more memory than planned for."""
     from transformers import AutoModelForCausalLM
 
-    from liger_multi.config_file import parse_bytes
+    from liger_multi.dispatch.config_file import parse_bytes
 
     module = torch.get_device_module(device)
     if device.type != "cpu":

@@ -6,7 +6,7 @@ machine code, :mod:`ci.static_rows` compiles what is asked for once, :mod:`ci.st
 and prints, ``python -m ci.static`` runs it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static_cases` calls an operator
-on meta tensors under :func:`liger_multi.launch.simulate`, and the kernels' launches are recorded
+on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the kernels' launches are recorded
 instead of run. So formulas, launch tables, constants and types are never written down twice. Every
 launch is compiled as it stands and for the arguments nobody hopes for: nothing aligned, and on AMD
 tensors of more than 2 GiB, for which Triton compiles other code.
@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ci.static_code import BINARIES, Code, read
-from liger_multi.launch import DeviceInfo, simulate
+from liger_multi.dispatch.launch import DeviceInfo, simulate
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -233,8 +233,8 @@ def kernels() -> dict[str, Any]:
     import liger_multi.backends.triton as package
 
     found: dict[str, Any] = {}
-    for entry in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{entry.name}")
+    for entry in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(entry.name)
         for name, value in vars(module).items():
             if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
                 continue

@@ -13,52 +13,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton import (
-    attention,
-    attention_residuals,
-    cross_entropy,
-    cross_entropy_inplace,
-    divergence,
-    dyt,
-    embedding,
-    float8,
-    fused_add_rms_norm,
-    fused_linear_log_prob,
-    fused_moe,
-    fused_scaled_add_rms_norm,
+from liger_multi.backends.triton.activations import (
     gated_mlp,
-    gated_rms_norm,
     geglu,
     geglu_packed,
-    group_norm,
-    grouped,
-    hyper_connections,
-    hyper_connections_post,
-    hyper_connections_pre,
-    layer_norm,
-    low_rank,
-    modulated_rms_norm,
-    multi_token_attention,
-    poly_norm,
     relu_squared,
-    rms_norm,
-    rope,
-    rope_complex,
-    rope_multimodal,
-    rope_positions,
-    rope_sorted,
-    scaling,
-    selective_log_softmax,
-    softmax,
-    sparsemax,
     swiglu,
     swiglu_clamped,
     swiglu_clamped_packed,
     swiglu_packed,
 )
-from liger_multi.reference.divergence_rows import Goal
-from liger_multi.reference.log_prob import Upstream
-from liger_multi.reference.rows import Objective, Rows
+from liger_multi.backends.triton.adapters import low_rank
+from liger_multi.backends.triton.attention import attention, multi_token_attention
+from liger_multi.backends.triton.common import scaling
+from liger_multi.backends.triton.cross_entropy import (
+    cross_entropy,
+    cross_entropy_inplace,
+    float8,
+    fused_linear_log_prob,
+    selective_log_softmax,
+    softmax,
+    sparsemax,
+)
+from liger_multi.backends.triton.divergences import divergence
+from liger_multi.backends.triton.embedding import embedding
+from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.norms import (
+    dyt,
+    fused_add_rms_norm,
+    fused_scaled_add_rms_norm,
+    gated_rms_norm,
+    group_norm,
+    layer_norm,
+    modulated_rms_norm,
+    poly_norm,
+    rms_norm,
+)
+from liger_multi.backends.triton.residuals import (
+    attention_residuals,
+    hyper_connections,
+    hyper_connections_post,
+    hyper_connections_pre,
+)
+from liger_multi.backends.triton.rope import (
+    rope,
+    rope_complex,
+    rope_multimodal,
+    rope_positions,
+    rope_sorted,
+)
+from liger_multi.reference.cross_entropy.log_prob import Upstream
+from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.divergences.row_stats import Goal
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"

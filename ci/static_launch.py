@@ -26,8 +26,8 @@ import yaml
 
 from ci.static import TARGETS, StaticCase, static_cases
 from ci.static_code import CORES, Code
-from liger_multi import launch
-from liger_multi.backend import DeviceInfo
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.backend import DeviceInfo
 
 ROOT = Path(__file__).parent.parent
 MODEL = "static model, not measured"

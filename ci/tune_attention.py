@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ci.tune import Forced
-from liger_multi.backends.triton import attention
+from liger_multi.backends.triton.attention import attention
 from liger_multi.ops._ranges import key_ranges
 
 KERNELS = {"f": "attention.forward", "q": "attention.backward", "k": "attention.backward_keys"}

@@ -19,9 +19,10 @@ import torch
 
 from ci import tune
 from ci.static_launch import Asked, bounds, neighbours, write
-from liger_multi import launch, samples
-from liger_multi.op import OPS
-from liger_multi.registry import operators
+from liger_multi import samples
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import operators
 
 FASTER = 0.97
 

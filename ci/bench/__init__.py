@@ -30,7 +30,7 @@ from ci import results
 from liger_multi.bench import command, report
 from liger_multi.bench.cases import Case, differentiable
 from liger_multi.bench.runner import Plan, run_plan
-from liger_multi.registry import unavailable
+from liger_multi.dispatch.registry import unavailable
 
 ROOT = Path(__file__).parent.parent.parent
 ORACLES = ROOT / "tests" / "oracles.py"
@@ -74,7 +74,7 @@ def suite(plan: Plan) -> results.Result:
     Raises:
         RuntimeError: The tests could not run.
     """
-    from liger_multi.registry import backends
+    from liger_multi.dispatch.registry import backends
 
     ops = sorted({case.op for case in plan.cases})
     serving = [n for n, r in backends().items() if r.device_type == plan.device.type]
@@ -87,7 +87,7 @@ def suite(plan: Plan) -> results.Result:
             "-m",
             "pytest",
             "-q",
-            "tests/test_ops.py",
+            "tests/ops/test_ops.py",
             "-p",
             "no:cacheprovider",
         ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from liger_multi.registry import packages
+from liger_multi.dispatch.registry import packages
 
 
 def _t(*shape: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def folder() -> Path:
 def used() -> set[str]:
     """Names of torch_npu's operators in the backend's sources."""
     found = set()
-    for file in folder().glob("*.py"):
+    for file in folder().rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
                 found.add(node.attr)

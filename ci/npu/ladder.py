@@ -1,8 +1,8 @@
 """How far every operator got on Ascend: by which path, and up to which rung of docs/ascend.md.
 
 A reference on the device reaches rung 3, which is as far as there is anything to check; rungs 4 and
-5 are about kernels. tests/test_npu.py wants what stands here, tests/test_ladder.py a row for every
-operator.
+5 are about kernels. tests/kernels/test_npu.py wants what stands here,
+tests/kernels/test_ladder.py a row for every operator.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ci.npu.fused import REFERENCES
-from liger_multi.op import OPS
+from liger_multi.dispatch.op import OPS
 
 aten = torch.ops.aten
 # These allocate or look, which torch_npu does itself.

@@ -18,9 +18,9 @@ from liger_multi import ops
 from liger_multi.bench.cases import Case
 from liger_multi.bench.formulas import FLOORS, PEERS, TABLE, Formula
 from liger_multi.bench.liger import LIGER, LIGER_MODULE
-from liger_multi.op import OPS
-from liger_multi.plan import candidate
-from liger_multi.registry import packages
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.resolution import candidate
 
 
 @dataclass(frozen=True)

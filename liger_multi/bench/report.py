@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from liger_multi._version import __version__
+from liger_multi.dispatch.registry import backends, unavailable
 from liger_multi.memory.measure import format_bytes
-from liger_multi.registry import backends, unavailable
 
 NOISY_PERCENT = 3
 PACKAGES = ("triton", "liger-kernel")

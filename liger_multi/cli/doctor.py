@@ -139,7 +139,7 @@ def _cpu() -> dict[str, str]:
 
 
 def _accelerator(device: torch.device) -> dict[str, str]:
-    from liger_multi.launch import device_info
+    from liger_multi.dispatch.launch import device_info
 
     properties = torch.get_device_module(device).get_device_properties(device)
     entry = {"name": str(getattr(properties, "name", "?"))}
@@ -151,7 +151,7 @@ def _accelerator(device: torch.device) -> dict[str, str]:
 
 def backends(probes: Probes) -> dict[str, dict[str, str]]:
     """Every backend: whether it is available, and its own facts."""
-    from liger_multi import registry
+    from liger_multi.dispatch import registry
 
     found = {}
     for name, record in registry.backends().items():
@@ -166,7 +166,7 @@ def backends(probes: Probes) -> dict[str, dict[str, str]]:
 
 def configuration() -> list[dict[str, Any]]:
     """The layers in force, the strongest first."""
-    from liger_multi.config import ENVIRONMENT_VARIABLE, current
+    from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current
 
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     found: list[dict[str, Any]] = []

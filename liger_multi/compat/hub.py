@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi.patching import experts, mlp, mlp_probe, norms, rotary, swap
 from liger_multi.patching.options import Options
+from liger_multi.patching.recognize import experts, norms, rotary
+from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
+from liger_multi.patching.replace import mlp, swap
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
 _KEY = "_liger_multi_hub"
@@ -34,8 +36,8 @@ def _norm(module: nn.Module) -> norms.NormSettings | None:
 
 
 def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
-    candidates, _ = mlp_probe.mlp_names(module)
-    found = mlp_probe.mlp_kind(module, candidates) if candidates else None
+    candidates, _ = mlp_names(module)
+    found = mlp_kind(module, candidates) if candidates else None
     return found if isinstance(found, mlp.MlpSettings) else None
 
 

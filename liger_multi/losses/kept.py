@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.config_file import parse_bytes
-from liger_multi.double_backward import first_derivatives_only
-from liger_multi.losses.one_pass import on_device, row_kernels
+from liger_multi.dispatch.config_file import parse_bytes
+from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.losses.row_kernels import on_device, row_kernels
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
 
@@ -25,7 +25,7 @@ def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
     """Statistics of tokens with gradients; None where too few of their logits can be kept."""
-    from liger_multi.reference.chunking import is_whole, whole_steps
+    from liger_multi.reference.common.chunking import is_whole, whole_steps
 
     hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
     rows, width = hidden.shape
@@ -60,8 +60,8 @@ class _Kept(torch.autograd.Function):
         args: Any,
         fit: int,
     ) -> tuple[Tensor, ...]:
-        from liger_multi.reference.reduction import check_targets
-        from liger_multi.reference.rows import Rows
+        from liger_multi.reference.cross_entropy.reduction import check_targets
+        from liger_multi.reference.cross_entropy.rows import Rows
 
         ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
         target, outputs = args[2], args[-1]
@@ -83,8 +83,8 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("losses (with logits that are kept)")
     def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
-        from liger_multi.reference.gradients import Accumulator
-        from liger_multi.reference.log_prob import upstream_of, within_range
+        from liger_multi.reference.cross_entropy.gradients import Accumulator
+        from liger_multi.reference.cross_entropy.log_prob import upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
             return (None,) * 6
@@ -116,9 +116,9 @@ class _Kept(torch.autograd.Function):
 
 def _chunks(args: tuple[Any, ...], fit: int) -> Any:
     """Chunks of which the first has the rows that fit."""
-    from liger_multi.reference.chunking import row_blocks
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.common.chunking import row_blocks
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     class Kept(Chunks):
         goal = Objective(args[4], 0.0, 0.0, args[5], args[6])

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.losses.row_kernels import on_device, row_kernels
 from liger_multi.losses.sources import (
     IGNORED,
     Head,
@@ -31,8 +32,7 @@ from liger_multi.losses.sources import (
     understood,
 )
 from liger_multi.ops import LogProbOutput
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
-from liger_multi.plan import resolve
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, prepared
 
 Columns = Mapping[str, Tensor]
 Formula = Callable[[LogProbOutput, Columns], Tensor]
@@ -149,16 +149,6 @@ def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
     return column.reshape(target.numel(), *column.shape[target.ndim :])
 
 
-def row_kernels(tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
-    """The row kernels of the backend that serves these tensors; None where operators must."""
-    if torch.compiler.is_compiling() or any(
-        x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta)
-        for x in tensors
-    ):
-        return None
-    return getattr(resolve(op.fwd, args), "kernels", None)
-
-
 def in_one_pass(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
 ) -> tuple[Tensor, ...]:
@@ -199,24 +189,15 @@ class _OnePass(torch.autograd.Function):
         return tuple(found)
 
 
-def on_device(x: Tensor) -> Any:
-    """The device of ``x`` as the current one, where its kind has several."""
-    import contextlib
-
-    if x.device.type in ("cpu", "meta"):
-        return contextlib.nullcontext()
-    return torch.get_device_module(x.device.type).device(x.device.index)
-
-
 def walk(
     kernels: Any, args: tuple[Any, ...], formula: Formula, columns: Columns, needs: tuple[bool, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     """Go through the chunks once: the sum, the rows' statistics, and the gradients of the sum."""
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.gradients import Accumulator
-    from liger_multi.reference.log_prob import upstream_of
-    from liger_multi.reference.reduction import check_targets
-    from liger_multi.reference.rows import Objective, Rows
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.log_prob import upstream_of
+    from liger_multi.reference.cross_entropy.reduction import check_targets
+    from liger_multi.reference.cross_entropy.rows import Objective, Rows
 
     (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
      compact, validate, outputs) = args  # fmt: skip
@@ -252,7 +233,7 @@ def walk(
 
 def picked_logits(raw: Tensor, ids: Tensor, goal: Any) -> Tensor:
     """Logits of a few classes of every row, as the objective makes them; negative ids pick any."""
-    from liger_multi.reference.objective import scaled
+    from liger_multi.reference.cross_entropy.objective import scaled
 
     return scaled(raw.gather(1, ids.clamp(min=0)), goal)
 

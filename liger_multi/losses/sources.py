@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
-from liger_multi.config_file import parse_bytes
+from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.losses.heads import through
 from liger_multi.losses.options import check_kinds, kinds_of
 from liger_multi.losses.reductions import counted

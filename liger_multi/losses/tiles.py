@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.losses.one_pass import in_one_pass, row_kernels
+from liger_multi.losses.one_pass import in_one_pass
+from liger_multi.losses.row_kernels import row_kernels
 from liger_multi.losses.sources import Head, Logits, Source, understood
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import prepared
@@ -67,10 +68,10 @@ def _walk(
     head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
     function: RowLoss, needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
-    from liger_multi.reference.chunking import row_blocks
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.gradients import Accumulator
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.common.chunking import row_blocks
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, target, bias, ignore_index = args[:5]
     chunk, budget, accumulate, kind, compact = args[7:12]
@@ -119,8 +120,8 @@ def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) ->
 def _mean_rows(
     head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, ignore_index: int
 ) -> Tensor:
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, bias = tensors
     args = prepared(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from liger_multi.memory.breakdown import Comparison, Holder, Profile
-from liger_multi.memory.choosing import Adaptive, Choice, Cost, Stats, adapt, choose
+from liger_multi.memory.choosing import Adaptive, Choice, adapt, choose
+from liger_multi.memory.costs import Cost, Stats
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.layers import layer_stats
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_multi.devices import device_type
+from liger_multi.dispatch.devices import device_type
 from liger_multi.errors import shown, unknown
 from liger_multi.memory.breakdown import Profile, summarise
 from liger_multi.memory.recorder import (

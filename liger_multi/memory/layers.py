@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_multi.memory.choosing import Cost, Stats
+from liger_multi.memory.costs import Cost, Stats
 from liger_multi.memory.estimation import DTYPES, known, meta_model
 from liger_multi.memory.policies import POLICIES
 from liger_multi.memory.recompute import apply_recompute, decoder_layers, undo_all

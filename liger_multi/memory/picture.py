@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from liger_multi.memory.breakdown import Profile
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recorder import CATEGORIES
+
+if TYPE_CHECKING:
+    from liger_multi.memory.breakdown import Profile
 
 COLOURS = ("#3b5b7a", "#8a6fb0", "#6f8fb5", "#0b6e69", "#c2571a", "#d9a441", "#b9c0c7")
 INK, GRID = "#22272e", "#e3e6ea"

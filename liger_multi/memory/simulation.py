@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi.checks import meta_autocast
+from liger_multi.dispatch import registry
 from liger_multi.memory.recorder import Block, Recorder
 from liger_multi.memory.stand_ins import NAMESPACE, StandIns
 
@@ -126,7 +126,7 @@ class Simulation(Recorder):
 
     def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """The reference, where it will run; else its loops around kernels that only allocate."""
-        from liger_multi.reference.chunking import assumed_free
+        from liger_multi.reference.common.chunking import assumed_free
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
@@ -134,7 +134,7 @@ class Simulation(Recorder):
             if name == "fused_moe":
                 _expert_scratch(dict(zip(primitive.params, args, strict=True)))
             return made
-        module = importlib.import_module(f"liger_multi.reference.{name}")
+        module = registry.module(registry.REFERENCE, name)
         half = getattr(module, primitive.half)
         if self._target != "cpu":
             made = module.halves(_KERNELS[name]())
@@ -160,7 +160,7 @@ class _Rounding:
     """Rounding to 8 bits by a kernel: a copy in one layout, or in two."""
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-        from liger_multi.reference.float8 import Rounded
+        from liger_multi.reference.cross_entropy.float8 import Rounded
 
         return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
 
@@ -176,7 +176,7 @@ class _LossKernels:
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
     ) -> Any:
-        from liger_multi.reference.rows import Rows
+        from liger_multi.reference.cross_entropy.rows import Rows
 
         return Rows.room(raw.shape[0], objective, outputs, raw)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_multi import checks, ops
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
 
 SMOOTHINGS = ("torch", "megatron")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._ranges import from_lengths, in_graphs, key_ranges
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("attention")
+op = Op("attention", family="attention")
 
 
 def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("attention_residuals")
+op = Op("attention_residuals", family="residuals")
 
 
 @op.forward(returns="y p rstd", residuals="p rstd")

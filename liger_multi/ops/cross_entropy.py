@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import OPS, Op
+from liger_multi.ops._overwrite import writable_rows
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")
 RETURNS = "loss z_loss token_accuracy predicted_tokens log_prob entropy lse"
-op = Op("cross_entropy")
+op = Op("cross_entropy", family="cross_entropy")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -187,9 +188,8 @@ def cross_entropy(
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     ):
-        from liger_multi.ops.cross_entropy_inplace import overwrite
-
-        return named(overwrite(logits, *args), target.shape, reduction, wanted)
+        rows = writable_rows(name, "logits", logits)
+        return named(OPS["cross_entropy_inplace"](rows, *args), target.shape, reduction, wanted)
     return named(
         op(logits.reshape(ids.numel(), logits.shape[-1]), *args), target.shape, reduction, wanted
     )

@@ -1,16 +1,15 @@
 """Contract behind ``cross_entropy(..., inplace=True)``: the gradient replaces the logits."""
 
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor
 
-from liger_multi.op import Op
-from liger_multi.ops._overwrite import writable_rows
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.cross_entropy import RETURNS, shapes
 from liger_multi.ops.cross_entropy import SAMPLES as FUNCTIONAL
 from liger_multi.samples import Sample
 
-op = Op("cross_entropy_inplace", inplace="logits")
+op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
 
 
 @op.forward(returns=RETURNS, constants=RETURNS.removeprefix("loss "))
@@ -33,13 +32,6 @@ def forward(
 @op.backward(returns="")
 def backward(dloss: Tensor, logits: Tensor) -> None:
     """Shape rule: ``logits`` holds the gradient and is scaled where it stands."""
-
-
-def overwrite(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Run the operator on a view of the caller's logits."""
-    rows = writable_rows("cross_entropy", "logits", logits)
-    results: tuple[Tensor, ...] = op(rows, *args)
-    return results
 
 
 SAMPLES = tuple(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("dyt", rows=("x", "dy"), replicated=("alpha", "weight", "bias"))
+op = Op("dyt", family="norms", rows=("x", "dy"), replicated=("alpha", "weight", "bias"))
 
 
 @op.forward(returns="y")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, frozen
 from liger_multi.ops.cross_entropy import (
@@ -21,7 +21,7 @@ from liger_multi.ops.cross_entropy import (
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("fused_linear_cross_entropy")
+op = Op("fused_linear_cross_entropy", family="cross_entropy")
 
 
 @op.forward(
@@ -53,8 +53,8 @@ def forward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
-    from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
-    from liger_multi.reference.float8_head import logits_dtype
+    from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
+    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
 
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"

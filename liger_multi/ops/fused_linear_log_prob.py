@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
-op = Op("fused_linear_log_prob")
+op = Op("fused_linear_log_prob", family="cross_entropy")
 
 
 class LogProbOutput(NamedTuple):
@@ -43,7 +43,7 @@ def forward(
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
-    from liger_multi.reference.float8_head import logits_dtype
+    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
 
     kind = logits_dtype(compute_dtype, hidden.dtype)
     wide = torch.float64 if kind == torch.float64 else torch.float32

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, run, samples_of
 
-op = Op("fused_linear_tvd")
+op = Op("fused_linear_tvd", family="divergences")
 declare(op)
 
 

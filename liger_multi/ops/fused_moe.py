@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
-op = Op("fused_moe")
+op = Op("fused_moe", family="experts")
 
 
 @op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")

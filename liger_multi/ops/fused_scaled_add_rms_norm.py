@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
@@ -14,8 +14,8 @@ from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 op = Op(
-    "fused_scaled_add_rms_norm", rows=("x", "residual", "dy", "new_residual", "rstd"),
-    replicated=("weight",),
+    "fused_scaled_add_rms_norm", family="norms",
+    rows=("x", "residual", "dy", "new_residual", "rstd"), replicated=("weight",),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -15,6 +15,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # traced: its products and its activation are then the compiler's to fuse
 op = Op(
     "gated_mlp",
+    family="activations",
     compile="trace",
     rows=("x", "dy", "gate", "up"),
     replicated=("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "sigmoid")
-op = Op("gated_rms_norm", rows=("x", "gate", "dy", "rstd"), replicated=("weight",))
+op = Op("gated_rms_norm", family="norms", rows=("x", "gate", "dy", "rstd"), replicated=("weight",))
 
 
 @op.forward(returns="y rstd", residuals="rstd")

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.swiglu import gate_and_up, pair
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 APPROXIMATIONS = ("tanh", "none")
 # traced as swiglu, whose traced form was measured; this one's was not
-op = Op("geglu", compile="trace", rows=("gate", "up", "dy"))
+op = Op("geglu", family="activations", compile="trace", rows=("gate", "up", "dy"))
 
 
 @op.forward(returns="y")

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("group_norm")
+op = Op("group_norm", family="norms")
 
 
 @op.forward(returns="y mean rstd", residuals="mean rstd")

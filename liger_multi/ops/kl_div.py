@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import FORMS, declare, run, samples_of
 
-op = Op("kl_div")
+op = Op("kl_div", family="divergences")
 declare(op)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
@@ -17,6 +17,7 @@ LAYERS = ("gate", "up", "down")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a", "b"))
 op = Op(
     "lora_mlp",
+    family="adapters",
     rows=("x", "y", "dy", "gate", "up"),
     replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -16,6 +16,7 @@ LAYERS = ("q", "k", "v")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b"))
 op = Op(
     "lora_qkv",
+    family="adapters",
     rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS)),
     replicated=_OPTIONAL,
 )

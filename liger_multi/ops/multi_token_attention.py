@@ -5,11 +5,11 @@ from typing import Optional
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("multi_token_attention")
+op = Op("multi_token_attention", family="attention")
 
 
 def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("poly_norm", rows=("x", "dy", "rstd"), replicated=("weight", "bias"))
+op = Op("poly_norm", family="norms", rows=("x", "dy", "rstd"), replicated=("weight", "bias"))
 
 
 @op.forward(returns="y rstd", residuals="rstd")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
-op = Op("rms_norm", rows=("x", "dy", "rstd"), replicated=("weight",))
+op = Op("rms_norm", family="norms", rows=("x", "dy", "rstd"), replicated=("weight",))
 
 
 def _statistics(x: Tensor) -> torch.dtype:

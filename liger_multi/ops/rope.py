@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._rotary import (
     check_angles,
     check_queries_and_keys,
@@ -20,7 +20,7 @@ from liger_multi.samples import Tensor as T
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")
 # traced, so that it fuses with its neighbours; unlike swiglu's, this choice was not measured
-op = Op("rope")
+op = Op("rope", family="rope")
 
 
 @op.forward(returns="q_out k_out")
@@ -37,7 +37,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; an order names the axes from the outermost in memory to the innermost."""
-    from liger_multi.reference.rope import dense, output_dtype
+    from liger_multi.reference.rope.rope import dense, output_dtype
 
     return (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),
@@ -63,7 +63,7 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     return (
         dense(dq_out, q_order, q_dtype)

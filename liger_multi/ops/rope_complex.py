@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("rope_complex")
+op = Op("rope_complex", family="rope")
 
 
 @op.forward(returns="q_out k_out")
@@ -25,7 +25,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; ``freqs`` has real and imaginary parts on its last axis."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     return dense(q, q_order, q.dtype), dense(k, k_order, k.dtype)
 

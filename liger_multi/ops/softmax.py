@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
-op = Op("softmax", rows=("x", "dy"))
+op = Op("softmax", family="cross_entropy", rows=("x", "dy"))
 
 
 @op.forward(returns="y")

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import declare, run, samples_of
 
-op = Op("tvd")
+op = Op("tvd", family="divergences")
 declare(op)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.planning.result import Plan
 from liger_multi.memory.planning.settings import Candidate
 from liger_multi.page import Page
+
+if TYPE_CHECKING:
+    from liger_multi.memory.planning.result import Plan
 
 ROWS = 16
 

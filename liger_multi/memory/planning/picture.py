@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.picture import COLOURS, GRID, INK
-from liger_multi.memory.planning.result import Plan
 from liger_multi.memory.planning.settings import Candidate
+
+if TYPE_CHECKING:
+    from liger_multi.memory.planning.result import Plan
 
 
 def draw(plan: Plan, path: Path, most: int = 12) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_multi.devices import device_type
+from liger_multi.dispatch.devices import device_type
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.estimation import OPTIMIZERS, known, positive
 from liger_multi.memory.measure import format_bytes

@@ -1,0 +1,90 @@
+"""Which modules of a model are output embeddings, and which of them may have lazy logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from liger_multi.patching.replace import sharded_head
+from liger_multi.patching.replace.head import LazyAdaptedHead, LazyHead, adapted_head_refusal
+from liger_multi.patching.replace.swap import buried, has_own_forward, stock_class
+
+
+def with_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that may have an output embedding."""
+    for module in model.modules():
+        if callable(getattr(module, "get_output_embeddings", None)):
+            yield module
+
+
+def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
+    """The output embeddings of a model with their paths, or the reason why there is none."""
+    for module in with_heads(model):
+        try:
+            head = cast(Any, module).get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(head, nn.Module):
+            paths = {id(m): path for path, m in model.named_modules()}
+            return [(paths.get(id(h), ""), h) for h in _inside(head)], ""
+    return [], "the model has no output embedding (get_output_embeddings gives none)"
+
+
+def _inside(head: nn.Module) -> list[nn.Module]:
+    """A head itself, or the copies and the original in a wrapper of ``modules_to_save``."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        original = getattr(head, "original_module", None)
+        return [*copies.values(), *([original] if isinstance(original, nn.Module) else [])]
+    return [head]
+
+
+def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
+    """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
+    kind = type(head).__name__
+    if hasattr(head, "base_layer"):
+        if "forward" in vars(head) and not has_own_forward(head):
+            return f"somebody else replaced the forward of this {kind}"
+        return adapted_head_refusal(head)
+    parallel = sharded_head.is_sharded(head, owners)
+    if parallel and (reason := sharded_head.refusal(head)):
+        return reason
+    if "forward" in vars(head) and not has_own_forward(head) and not parallel:
+        return f"somebody else replaced the forward of this {kind}"
+    if not isinstance(head, nn.Linear) and _holds_codes(head):
+        return (
+            f"the output embedding is a {kind} with quantised storage ({head.weight.dtype}); its "
+            "logits come from its own call"
+        )
+    if not isinstance(head, nn.Linear) or (
+        not buried(head) and stock_class(head).forward is not nn.Linear.forward
+    ):
+        return f"the output embedding is a {kind}, not a plain linear layer"
+    if _holds_codes(head):
+        return (
+            f"the weight of the output embedding is stored as {head.weight.dtype}, "
+            "which only its own call can turn into numbers"
+        )
+    if type(head.weight).__module__.startswith("torchao."):
+        return (
+            f"the weight of the output embedding is a {type(head.weight).__name__}, "
+            "whose products are its own"
+        )
+    return None
+
+
+def _holds_codes(head: nn.Module) -> bool:
+    """Whether a weight is integers or eight bits of floating point."""
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
+        return False
+    return weight.dtype.itemsize < 2 or not weight.is_floating_point()
+
+
+def behaviour(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
+    """The class of lazy heads that fits a module which is not refused."""
+    if hasattr(head, "base_layer"):
+        return LazyAdaptedHead
+    return sharded_head.ShardedHead if sharded_head.is_sharded(head, owners) else LazyHead
