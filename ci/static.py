@@ -6,7 +6,7 @@ machine code, :mod:`ci.static_rows` compiles what is asked for once, :mod:`ci.st
 and prints, ``python -m ci.static`` runs it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static_cases` calls an operator
-on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the kernels' launches are recorded
+on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the launches are recorded
 instead of run. So formulas, launch tables, constants and types are never written down twice. Every
 launch is compiled as it stands and for the arguments nobody hopes for: nothing aligned, and on AMD
 tensors of more than 2 GiB, for which Triton compiles other code.

@@ -44,7 +44,8 @@ def _half(name: str, prim: Primitive) -> tuple[Callable[..., Any] | None, str | 
     schema = infer_schema(call, mutates_args=prim.mutates)
     if schema != prim.schema:
         raise ContractError(
-            f"{found.__name__}.{prim.half} has the schema {schema}, its contract is {prim.schema}"
+            f"{call.__module__}.{call.__qualname__} has the schema {schema}, its contract is "
+            f"{prim.schema}"
         )
     return call, None
 

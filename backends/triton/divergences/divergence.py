@@ -2,9 +2,10 @@
 
 The equations are those of reference/divergences/divergence.py. One program walks one row of any
 width. Logits are read once for both normalisers, anchored at the maximum of the row's first step,
-so that no walk waits for a running maximum; KL comes out of that walk, the other losses and ``slope`` out of a
-second one, which starts where the first ended. The gradient is a last walk, and may overwrite the
-student. Log-probabilities and probabilities are read once for both loss and gradient.
+so that no walk waits for a running maximum; KL comes out of that walk, the other losses and
+``slope`` out of a second one, which starts where the first ended. The gradient is a last walk, and
+may overwrite the student. Log-probabilities and probabilities are read once for both loss and
+gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,0 @@
-"""The total variation distance, by Ascend kernels."""
-
-from liger_multi.backends.npu.divergences.pair_kernels import AscendPairs
-from liger_multi.reference.divergences.given_rows import halves
-
-forward, backward = halves("tvd", AscendPairs())

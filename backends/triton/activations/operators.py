@@ -1,0 +1,123 @@
+"""Gated activations of two tensors, or of one that holds both.
+
+The kernels are in gated.py and clamped.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_multi.backends.triton.activations import clamped, gated
+from liger_multi.backends.triton.activations.gated import GELU, multipliers
+
+
+class SwiGLU:
+    """SwiGLU of two tensors: silu(gate) * up; the kernels stand in gated.py."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+        """silu(gate) * up in the promoted dtype."""
+        by = multipliers(gate_multiplier, down_multiplier)
+        return gated.forward("swiglu", "silu", gate, up, by)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float,
+        needs_gate: bool, needs_up: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of gate and up; one that nobody needs is an empty tensor."""
+        by = multipliers(gate_multiplier, down_multiplier)
+        return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)
+
+
+class PackedSwiGLU:
+    """SwiGLU of one tensor that holds gate and up side by side (Phi-3's layout)."""
+
+    @staticmethod
+    def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+        """silu(first half) * second half."""
+        by = multipliers(gate_multiplier, down_multiplier)
+        return gated.packed_forward("swiglu_packed", "silu", gate_up, by)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float
+    ) -> Tensor:
+        """Gradient of gate_up, both halves in one buffer."""
+        by = multipliers(gate_multiplier, down_multiplier)
+        return gated.packed_backward("swiglu_packed", "silu", dy, gate_up, by)
+
+
+class GEGLU:
+    """GEGLU of two tensors: gelu(gate) * up; the kernels stand in gated.py."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+        """gelu(gate) * up in the promoted dtype."""
+        return gated.forward("geglu", GELU[approximate], gate, up)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate: Tensor, up: Tensor, approximate: str, needs_gate: bool, needs_up: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up; one that nobody needs is an empty tensor."""
+        return gated.backward("geglu", GELU[approximate], dy, gate, up, needs_gate, needs_up)
+
+
+class PackedGEGLU:
+    """GEGLU of one tensor that holds gate and up side by side on its last axis (as ModernBERT)."""
+
+    @staticmethod
+    def forward(gate_up: Tensor, approximate: str) -> Tensor:
+        """gelu(first half) * second half."""
+        return gated.packed_forward("geglu_packed", GELU[approximate], gate_up)
+
+    @staticmethod
+    def backward(dy: Tensor, gate_up: Tensor, approximate: str) -> Tensor:
+        """Gradient of gate_up, both halves in one buffer."""
+        return gated.packed_backward("geglu_packed", GELU[approximate], dy, gate_up)
+
+
+class ClampedSwiGLU:
+    """Clamped SwiGLU of two tensors; the kernels stand in clamped.py."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
+        """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
+        return clamped.forward(gate, up, (limit, alpha, up_offset))
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float,
+        needs_gate: bool, needs_up: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of gate and up; one that nobody needs is an empty tensor."""
+        return clamped.backward(dy, gate, up, (limit, alpha, up_offset), needs_gate, needs_up)
+
+
+class PackedClampedSwiGLU:
+    """Clamped SwiGLU of one tensor that holds gate and up, in turn (GPT-OSS) or as halves."""
+
+    @staticmethod
+    def forward(
+        gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
+    ) -> Tensor:
+        """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
+        return clamped.packed_forward(gate_up, (limit, alpha, up_offset), interleaved)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
+    ) -> Tensor:
+        """Gradient of gate_up in one buffer."""
+        return clamped.packed_backward(dy, gate_up, (limit, alpha, up_offset), interleaved)
+
+
+OPERATORS = {
+    "swiglu": SwiGLU,
+    "swiglu_packed": PackedSwiGLU,
+    "geglu": GEGLU,
+    "geglu_packed": PackedGEGLU,
+    "swiglu_clamped": ClampedSwiGLU,
+    "swiglu_clamped_packed": PackedClampedSwiGLU,
+}

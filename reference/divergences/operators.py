@@ -1,0 +1,41 @@
+"""The divergences: of given rows, in place of the student's rows, and of two linear heads.
+
+A backend implements all of them by its row kernels and :func:`implement`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from liger_multi.reference.divergences import fused_linear_divergence, given_rows
+from liger_multi.reference.divergences.row_stats import DivergenceKernels
+
+KINDS = ("kl_div", "jsd", "tvd")
+
+
+class Implementation(NamedTuple):
+    """Forward and backward of one operator."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def implement(
+    kernels_of: Callable[[str], DivergenceKernels], scale_: Callable[..., None] = given_rows.scale_
+) -> dict[str, Implementation]:
+    """Every divergence by its operator's name.
+
+    Args:
+        kernels_of: From a kind, one of :data:`KINDS`, to row kernels.
+        scale_: The backward in place: scales the gradient that is in ``student`` by ``dloss``.
+    """
+    found = {}
+    for kind in KINDS:
+        kernels = kernels_of(kind)
+        found[kind] = Implementation(*given_rows.halves(kind, kernels))
+        found[f"{kind}_inplace"] = Implementation(given_rows.overwriting(kind, kernels), scale_)
+        fused = fused_linear_divergence.halves(kind, kernels)
+        found[f"fused_linear_{kind}"] = Implementation(*fused)
+    return found
+
+
+OPERATORS = implement(lambda kind: given_rows.ReferenceRows)
