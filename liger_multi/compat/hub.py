@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize import experts, norms, rotary
+from liger_multi.patching.recognize.experts import experts_kind
 from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
-from liger_multi.patching.replace import mlp, swap
+from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
+from liger_multi.patching.recognize.rotary import Rotary, recognised
+from liger_multi.patching.replace import experts, experts_interface, mlp, norms, swap
+from liger_multi.patching.replace.rotary import served_function
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
 _KEY = "_liger_multi_hub"
@@ -30,8 +33,8 @@ _DEFAULT = Options()
 
 
 def _norm(module: nn.Module) -> norms.NormSettings | None:
-    likely = norms.looks_like_norm(module)
-    found = norms.norm_settings(module, likely) if likely else None
+    likely = looks_like_norm(module)
+    found = norm_settings(module, likely) if likely else None
     return found if isinstance(found, norms.NormSettings) else None
 
 
@@ -43,13 +46,13 @@ def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
 
 def _rotary(module: nn.Module) -> Any:
     stock = functools.partial(type(module).forward, module)
-    known = isinstance(rotary.recognised(stock), rotary.Rotary)
-    return rotary._served("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
+    known = isinstance(recognised(stock), Rotary)
+    return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
 
 
 def _experts(module: Any) -> bool:
     inner = getattr(module, "experts", None)
-    found = experts.experts_kind(inner) if isinstance(inner, nn.Module) else None
+    found = experts_kind(inner) if isinstance(inner, nn.Module) else None
     if not isinstance(found, experts.ExpertsKind) or inner is None:
         return False
     settings = experts.ExpertsSettings(found, _DEFAULT)
@@ -93,7 +96,7 @@ class RMSNorm(_Layer):
         given = norms.operands(self, hidden_states, None, settings) if settings else None
         if given is None:
             return type(self).forward(self, hidden_states)
-        return norms._apply(self, hidden_states, None, given, settings)
+        return norms.apply_norm(self, hidden_states, None, given, settings)
 
 
 class RMSNormGated(_Layer):
@@ -105,7 +108,7 @@ class RMSNormGated(_Layer):
         given = norms.operands(self, hidden_states, gate, settings) if settings else None
         if given is None:
             return type(self).forward(self, hidden_states, gate)
-        return norms._apply(self, hidden_states, gate, given, settings)
+        return norms.apply_norm(self, hidden_states, gate, given, settings)
 
 
 class GatedMLP(_Layer):
@@ -116,7 +119,7 @@ class GatedMLP(_Layer):
         settings = _settled(self, _mlp)
         if settings is None or not mlp.serves(self, settings):
             return type(self).forward(self, x)
-        return mlp._apply(self, x, settings)
+        return mlp.apply_mlp(self, x, settings)
 
 
 class RotaryPosEmb(_Layer):
@@ -249,7 +252,7 @@ def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
         def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
             # ours is what strings would become; set this late, since loading expects strings
             self.kernel_mapping = made
-            experts.register_experts()
+            experts_interface.register_experts()
             if hasattr(model, "set_experts_implementation") and _has_experts(model):
                 model.set_experts_implementation(experts.NAME)
             settle(model)

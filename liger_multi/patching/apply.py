@@ -14,22 +14,19 @@ from liger_multi.patching import modeltypes
 from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
-from liger_multi.patching.recognize.experts import (
-    ExpertsSettings,
-    FusedExperts,
-    experts_kind,
-    looks_like_experts,
-)
+from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
 from liger_multi.patching.recognize.heads import behaviour, find_heads, head_refusal, with_heads
 from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
-from liger_multi.patching.recognize.norms import FusedNorm, looks_like_norm, norm_settings
-from liger_multi.patching.recognize.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
+from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.replace import blocks, resize
 from liger_multi.patching.replace.adapters import FusedLora, adapters, looks_like_lora
+from liger_multi.patching.replace.experts import ExpertsSettings, FusedExperts
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.mlp import FusedMlp
+from liger_multi.patching.replace.norms import FusedNorm
 from liger_multi.patching.replace.projections import SharedInput, projections, share
+from liger_multi.patching.replace.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
 from liger_multi.patching.replace.swap import (
     Patched,
     Swap,

@@ -19,8 +19,10 @@ transformers = pytest.importorskip("transformers")
 from models import Calls, Graphs, assert_same_training, batch, build, pair
 
 from liger_multi.patching import patch, patched, unpatch
+from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import rotary
 from liger_multi.patching.replace import redirect
+from liger_multi.patching.replace.rotary import served_function
 
 ONLY = {
     "rms_norm": False,
@@ -117,7 +119,7 @@ def test_kinds_are_told_apart(function):
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)])
 def test_the_served_function_equals_the_stock_one(function, dtypes, calls):
-    served = rotary._served(function.__name__, function, rotary.Options())
+    served = served_function(function.__name__, function, Options())
     width = 4 if "angle" in function.__name__ else 8
     lead = (5, 6) if function is vision else (2, 6, 5)
     q, k = (torch.randn(*shape, 8, dtype=dtypes[0]) for shape in (lead, lead))
@@ -209,7 +211,7 @@ def test_forms_of_a_call_that_were_not_probed_are_left_to_the_function(calls):
         seen.append(q.shape)
         return half(q, k, cos, sin, unsqueeze_dim)
 
-    served = rotary._served("counted", counted, rotary.Options())
+    served = served_function("counted", counted, Options())
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 3, 6, 8)
     angles = torch.randn(2, 6, 8)
     cos, sin = angles.cos(), angles.sin()

@@ -1,124 +1,28 @@
-"""Expert instances: recognise their gate, and run all experts as one operator.
+"""Experts: which instances compute a gated mixture that the operator serves.
 
-transformers keeps the weights of all experts in two tensors, says by flags how they lie, and asks
-``_apply_gate`` for what stands between the products. That method of a stand-in is compared with the
-formulas of the operator, and then its whole forward; so models that nobody has listed are served as
-well.
-``experts_implementation="liger_multi"`` is the same through transformers' own interface.
+transformers keeps the weights of all experts in two tensors, states their layout by flags, and asks
+``_apply_gate`` for what is computed between the GEMMs. That method of a stand-in is compared with
+the formulas of the operator, and then its whole forward, so models that nobody listed are served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_multi.checks import autocast_dtype
-from liger_multi.errors import ConfigurationError
-from liger_multi.patching.lazy_logits.loss import run_bound
-from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
-from liger_multi.patching.recognize.plain_linear import globally_hooked
 from liger_multi.patching.recognize.probe import laboratory, random, scalars, shell
 from liger_multi.patching.recognize.signature import (
     Signature,
-    code_holds,
     code_of,
-    holds,
     signature_of,
-    watched_code,
 )
-from liger_multi.patching.replace.swap import Patched, unpatched_class
-
-NAME = "liger_multi"
-WEIGHTS = ("gate_up_proj", "down_proj")
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
-PLAIN = (Tensor, nn.Parameter)
-
-
-@dataclass(frozen=True)
-class ExpertsKind:
-    """What the operator needs to know of a module: its gate, and how its weights lie."""
-
-    activation: str
-    interleaved: bool
-    transposed: bool
-    bias: bool
-    clamps: tuple[tuple[str, float], ...] = ()
-    signature: Signature = field(default_factory=Signature)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of ``fused_moe``."""
-        how = {"interleaved": self.interleaved, "transposed": self.transposed}
-        return {"activation": self.activation, **how, **dict(self.clamps)}
-
-
-@dataclass(frozen=True)
-class ExpertsSettings:
-    """The kind, and the options of the patch."""
-
-    kind: ExpertsKind
-    options: Options
-
-    @property
-    def signature(self) -> Signature:
-        """What must not have changed since the probe, or the stock forward runs."""
-        return self.kind.signature
-
-    @property
-    def shown(self) -> str:
-        """What the report says that runs now."""
-        return f"fused_moe[{self.kind.activation}]"
-
-
-class FusedExperts(Patched):
-    """All experts of a layer as one operator."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts with nothing kept but gate and up; what was not probed runs stock."""
-        if not isinstance(self, FusedExperts):
-            return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
-        settings = cast(ExpertsSettings, type(self)._liger_multi_swap.settings)
-        routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
-        alike = len(routes) == 2 and routes[0].shape == routes[1].shape
-        alike = alike and not routes[0].is_floating_point()
-        known = alike and _plain(self, settings.kind, hidden_states) and code_holds(type(self))
-        if not known:
-            return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
-        found = run_bound(
-            settings.options, ("fused_moe",), _apply, self, settings.kind, hidden_states, *routes
-        )
-        return cast(Tensor, found)
-
-
-def _plain(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
-    """Whether a call is one of those that were probed, with ordinary weights."""
-    if globally_hooked() or not holds(module, kind.signature):
-        return False
-    names = (*WEIGHTS, *BIASES) if kind.bias else WEIGHTS
-    tensors = [getattr(module, name, None) for name in names]
-    return type(hidden) is Tensor and all(
-        type(t) in PLAIN and t.is_floating_point() and t.itemsize > 1  # type: ignore[union-attr]
-        for t in tensors
-    )
-
-
-def _apply(module: Any, kind: ExpertsKind, x: Tensor, index: Tensor, routing: Tensor) -> Tensor:
-    from liger_multi import ops
-
-    weight = module.gate_up_proj
-    given = x.dtype
-    if autocast_dtype(x.device.type) is None:
-        x = x.to(weight.dtype)
-    options: dict[str, Any] = kind.options
-    if kind.bias:
-        options |= {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-    return ops.fused_moe(x, weight, module.down_proj, index, routing, **options).to(given)
+from liger_multi.patching.replace.experts import BIASES, WEIGHTS, ExpertsKind, apply_experts
+from liger_multi.patching.replace.swap import unpatched_class
 
 
 def looks_like_experts(module: nn.Module) -> bool:
@@ -244,7 +148,7 @@ def _disagreement(
         return standin.forward(*given)
 
     def ours(*given: Tensor) -> Tensor:
-        return _apply(standin, kind, *given)
+        return apply_experts(standin, kind, *given)
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -287,72 +191,3 @@ def _candidates(module: nn.Module) -> list[ExpertsKind]:
                     ExpertsKind("swiglu_clamped", o, transposed, bias, clamps) for o in orders
                 ]
     return found
-
-
-# --- transformers' own interface ---
-
-_found: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
-"""What the probe found for instances of a class, and whether the class is as it was then."""
-
-
-def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
-    """As :func:`experts_kind`, which would take ten times as long as the rest of a call."""
-    own = unpatched_class(module)
-    bias = all(module._parameters.get(name) is not None for name in BIASES)
-    known = _found.get(own, [])
-    for kind, unchanged in known:
-        if kind.bias == bias and unchanged() and holds(module, kind.signature):
-            return kind
-    found = experts_kind(module)
-    if isinstance(found, ExpertsKind):
-        kept = [entry for entry in known if entry[0] != found and entry[1]()]
-        _found[own] = [*kept, (found, watched_code(own, found.signature))]
-    return found
-
-
-def implementation(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """What ``experts_implementation`` calls; gates of other kinds go to the grouped products."""
-    kind = _kind_at_a_call(module)
-    if isinstance(kind, ExpertsKind) and _plain(module, kind, hidden_states):
-        return _apply(module, kind, hidden_states, top_k_index, top_k_weights)
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    found = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    return cast(Tensor, found)
-
-
-def register_experts(name: str = NAME) -> None:
-    """Make ``experts_implementation=name`` this library's operator, for all models.
-
-    Models that do not ask for the name are not affected. Registering twice is registering once.
-
-    Raises:
-        ConfigurationError: Somebody else has registered the name, or models of this transformers
-            take its own names only (before 5.7); ``patch`` works there.
-    """
-    from packaging.version import parse
-    from transformers import __version__
-    from transformers.integrations.moe import ExpertsInterface
-
-    if parse(__version__) < parse("5.7"):
-        raise ConfigurationError(
-            f"register_experts needs transformers >= 5.7, this is {__version__}, whose models take "
-            "no names but its own; patch(model) runs the same operator"
-        )
-    there = ExpertsInterface._global_mapping.get(name)
-    if there is not None and there is not implementation:
-        raise ConfigurationError(
-            f"register_experts: transformers has another {name!r}, {there!r}; register under a "
-            "name of your own"
-        )
-    ExpertsInterface.register(name, implementation)
-
-
-def unregister_experts(name: str = NAME) -> None:
-    """Take ``name`` out of transformers again; models that still ask for it fail with its name."""
-    from transformers.integrations.moe import ExpertsInterface
-
-    if ExpertsInterface._global_mapping.get(name) is implementation:
-        del ExpertsInterface._global_mapping[name]

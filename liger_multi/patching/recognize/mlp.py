@@ -133,7 +133,7 @@ def _formula(
     set_mode(standin, False)
     stock = standin.forward(x)
     for settings in _settings(module, candidates) if isinstance(stock, Tensor) else ():
-        ours = mlp._apply(standin, x, settings)
+        ours = mlp.apply_mlp(standin, x, settings)
         if _close(stock, ours):
             return settings
     return None
@@ -148,7 +148,7 @@ def _tried(
         return standin.forward(x)
 
     def ours(x: Tensor) -> Tensor:
-        return mlp._apply(standin, x, settings)
+        return mlp.apply_mlp(standin, x, settings)
 
     found = disagreement(standin, stock, ours, [x], _close, generator)
     if found:
@@ -178,7 +178,7 @@ def _narrow(standin: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings
     for layer in standin.modules():
         for name, p in layer._parameters.items():
             layer._parameters[name] = None if p is None else nn.Parameter(p.bfloat16())
-    if not _near(standin.forward(x), mlp._apply(standin, x, settings)):
+    if not _near(standin.forward(x), mlp.apply_mlp(standin, x, settings)):
         return "its output differs in bf16"
     down._parameters.update(wide)
     try:
@@ -186,7 +186,7 @@ def _narrow(standin: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings
     except RuntimeError:  # two dtypes, as in most models
         return settings
     settings = replace(settings, casts=True)
-    return settings if _near(stock, mlp._apply(standin, x, settings)) else "it casts otherwise"
+    return settings if _near(stock, mlp.apply_mlp(standin, x, settings)) else "it casts otherwise"
 
 
 def _shifted(layer: nn.Module) -> Any:

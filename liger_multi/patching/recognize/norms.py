@@ -1,17 +1,19 @@
-"""Norms and what stands for one: recognise instances by numbers, and run one operator instead."""
+"""Norms, and activations that are one operator: which instances compute one of the known kinds.
+
+A stand-in of the module runs on random numbers, and its outputs and gradients are compared with
+every formula of :data:`liger_multi.patching.recognize.kinds.NORM_KINDS`.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_multi.checks import autocast_dtype
-from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import registered
 from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
@@ -24,105 +26,11 @@ from liger_multi.patching.recognize.kinds import (
 )
 from liger_multi.patching.recognize.probe import laboratory, random, scalars, shell
 from liger_multi.patching.recognize.signature import (
-    Signature,
-    code_holds,
     code_of,
-    holds,
     signature_of,
 )
-from liger_multi.patching.replace.swap import Patched, unpatched_class
-
-
-@dataclass(frozen=True)
-class NormSettings:
-    """How an instance computes, and the names of its attributes.
-
-    Attributes:
-        kind: What it computes.
-        tensors: Name of the parameter by argument of the operator, None where there is none.
-        eps: Name of the attribute; None where the operator takes none.
-        group: Name of the attribute that tells the groups, and whether it counts them.
-        options: What the patch call asked for.
-        signature: What must not have changed since the probe, or the stock forward runs.
-    """
-
-    kind: NormKind
-    tensors: tuple[tuple[str, str | None], ...]
-    eps: str | None
-    group: tuple[str, bool] | None
-    options: Options
-    signature: Signature = field(default_factory=Signature)
-
-    @property
-    def shown(self) -> str:
-        """What the report says that runs now."""
-        bare = all(name is None for _, name in self.tensors) and self.kind.op != "relu_squared"
-        name = "no weight" if bare else self.kind.name
-        return self.kind.op if name == "plain" else f"{self.kind.op}[{name}]"
-
-
-class FusedNorm(Patched):
-    """A norm that calls the operator."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The operator with the instance's parameters; what was not probed runs stock."""
-        if not isinstance(self, FusedNorm):
-            return cast(Tensor, type(self).forward(self, *args, **kwargs))
-        kind = type(self)
-        settings = cast(NormSettings, kind._liger_multi_swap.settings)
-        gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
-        form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
-        known = form and code_holds(kind)
-        given = operands(self, args[0], gate, settings) if known else None
-        if given is None:
-            return cast(Tensor, super().forward(*args, **kwargs))
-        bound = (self, args[0], gate, given, settings)
-        return cast(Tensor, run_bound(settings.options, (settings.kind.op,), _apply, *bound))
-
-
-def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
-    """The tensors of the operator, or None for a call that is left to the module."""
-    kind = settings.kind
-    if not holds(module, settings.signature):
-        return None
-    if (gate is not None) != kind.gated or not isinstance(x, Tensor):  # torch.fx has proxies
-        return None
-    if type(x).__name__ == "DTensor":
-        return None
-    held, given = module.__dict__["_parameters"], []
-    for _, name in settings.tensors:
-        # replicas and parametrized modules have it elsewhere
-        found = None if name is None else held.get(name)
-        given.append(found if name is None or found is not None else getattr(module, name))
-        if name is not None and given[-1] is None:
-            return None
-    first = given[0] if given else None
-    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
-        return None  # stock may broadcast it
-    if kind.one_dtype:
-        # torch's layer_norm chooses the dtype of its result under autocast
-        outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
-        if not outside or (first is not None and first.dtype != x.dtype):
-            return None
-    return given
-
-
-def _apply(
-    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
-) -> Tensor:
-    from liger_multi import ops
-
-    kind = settings.kind
-    if kind.plus and given[0] is not None:
-        given = [given[0] + kind.plus, *given[1:]]
-    options = dict(kind.options)
-    if settings.group is not None:
-        name, counts = settings.group
-        value = getattr(module, name)
-        options["group_size"] = x.shape[-1] // value if counts else value
-    eps = [] if settings.eps is None else [getattr(module, settings.eps)]
-    first = [x, gate] if kind.gated else [x]
-    return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+from liger_multi.patching.replace.norms import NormSettings, apply_norm
+from liger_multi.patching.replace.swap import unpatched_class
 
 
 def looks_like_norm(module: nn.Module) -> str | None:
@@ -325,7 +233,7 @@ def _same_in_every_rank(
 
 def _formula(standin: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
     given = [None if name is None else getattr(standin, name) for _, name in settings.tensors]
-    return _apply(standin, x, gate, given, settings)
+    return apply_norm(standin, x, gate, given, settings)
 
 
 def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettings | str:

@@ -1,9 +1,4 @@
-"""Rotary functions: recognise them by their numbers, and call ``rope`` instead.
-
-A function belongs to a modeling file and is called by its attention modules. :class:`FusedRotary`
-gives single instances of these another class, whose methods call our function; how, and why the
-modeling file's own function stays, is told in :mod:`liger_multi.patching.replace.redirect`.
-"""
+"""Rotary functions: what a function of a modeling file computes, found by running it."""
 
 from __future__ import annotations
 
@@ -11,30 +6,23 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from liger_multi.dispatch.primitive import constant_in_graphs
-from liger_multi.patching.lazy_logits.loss import run_bound
-from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import conflicts
 from liger_multi.patching.recognize.kinds import (
     ROTARY_ARGUMENTS,
     ROTARY_COMPLEX,
     ROTARY_FORMS,
     ROTARY_KINDS,
-    ROTARY_NAME,
     ROTARY_OPTIONS,
     ROTARY_SINGLE,
     RotaryForm,
     RotaryKind,
 )
 from liger_multi.patching.recognize.probe import laboratory, random
-from liger_multi.patching.replace import redirect
-from liger_multi.patching.replace.swap import Patched, Swap
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
@@ -66,165 +54,17 @@ class Rotary:
     single: bool = False
 
 
-class FusedRotary(Patched):
-    """A module whose calls of rotary functions go to the operator."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the methods with the class: it is made wherever something patches or unpickles."""
-        super().__init_subclass__(**keywords)
-        if "_liger_multi_swap" in vars(cls):
-            renew(cls)
-
-
-def renew(kind: type) -> None:
-    """Make the methods of a class of ours from those that its stock class has now."""
-    kind = next(k for k in kind.__mro__ if FusedRotary in k.__bases__)
-    swap: Swap = vars(kind)["_liger_multi_swap"]
-    found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
-    for method, function, name, called in rotary_calls(swap.stock):
-        if isinstance(_usable(function, name, called), Rotary):
-            found.setdefault(method, (function, {}))[1][name] = called
-    if found == vars(kind).get("_liger_multi_methods"):
-        return
-    for method in vars(kind).get("_liger_multi_methods", {}):
-        delattr(kind, method)
-    for method, (function, used) in found.items():
-        options = cast(Options, swap.settings)
-        targets = {
-            name: redirect.while_current(function, name, _served(name, f, options))
-            for name, f in used.items()
-        }
-        around = functools.partial(_while_it_holds, stock=swap.stock, name=method)
-        setattr(kind, method, redirect.redirected(function, targets, around))
-    kind._liger_multi_methods = found  # type: ignore[attr-defined]
-
-
-def _while_it_holds(copy: FunctionType, stock: type, name: str) -> FunctionType:
-    """A method that is the copy, as long as the stock class has what it was copied from.
-
-    It may be called, by somebody who holds it, when the module has its stock class again.
-    """
-
-    @functools.wraps(copy)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, FusedRotary) and _method_holds(type(self), name):
-            return copy(self, *args, **kwargs)
-        return getattr(stock, name)(self, *args, **kwargs)
-
-    return cast(FunctionType, method)
-
-
-@constant_in_graphs
-def _method_holds(kind: Any, name: str) -> bool:
-    copied_from, _ = kind._liger_multi_methods[name]
-    return getattr(kind._liger_multi_swap.stock, name, None) is copied_from
-
-
-def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:
-    """What a class calls that is named like a rotary function: (method, its function, name, what).
-
-    Whether it is one, :func:`recognised` tells.
-    """
-    return [
-        (method, function, name, called)
-        for method, function in redirect.methods(kind).items()
-        for name, called in redirect.calls(
-            function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
-        ).items()
-    ]
-
-
-def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
-    """The kinds of the rotary functions that a class calls, and why others stay as they are."""
-    found = [_usable(*call) for _, *call in rotary_calls(kind)]
-    kinds = {f.kind.name for f in found if isinstance(f, Rotary)}
-    return sorted(kinds), sorted({f for f in found if isinstance(f, str)})
-
-
-def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
-    return redirect.refusal(function, name) or recognised(called)
-
-
-def _served(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
-    """The function that stands for ``stock`` in the methods of patched modules."""
-    found = cast(Rotary, recognised(stock))
-    if found.kind.angles == "complex":
-        return _served_complex(name, stock, found.axes[_COMPLEX], options)
-    kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
-
-    needed = ROTARY_SINGLE if found.single else ROTARY_ARGUMENTS
-
-    def apply_rotary(*args: Any, **named: Any) -> Any:
-        given = dict(named)
-        try:
-            (q, *ks, cos, sin), rest = (
-                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
-                args[len(needed) :],
-            )
-        except KeyError:
-            return stock(*args, **named)
-        if not set(given) <= set(arguments):
-            return stock(*args, **named)
-        for at, value in enumerate(rest):
-            given[arguments[at]] = value
-        axis = axes.get(
-            (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
-        )
-        if axis is None or given.get("position_ids") is not None:
-            return stock(*args, **named)
-        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
-        if not _fits(q, k, cos, sin, axis):
-            return stock(*args, **named)
-        turned = run_bound(options, ("rope",), _apply, kind, q, k, cos, sin, axis)
-        return turned[0] if found.single else turned
-
-    return _named(apply_rotary, name, options)
-
-
-def _named(made: Any, name: str, options: Options) -> FunctionType:
-    suffix = "".join(f"_{value}" for value in options.shown().values())
-    made.__name__ = f"_liger_multi_{name}{suffix}"
-    return cast(FunctionType, made)
-
-
-def _served_complex(
-    name: str, stock: Callable[..., Any], axis: int, options: Options
-) -> FunctionType:
-    def apply_rotary(*args: Any, **named: Any) -> Any:
-        if named or not all(type(x) is Tensor for x in args) or len(args) != 3:
-            return stock(*args, **named)
-        q, k, freqs = args
-        fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
-        if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
-            return stock(*args)
-        return run_bound(options, ("rope_complex",), _apply_complex, q, k, freqs, axis)
-
-    return _named(apply_rotary, name, options)
-
-
-def _apply_complex(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Rotate by complex numbers, with heads on ``axis``."""
     from liger_multi.ops import rope_complex
 
     return rope_complex(q, k, freqs, unsqueeze_dim=axis)
 
 
-def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
-    """Whether shapes are those of the probe, without what the function would broadcast."""
-    tokens = 3 - heads if q.ndim == 4 else 0
-    return (
-        type(q).__name__ != "DTensor"
-        and not (cos.requires_grad or sin.requires_grad)
-        and cos.shape == sin.shape
-        and k.ndim == q.ndim
-        and (k.shape[0], k.shape[-1]) == (q.shape[0], q.shape[-1])
-        and cos.shape[-2] == q.shape[tokens] == k.shape[tokens]
-        and (q.ndim == 3 or cos.shape[0] in (1, q.shape[0]))
-    )
-
-
-def _apply(
+def apply_rotary(
     kind: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
 ) -> tuple[Tensor, Tensor]:
+    """Rotate as ``kind`` does, with heads on ``axis``."""
     from liger_multi.ops import rope
 
     rotary = None
@@ -318,7 +158,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     return f"{_name(function)} is no rotation of q and k that is known"
 
 
-_COMPLEX: Key = (4, 3, None, False)
+COMPLEX: Key = (4, 3, None, False)
 
 
 def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
@@ -335,7 +175,7 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
                 except Exception as raised:  # heads stand elsewhere
                     error = error or raised
                     break
-                ours = _apply_complex(given[0], given[1], freqs, axis)
+                ours = apply_complex_rotary(given[0], given[1], freqs, axis)
                 upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
                 wanted = (*stock, *torch.autograd.grad(stock, given, upstream))
                 got = (*ours, *torch.autograd.grad(ours, given, upstream))
@@ -348,7 +188,7 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
                 ):
                     break
             else:
-                return Rotary(RotaryKind("complex", angles="complex"), (), None, {_COMPLEX: axis})
+                return Rotary(RotaryKind("complex", angles="complex"), (), None, {COMPLEX: axis})
     if error is not None:
         return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
     return f"{_name(function)} is no rotation of q and k that is known"
@@ -376,7 +216,7 @@ def _run(
 
 def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
     """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
-    ours = functools.partial(_apply, kind, axis=form.unsqueeze_dim)
+    ours = functools.partial(apply_rotary, kind, axis=form.unsqueeze_dim)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
             our_out, our_grads = _run(ours, form, dtypes)

@@ -78,7 +78,7 @@ class FusedMlp(Patched):
             return cast(Tensor, super().forward(*args, **kwargs))
         op = settings.kind.op
         ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
-        return cast(Tensor, run_bound(settings.options, ops, _apply, self, args[0], settings))
+        return cast(Tensor, run_bound(settings.options, ops, apply_mlp, self, args[0], settings))
 
 
 def serves(module: nn.Module, settings: MlpSettings) -> bool:
@@ -86,7 +86,8 @@ def serves(module: nn.Module, settings: MlpSettings) -> bool:
     return not globally_hooked() and holds(module, settings.signature)
 
 
-def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
+def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
+    """Run the operators with the weights of ``module``."""
     from liger_multi import ops
 
     kind, names = settings.kind, settings.names

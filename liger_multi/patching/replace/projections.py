@@ -21,8 +21,8 @@ from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.kinds import PROJECTIONS
 from liger_multi.patching.recognize.plain_linear import globally_hooked
-from liger_multi.patching.recognize.rotary import FusedRotary
 from liger_multi.patching.replace.adapters import Adapter, FusedLora, fits, one_adapter, together
+from liger_multi.patching.replace.rotary import FusedRotary
 from liger_multi.patching.replace.swap import Patched, Swap, apply, buried, restore, swapped
 
 _SLOTS = ("q", "k", "v")  # of the operator

@@ -1,0 +1,114 @@
+"""Norms, and activations that are one operator: a patched instance calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import Options
+from liger_multi.patching.recognize.kinds import (
+    NormKind,
+)
+from liger_multi.patching.recognize.signature import (
+    Signature,
+    code_holds,
+    holds,
+)
+from liger_multi.patching.replace.swap import Patched
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """How an instance computes, and the names of its attributes.
+
+    Attributes:
+        kind: What it computes.
+        tensors: Name of the parameter by argument of the operator, None where there is none.
+        eps: Name of the attribute; None where the operator takes none.
+        group: Name of the attribute that tells the groups, and whether it counts them.
+        options: What the patch call asked for.
+        signature: What must not have changed since the probe, or the stock forward runs.
+    """
+
+    kind: NormKind
+    tensors: tuple[tuple[str, str | None], ...]
+    eps: str | None
+    group: tuple[str, bool] | None
+    options: Options
+    signature: Signature = field(default_factory=Signature)
+
+    @property
+    def shown(self) -> str:
+        """What the report says that runs now."""
+        bare = all(name is None for _, name in self.tensors) and self.kind.op != "relu_squared"
+        name = "no weight" if bare else self.kind.name
+        return self.kind.op if name == "plain" else f"{self.kind.op}[{name}]"
+
+
+class FusedNorm(Patched):
+    """A norm that calls the operator."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The operator with the instance's parameters; what was not probed runs stock."""
+        if not isinstance(self, FusedNorm):
+            return cast(Tensor, type(self).forward(self, *args, **kwargs))
+        kind = type(self)
+        settings = cast(NormSettings, kind._liger_multi_swap.settings)
+        gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
+        form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
+        known = form and code_holds(kind)
+        given = operands(self, args[0], gate, settings) if known else None
+        if given is None:
+            return cast(Tensor, super().forward(*args, **kwargs))
+        bound = (self, args[0], gate, given, settings)
+        return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
+
+
+def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
+    """The tensors of the operator, or None for a call that is left to the module."""
+    kind = settings.kind
+    if not holds(module, settings.signature):
+        return None
+    if (gate is not None) != kind.gated or not isinstance(x, Tensor):  # torch.fx has proxies
+        return None
+    if type(x).__name__ == "DTensor":
+        return None
+    held, given = module.__dict__["_parameters"], []
+    for _, name in settings.tensors:
+        # replicas and parametrized modules have it elsewhere
+        found = None if name is None else held.get(name)
+        given.append(found if name is None or found is not None else getattr(module, name))
+        if name is not None and given[-1] is None:
+            return None
+    first = given[0] if given else None
+    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
+        return None  # stock may broadcast it
+    if kind.one_dtype:
+        # torch's layer_norm chooses the dtype of its result under autocast
+        outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
+        if not outside or (first is not None and first.dtype != x.dtype):
+            return None
+    return given
+
+
+def apply_norm(
+    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+) -> Tensor:
+    """Run the operator on the tensors of :func:`operands`."""
+    from liger_multi import ops
+
+    kind = settings.kind
+    if kind.plus and given[0] is not None:
+        given = [given[0] + kind.plus, *given[1:]]
+    options = dict(kind.options)
+    if settings.group is not None:
+        name, counts = settings.group
+        value = getattr(module, name)
+        options["group_size"] = x.shape[-1] // value if counts else value
+    eps = [] if settings.eps is None else [getattr(module, settings.eps)]
+    first = [x, gate] if kind.gated else [x]
+    return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))

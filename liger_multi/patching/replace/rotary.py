@@ -1,0 +1,183 @@
+"""Rotary functions: attention modules of a patched model call ``rope`` in their place.
+
+A function belongs to a modeling file and is called by its attention modules. :class:`FusedRotary`
+gives single instances of these another class, whose methods call our function. How, and why the
+modeling file's own function stays, is told in :mod:`liger_multi.patching.replace.redirect`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
+
+from torch import Tensor
+
+from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import Options
+from liger_multi.patching.recognize.kinds import (
+    ROTARY_ARGUMENTS,
+    ROTARY_NAME,
+    ROTARY_SINGLE,
+)
+from liger_multi.patching.recognize.rotary import (
+    COMPLEX,
+    Rotary,
+    apply_complex_rotary,
+    apply_rotary,
+    recognised,
+)
+from liger_multi.patching.replace import redirect
+from liger_multi.patching.replace.swap import Patched, Swap
+
+
+class FusedRotary(Patched):
+    """A module whose calls of rotary functions go to the operator."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make the methods with the class: it is made wherever something patches or unpickles."""
+        super().__init_subclass__(**keywords)
+        if "_liger_multi_swap" in vars(cls):
+            renew(cls)
+
+
+def renew(kind: type) -> None:
+    """Make the methods of a class of ours from those that its stock class has now."""
+    kind = next(k for k in kind.__mro__ if FusedRotary in k.__bases__)
+    swap: Swap = vars(kind)["_liger_multi_swap"]
+    found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
+    for method, function, name, called in rotary_calls(swap.stock):
+        if isinstance(_usable(function, name, called), Rotary):
+            found.setdefault(method, (function, {}))[1][name] = called
+    if found == vars(kind).get("_liger_multi_methods"):
+        return
+    for method in vars(kind).get("_liger_multi_methods", {}):
+        delattr(kind, method)
+    for method, (function, used) in found.items():
+        options = cast(Options, swap.settings)
+        targets = {
+            name: redirect.while_current(function, name, served_function(name, f, options))
+            for name, f in used.items()
+        }
+        around = functools.partial(_while_it_holds, stock=swap.stock, name=method)
+        setattr(kind, method, redirect.redirected(function, targets, around))
+    kind._liger_multi_methods = found  # type: ignore[attr-defined]
+
+
+def _while_it_holds(copy: FunctionType, stock: type, name: str) -> FunctionType:
+    """A method that is the copy, as long as the stock class has what it was copied from.
+
+    It may be called, by somebody who holds it, when the module has its stock class again.
+    """
+
+    @functools.wraps(copy)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, FusedRotary) and _method_holds(type(self), name):
+            return copy(self, *args, **kwargs)
+        return getattr(stock, name)(self, *args, **kwargs)
+
+    return cast(FunctionType, method)
+
+
+@constant_in_graphs
+def _method_holds(kind: Any, name: str) -> bool:
+    copied_from, _ = kind._liger_multi_methods[name]
+    return getattr(kind._liger_multi_swap.stock, name, None) is copied_from
+
+
+def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:
+    """What a class calls that is named like a rotary function: (method, its function, name, what).
+
+    Whether it is one, :func:`recognised` tells.
+    """
+    return [
+        (method, function, name, called)
+        for method, function in redirect.methods(kind).items()
+        for name, called in redirect.calls(
+            function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
+        ).items()
+    ]
+
+
+def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
+    """The kinds of the rotary functions that a class calls, and why others stay as they are."""
+    found = [_usable(*call) for _, *call in rotary_calls(kind)]
+    kinds = {f.kind.name for f in found if isinstance(f, Rotary)}
+    return sorted(kinds), sorted({f for f in found if isinstance(f, str)})
+
+
+def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
+    return redirect.refusal(function, name) or recognised(called)
+
+
+def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
+    """The function that stands for ``stock`` in the methods of patched modules."""
+    found = cast(Rotary, recognised(stock))
+    if found.kind.angles == "complex":
+        return _served_complex(name, stock, found.axes[COMPLEX], options)
+    kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
+
+    needed = ROTARY_SINGLE if found.single else ROTARY_ARGUMENTS
+
+    def served(*args: Any, **named: Any) -> Any:
+        given = dict(named)
+        try:
+            (q, *ks, cos, sin), rest = (
+                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
+                args[len(needed) :],
+            )
+        except KeyError:
+            return stock(*args, **named)
+        if not set(given) <= set(arguments):
+            return stock(*args, **named)
+        for at, value in enumerate(rest):
+            given[arguments[at]] = value
+        axis = axes.get(
+            (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
+        )
+        if axis is None or given.get("position_ids") is not None:
+            return stock(*args, **named)
+        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
+        if not _fits(q, k, cos, sin, axis):
+            return stock(*args, **named)
+        turned = run_bound(options, ("rope",), apply_rotary, kind, q, k, cos, sin, axis)
+        return turned[0] if found.single else turned
+
+    return _named(served, name, options)
+
+
+def _named(made: Any, name: str, options: Options) -> FunctionType:
+    suffix = "".join(f"_{value}" for value in options.shown().values())
+    made.__name__ = f"_liger_multi_{name}{suffix}"
+    return cast(FunctionType, made)
+
+
+def _served_complex(
+    name: str, stock: Callable[..., Any], axis: int, options: Options
+) -> FunctionType:
+    def served(*args: Any, **named: Any) -> Any:
+        if named or not all(type(x) is Tensor for x in args) or len(args) != 3:
+            return stock(*args, **named)
+        q, k, freqs = args
+        fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
+        if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
+            return stock(*args)
+        return run_bound(options, ("rope_complex",), apply_complex_rotary, q, k, freqs, axis)
+
+    return _named(served, name, options)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
+    """Whether shapes are those of the probe, without what the function would broadcast."""
+    tokens = 3 - heads if q.ndim == 4 else 0
+    return (
+        type(q).__name__ != "DTensor"
+        and not (cos.requires_grad or sin.requires_grad)
+        and cos.shape == sin.shape
+        and k.ndim == q.ndim
+        and (k.shape[0], k.shape[-1]) == (q.shape[0], q.shape[-1])
+        and cos.shape[-2] == q.shape[tokens] == k.shape[tokens]
+        and (q.ndim == 3 or cos.shape[0] in (1, q.shape[0]))
+    )
