@@ -59,23 +59,11 @@ def _record(backend: str) -> Any:
     return importlib.import_module(f"liger_multi.backends.{backend}").BACKEND
 
 
-def halves(folder: Path, op: str) -> tuple[str, ...]:
-    """Which halves of an operator a backend's own file defines or imports."""
-    file = folder / f"{op}.py"
-    if not file.exists():
-        return ()
-    names = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {a.asname or a.name for a in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {
-                t.id for target in targets for t in ast.walk(target) if isinstance(t, ast.Name)
-            }
-    return tuple(half for half in HALVES if half in names)
+def halves(backend: str, op: str) -> tuple[str, ...]:
+    """Which halves of an operator a backend implements by itself."""
+    registry = importlib.import_module("liger_multi.dispatch.registry")
+    found = registry.module(backend, op)
+    return tuple(half for half in HALVES if getattr(found, half, None) is not None)
 
 
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
@@ -86,14 +74,14 @@ def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
 
 def halves_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
     """A backend's own halves, or where it turns for them."""
-    own = halves(folders[backend], op)
+    own = halves(backend, op)
     if own == HALVES:
         return "yes"
     if own:
         return f"{own[0]} only"
     if backend == "reference" or not _record(backend).device_type:
         return "no"
-    lines = [parent for parent in _record(backend).parents if halves(folders[parent], op)]
+    lines = [parent for parent in _record(backend).parents if halves(parent, op)]
     return f"by {lines[0] if lines else 'reference'}"
 
 
@@ -102,7 +90,7 @@ def table() -> str:
     folders = backend_folders()
     rows = [["Operator", "What", "Kernels"], ["---"] * 3]
     for name, function in public_operators().items():
-        own = [b for b in folders if b != "reference" and halves(folders[b], name)]
+        own = [b for b in folders if b != "reference" and halves(b, name)]
         text = summary(sections(function))
         rows.append([f"[`{name}`](docs/ops/{name}.md)", text, ", ".join(own)])
     return _rows(rows)

@@ -143,8 +143,8 @@ def _measured(table: Path) -> bool:
 
 def _own(name: str) -> str:
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
-    operators = set(importlib.import_module("liger_multi.dispatch.registry").operators())
-    own = sorted(p.stem for p in folder.glob("*.py") if p.stem in operators)
+    registry = importlib.import_module("liger_multi.dispatch.registry")
+    own = [op for op in registry.operators() if registry.module(name, op) is not None]
     tables = sorted(p.stem for p in (folder / "launch").glob("*.yaml"))
     said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
     measured = [t for t in tables if _measured(folder / "launch" / f"{t}.yaml")]

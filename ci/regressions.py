@@ -79,9 +79,7 @@ CASES = (
                 "return self.whole(*args, traced, sources())",
                 "args = tuple(0 if type(a) is int and a == -100 else a for a in args)\n"
                 "            return self.whole(*args, traced, sources())",
-                (
-                    "tests/dispatch/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",
-                ),
+                ("tests/ops/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",),
             ),
         ),
     ),
@@ -227,7 +225,7 @@ CASES = (
         (
             Break(
                 "the fused loss reads past the adapter to its base layer",
-                "liger_multi/patching/replace/head.py",
+                "liger_multi/patching/recognize/heads.py",
                 "    return [head]\n",
                 '    base = getattr(head, "base_layer", None)\n'
                 "    if base is not None:\n"

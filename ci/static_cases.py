@@ -13,16 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.activations import (
-    gated_mlp,
-    geglu,
-    geglu_packed,
-    relu_squared,
-    swiglu,
-    swiglu_clamped,
-    swiglu_clamped_packed,
-    swiglu_packed,
-)
+from liger_multi.backends.triton.activations import gated_mlp, relu_squared
+from liger_multi.backends.triton.activations import operators as activations
 from liger_multi.backends.triton.adapters import low_rank
 from liger_multi.backends.triton.attention import attention, multi_token_attention
 from liger_multi.backends.triton.common import scaling
@@ -55,13 +47,8 @@ from liger_multi.backends.triton.residuals import (
     hyper_connections_post,
     hyper_connections_pre,
 )
-from liger_multi.backends.triton.rope import (
-    rope,
-    rope_complex,
-    rope_multimodal,
-    rope_positions,
-    rope_sorted,
-)
+from liger_multi.backends.triton.rope import operators as rope_kinds
+from liger_multi.backends.triton.rope import rope
 from liger_multi.reference.cross_entropy.log_prob import Upstream
 from liger_multi.reference.cross_entropy.rows import Objective, Rows
 from liger_multi.reference.divergences.row_stats import Goal
@@ -165,24 +152,28 @@ def _group_norm(shape: tuple[int, ...], groups: int, dtype: torch.dtype = BF16) 
 def _swiglu(dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
     for by in ((1.0, 1.0), (0.5, 2.0)):
-        swiglu.backward(swiglu.forward(gate, gate, *by), gate, gate, *by, True, True)
+        activations.SwiGLU.backward(
+            activations.SwiGLU.forward(gate, gate, *by), gate, gate, *by, True, True
+        )
 
 
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
-    swiglu_packed.backward(swiglu_packed.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0)
+    activations.PackedSwiGLU.backward(
+        activations.PackedSwiGLU.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0
+    )
 
 
 def _clamped(dtype: torch.dtype) -> None:
     gate, by = _meta(32768, 2880, dtype=dtype), (7.0, 1.702, 1.0)
-    y = swiglu_clamped.forward(gate, gate, *by)
-    swiglu_clamped.backward(y, gate, gate, *by, True, True)
+    y = activations.ClampedSwiGLU.forward(gate, gate, *by)
+    activations.ClampedSwiGLU.backward(y, gate, gate, *by, True, True)
 
 
 def _clamped_packed(interleaved: bool) -> None:
     gate_up, by = _meta(32768, 5760), (7.0, 1.702, 1.0)
-    y = swiglu_clamped_packed.forward(gate_up, *by, interleaved)
-    swiglu_clamped_packed.backward(y, gate_up, *by, interleaved)
+    y = activations.PackedClampedSwiGLU.forward(gate_up, *by, interleaved)
+    activations.PackedClampedSwiGLU.backward(y, gate_up, *by, interleaved)
 
 
 def _relu_squared(dtype: torch.dtype) -> None:
@@ -238,13 +229,15 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
-    y = geglu.forward(gate, gate, approximate)
-    geglu.backward(y, gate, gate, approximate, True, True)
+    y = activations.GEGLU.forward(gate, gate, approximate)
+    activations.GEGLU.backward(y, gate, gate, approximate, True, True)
 
 
 def _geglu_packed(approximate: str) -> None:
     gate_up = _meta(8192, 2 * 11008)
-    geglu_packed.backward(geglu_packed.forward(gate_up, approximate), gate_up, approximate)
+    activations.PackedGEGLU.backward(
+        activations.PackedGEGLU.forward(gate_up, approximate), gate_up, approximate
+    )
 
 
 def _rope(
@@ -278,21 +271,21 @@ def _rope_kinds(
     if kind == "multimodal":
         cos = _meta(3, 4, 2048, width, dtype=angle)
         how = (sections, chunked, style, 1, width, "cohere", *orders)
-        made = rope_multimodal.forward(q, k, cos, cos, *how)
-        rope_multimodal.backward(*made, cos, cos, *how, *kinds)
+        made = rope_kinds.MultimodalRope.forward(q, k, cos, cos, *how)
+        rope_kinds.MultimodalRope.backward(*made, cos, cos, *how, *kinds)
     elif kind == "complex":
         freqs = _meta(4, 2048, pairs, 2, dtype=FP32)
-        made = rope_complex.forward(q, k, freqs, 1, width, *orders)
-        rope_complex.backward(*made, freqs, 1, width, *orders, *kinds)
+        made = rope_kinds.ComplexRope.forward(q, k, freqs, 1, width, *orders)
+        rope_kinds.ComplexRope.backward(*made, freqs, 1, width, *orders, *kinds)
     elif kind == "sorted":
         cos = _meta(4, 2048, pairs, dtype=angle)
-        made = rope_sorted.forward(q, k, cos, cos, 1, width, "cohere", *orders)
-        rope_sorted.backward(*made, cos, cos, 1, width, "cohere", *orders, *kinds)
+        made = rope_kinds.SortedRope.forward(q, k, cos, cos, 1, width, "cohere", *orders)
+        rope_kinds.SortedRope.backward(*made, cos, cos, 1, width, "cohere", *orders, *kinds)
     else:
         ids, freqs = _meta(3, 4, 2048, dtype=torch.int64), _meta(pairs, dtype=FP32)
         how = (1.0, sections, chunked, style, 1, "llama", *orders)
-        made = rope_positions.forward(q, k, ids, freqs, *how)
-        rope_positions.backward(*made, freqs, ids, *how, *kinds)
+        made = rope_kinds.PositionRope.forward(q, k, ids, freqs, *how)
+        rope_kinds.PositionRope.backward(*made, freqs, ids, *how, *kinds)
 
 
 def _rope_calls() -> dict[str, Callable[[], None]]:

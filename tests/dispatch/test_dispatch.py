@@ -200,7 +200,9 @@ def plugin(monkeypatch):
     point = types.SimpleNamespace(name="toy", value="toy_backend")
     monkeypatch.setitem(sys.modules, "toy_backend", package)
     monkeypatch.setitem(sys.modules, "toy_backend.rms_norm", module)
-    module.__spec__ = types.SimpleNamespace(name="toy_backend.rms_norm")
+    module.__spec__ = types.SimpleNamespace(
+        name="toy_backend.rms_norm", submodule_search_locations=None
+    )
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
     cached = (
         registry.packages,

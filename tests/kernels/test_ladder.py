@@ -4,17 +4,25 @@ import re
 from pathlib import Path
 
 from ci.npu import ladder
-from liger_multi.dispatch.registry import operators
+from liger_multi.dispatch.registry import OPS, operators
 
 FOLDER = Path(__file__).parents[2] / "backends" / "npu"
 CALL = re.compile(r"torch\.ops\.npu\.\w+")
 
 
 def sources(op):
-    """The file of an operator, and the kernel files that it imports, as one text."""
-    text = (FOLDER / f"{op}.py").read_text(encoding="utf-8")
-    names = set(re.findall(r"(?:npu\.|import )(\w*(?:kernels|logits|launching))\b", text))
-    return text, "".join((FOLDER / f"{n}.py").read_text(encoding="utf-8") for n in names)
+    """The file of an operator or its family, and the kernel files that it imports, as one text."""
+    text = home(op).read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:npu\.\w+\.|import )(\w*(?:kernels|logits|launching))\b", text))
+    return text, "".join(
+        path.read_text(encoding="utf-8") for n in names for path in FOLDER.rglob(f"{n}.py")
+    )
+
+
+def home(op):
+    """The file that implements an operator, if any."""
+    every = (FOLDER / OPS[op].family / f"{op}.py", FOLDER / OPS[op].family / "operators.py")
+    return next((path for path in every if path.exists()), None)
 
 
 def test_every_operator_has_a_row():
@@ -24,7 +32,7 @@ def test_every_operator_has_a_row():
 def test_rows_say_what_stands_in_the_folder():
     for op, row in ladder.ROWS.items():
         if row.path == ladder.REFERENCE:
-            assert not (FOLDER / f"{op}.py").exists(), op
+            assert home(op) is None, op
             continue
         text, kernels = sources(op)
         assert bool(CALL.search(text)) == ("torch_npu" in row.path), op

@@ -219,8 +219,7 @@ THINNED = harness.read_thinned(ROOT / "tests" / "thinned.yaml")
 
 def test_thinned_tests_exist():
     for file, test in THINNED:
-        path = ROOT / "tests" / file
-        assert path.exists(), file
+        (path,) = (ROOT / "tests").rglob(file)
         assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), (file, test)
 
 
