@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.experts import experts_kind
+from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
 from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.recognize.rotary import Rotary, recognised
@@ -254,7 +254,7 @@ def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
             self.kernel_mapping = made
             experts_interface.register_experts()
             if hasattr(model, "set_experts_implementation") and _has_experts(model):
-                model.set_experts_implementation(experts.NAME)
+                model.set_experts_implementation(experts_interface.NAME)
             settle(model)
 
     found = Config({})
@@ -263,7 +263,7 @@ def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
 
 
 def _has_experts(model: nn.Module) -> bool:
-    return any(experts.looks_like_experts(m) for m in model.modules())
+    return any(looks_like_experts(m) for m in model.modules())
 
 
 def settle(model: nn.Module) -> None:
