@@ -71,7 +71,7 @@ def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     exact = _step(*part, target[:few])
     made: dict[str, Any] = {"shape": list(shape)}
     for products in PRODUCTS:
-        liger_multi.configure({"head_products": products})
+        liger_multi.configure({"head_gemms": products})
         small = hidden[:few].detach().requires_grad_()
         errors = _off(_step(small, weight, target[:few]), exact)
         for _ in range(2):

@@ -149,8 +149,8 @@ def _own(name: str) -> str:
     said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
     measured = [t for t in tables if _measured(folder / "launch" / f"{t}.yaml")]
     said += [f"launch numbers for {', '.join(measured)}"] if measured else []
-    modelled = [t for t in tables if t not in measured]
-    said += [f"launch numbers of a static model for {', '.join(modelled)}"] if modelled else []
+    modeled = [t for t in tables if t not in measured]
+    said += [f"launch numbers of a static model for {', '.join(modeled)}"] if modeled else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.yaml"
     said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
     parents = _records()[name].parents

@@ -255,7 +255,7 @@ CASES = (
     ),
     Case(
         10,
-        "an evaluation materialises all logits",
+        "an evaluation materializes all logits",
         "LK #703",
         (
             Break(
@@ -355,7 +355,7 @@ CASES = (
                 ),
             ),
             Break(
-                "a kernel walks over the first 65 536 classes",
+                "a kernel iterates over the first 65 536 classes",
                 "backends/triton/cross_entropy/cross_entropy.py",
                 "    target = tl.load(target_ptr + row * target_stride)\n"
                 "    if target == ignore_index:\n",
@@ -490,7 +490,7 @@ Each of these was reported to a library that fuses the same operators. Here a te
 one, and every test was seen to fail: `python -m ci.regressions` takes the fix out of a copy of the
 sources and runs its tests there, and so does `make test-full`.
 
-14 is held with a stand-in for the device's module; no run on two devices of one machine yet. 18 (a
+14 is held with a replica for the device's module; no run on two devices of one machine yet. 18 (a
 vocabulary-parallel loss) has tests and no entry here yet.
 
 | | Reported | Threads | Tests | Fails when |

@@ -179,7 +179,7 @@ def recorded(label: str, cases: list[StaticCase]) -> Iterator[None]:
 
 
 def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) -> list[StaticCase]:
-    """The launches that labelled calls of operators make on a device with the limits ``info``."""
+    """The launches that labeled calls of operators make on a device with the limits ``info``."""
     cases: list[StaticCase] = []
     with simulate(info):
         for label, call in calls.items():

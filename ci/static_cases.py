@@ -50,8 +50,8 @@ from liger_multi.backends.triton.residuals import (
 from liger_multi.backends.triton.rope import operators as rope_kinds
 from liger_multi.backends.triton.rope import rope
 from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
-from liger_multi.reference.divergences.row_stats import Goal
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+from liger_multi.reference.divergences.row_stats import DivergenceSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"
@@ -322,7 +322,7 @@ def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
     logits, target = _meta(2048, cols), _meta(2048, dtype=torch.int64)
     options = Objective(-100, *((0.1, 1e-4, 30.0, 0.5) if full else (0.0, 0.0, None)))
     weight = _meta(cols) if full else None
-    rows = Rows.room(2048, options, OUTPUTS if full else "", logits)
+    rows = RowStats.empty(2048, options, OUTPUTS if full else "", logits)
     cross_entropy.loss_and_gradient_(logits, target, weight, options, rows, _meta(2, dtype=FP32))
 
 
@@ -337,11 +337,11 @@ def _inplace(cols: int) -> None:
 def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     raw, target = _meta(2048, cols, dtype=dtype), _meta(2048, dtype=torch.int64)
     row = _meta(2048, dtype=FP32)
-    goal = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
+    spec = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
     rows_of = fused_linear_log_prob.TritonLogProbRows
-    rows_of.statistics(raw, target, None, goal, "log_prob,entropy,lse,argmax" if full else "")
+    rows_of.statistics(raw, target, None, spec, "log_prob,entropy,lse,argmax" if full else "")
     upstream = Upstream(row, row, row if full else None)
-    rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
+    rows_of.log_prob_gradient_(raw, target, row, spec, upstream)
 
 
 def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -361,9 +361,9 @@ def _multi_token(heads: int, size: int, dtype: torch.dtype = BF16, sparse: bool 
     y, p = multi_token_attention.forward(scores, weight, None, *shape)
     multi_token_attention.backward(y, weight, None, p, *shape, True, True, False)
     if heads % 8 == 0 and dtype.itemsize == 2:  # where a launch table may say so
-        k = multi_token_attention.TurnKnobs(4096 // heads, 4)
+        k = multi_token_attention.TransposeConfig(4096 // heads, 4)
         for to_last in (True, False):
-            multi_token_attention._turn(p, k, to_last)
+            multi_token_attention._transpose(p, k, to_last)
 
 
 def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -395,12 +395,15 @@ def _divergence(
     student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
     target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
     name = {"jensen": "jsd", "tvd": "tvd"}.get(kind, "kl_div")  # whose launch numbers it takes
-    goal, kernels = Goal(kind, beta, form, teacher_form, 0.5), divergence.TritonPairs(name)
-    rows = kernels.statistics(student, teacher, target, goal)
-    kernels.gradient_into(
-        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor
+    spec, kernels = (
+        DivergenceSpec(kind, beta, form, teacher_form, 0.5),
+        divergence.TritonPairs(name),
     )
-    kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+    rows = kernels.statistics(student, teacher, target, spec)
+    kernels.gradient_into(
+        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, spec, factor
+    )
+    kernels.loss_and_gradient_(student, teacher, target, spec, factor)
 
 
 def _norm_calls() -> dict[str, Callable[[], None]]:

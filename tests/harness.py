@@ -157,7 +157,7 @@ _EMPTY = {
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool | None:
-    """What uninitialised memory of a dtype holds under test: NaN, the largest integer, or True."""
+    """What uninitialized memory of a dtype holds under test: NaN, the largest integer, or True."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:
@@ -165,7 +165,7 @@ def poison_value(dtype: torch.dtype) -> float | int | bool | None:
     try:
         return torch.iinfo(dtype).max
     except TypeError:
-        return None  # quantised and sub-byte dtypes cannot be filled
+        return None  # quantized and sub-byte dtypes cannot be filled
 
 
 def _poisoned(original):

@@ -162,7 +162,7 @@ def entry(size: int, found: Found, chip: Chip) -> str:
         said += f"; {2 * found.block}: {why(found.refused[1])}"
     text = yaml.safe_dump(said, width=10**6).splitlines()[0]
     return (
-        f"  - when: {{bytes: [{size}, {size}]}}\n    knobs: {{block: {found.block}}}\n"
+        f"  - when: {{bytes: [{size}, {size}]}}\n    config: {{block: {found.block}}}\n"
         f"    source: {text}\n"
     )
 

@@ -1,4 +1,4 @@
-"""One call of every operator of torch_npu that the backend uses, for the first two rungs."""
+"""One call of every operator of torch_npu that the backend uses, for the first two levels."""
 
 from __future__ import annotations
 

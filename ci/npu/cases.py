@@ -139,7 +139,7 @@ def blocks(of: dict[str, int] | None) -> Iterator[None]:
     if of is None:
         yield
         return
-    entries = {name: ({"when": {}, "knobs": {"block": block}},) for name, block in of.items()}
+    entries = {name: ({"when": {}, "config": {"block": block}},) for name, block in of.items()}
     with (
         mock.patch.object(launching, "table", return_value=entries),
         mock.patch.object(npu, "power_of_2", return_value=2**30),

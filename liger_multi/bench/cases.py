@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops, samples, tolerance
-from liger_multi.bench.roof import Work, least
+from liger_multi.bench.peak import Work, least
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import unknown

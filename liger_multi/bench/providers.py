@@ -84,8 +84,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
     public = getattr(ops, case.op.removesuffix("_inplace"))
     if name != "ours":
-        for half in OPS[case.op].primitives:
-            reason = candidate(name, half, device, dtype).reason
+        for direction in OPS[case.op].primitives:
+            reason = candidate(name, direction, device, dtype).reason
             if reason is not None:
                 return reason
     chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)

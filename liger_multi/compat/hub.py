@@ -22,7 +22,7 @@ from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
 from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
-from liger_multi.patching.recognize.rotary import Rotary, recognised
+from liger_multi.patching.recognize.rotary import Rotary, recognized
 from liger_multi.patching.replace import experts, experts_interface, mlp, norms, swap
 from liger_multi.patching.replace.rotary import served_function
 
@@ -46,7 +46,7 @@ def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
 
 def _rotary(module: nn.Module) -> Any:
     stock = functools.partial(type(module).forward, module)
-    known = isinstance(recognised(stock), Rotary)
+    known = isinstance(recognized(stock), Rotary)
     return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
 
 

@@ -1,4 +1,4 @@
-"""The ``autograd.Function`` that joins the halves of an operator, wired by argument name."""
+"""The ``autograd.Function`` that joins the directions of an operator, wired by argument name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def anchor_of(op: Op, omits: bool, added: Sequence[str]) -> tuple[str, ...]:
     then returned beside the outputs.
 
     Args:
-        op: The operator, both halves declared.
+        op: The operator, forward and backward declared.
         omits: Whether backward does not read all that its signature names.
         added: Inputs that no residual depends on.
     """
@@ -72,7 +72,7 @@ def make_function(
     backward_half: Callable[..., Any],
     omit: Callable[..., Sequence[str]] | None,
 ) -> Any:
-    """The ``autograd.Function`` that joins two halves of ``op``."""
+    """The ``autograd.Function`` that joins two directions of ``op``."""
     fwd, bwd, sources = op.fwd, op.bwd, _sources(op)
     visible, inputs = len(fwd.returns) - len(op.residuals), len(fwd.params)
     single = len(fwd.returns) == 1

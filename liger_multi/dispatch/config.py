@@ -60,9 +60,9 @@ class Configuration:
         return next((x.chunk_bytes for x in self.layers if x.chunk_bytes is not None), 0)
 
     @property
-    def head_products(self) -> str:
+    def head_gemms(self) -> str:
         """How heads with a loss multiply: ``exact``, ``float8`` or ``float8_logits``."""
-        return next((x.head_products for x in self.layers if x.head_products), "exact")
+        return next((x.head_gemms for x in self.layers if x.head_gemms), "exact")
 
     def scoped(self, choices: Mapping[str, str | list[str]]) -> Configuration:
         """This configuration under one more layer; equal scopes share their plans."""
@@ -186,10 +186,10 @@ def forget() -> None:
 def use(**choices: str | list[str]) -> Iterator[None]:
     """Choose backends within a block, as ``with liger_multi.use(rms_norm="reference"):``.
 
-    Keys are operator names (or ``default``), values a backend's name (binding) or a list of names.
-    The scope follows threads and tasks as context variables do; a backward pass uses the
-    configuration of its forward pass, wherever it runs (after a compiled forward: the one in force
-    where ``backward`` is called, which may lie outside of the block).
+    Keys are operator names (or ``default``), values a backend's name (which pins the operator) or a
+    list of names. The scope follows threads and tasks as context variables do; a backward pass uses
+    the configuration of its forward pass, wherever it runs (after a compiled forward: the one in
+    force where ``backward`` is called, which may lie outside of the block).
 
     Raises:
         ConfigurationError: Unknown operator or backend, or neither a name nor a list of names.

@@ -4,9 +4,10 @@
 
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
-    head_products: float8               # of heads with a loss, in 8 bits; float8_logits; exact
+    head_gemms: float8               # of heads with a loss, in 8 bits; float8_logits; exact
     ops:
-      rms_norm: reference               # a name binds: it runs or the call fails with the reason
+      rms_norm: reference               # a name pins the operator: it runs or the call fails with
+      the reason
       cross_entropy: [npu, reference]   # a list is exactly that order
       "fused_linear_*": triton          # a glob
     devices:
@@ -32,8 +33,8 @@ from liger_multi.documents import read_yaml
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 AUTO = ("auto",)
-KEYS = ("default", "ops", "devices", "chunk_bytes", "head_products")
-HEAD_PRODUCTS = ("exact", "float8", "float8_logits")
+KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms")
+HEAD_GEMMS = ("exact", "float8", "float8_logits")
 SECTION_KEYS = ("default", "ops")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*([0-9]{1,19})(\.[0-9]{1,19})?\s*([a-z]*)\s*", re.ASCII)
@@ -42,10 +43,10 @@ _PATTERN = re.compile(r"[a-z0-9_*?\[\]!-]{1,128}")
 
 @dataclass(frozen=True)
 class Choice:
-    """The backends to try for one operator; ``binding`` when a single name was given."""
+    """The backends to try for one operator; ``pinned`` when a single name was given."""
 
     order: tuple[str, ...]
-    binding: bool
+    pinned: bool
     source: str
 
 
@@ -57,14 +58,14 @@ class Layer:
     ops: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     default: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chunk_bytes: int | None = None
-    head_products: str | None = None
+    head_gemms: str | None = None
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers that say the same; patterns count in their order."""
         ops = tuple((device, tuple(named.items())) for device, named in self.ops.items())
         default = tuple(self.default.items())
-        return self.source, ops, default, self.chunk_bytes, self.head_products
+        return self.source, ops, default, self.chunk_bytes, self.head_gemms
 
     def choice(self, op: str, device: str) -> Choice | None:
         """What this layer says of ``op`` on ``device``; the device's section goes first."""
@@ -105,9 +106,9 @@ def parse(content: Any, source: str) -> Layer:
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
     size = parse_bytes(given["chunk_bytes"], source) if "chunk_bytes" in given else None
-    products = given.get("head_products")
+    products = given.get("head_gemms")
     if products is not None:
-        products = _name(products, f"value of head_products in {source}", HEAD_PRODUCTS)
+        products = _name(products, f"value of head_gemms in {source}", HEAD_GEMMS)
     return Layer(source, ops, default, size, products)
 
 

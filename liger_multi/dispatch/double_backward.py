@@ -43,9 +43,9 @@ _SECOND = (
     "model, or the function of torch.nn.functional in place of the operator"
 )
 _HALF = (
-    "torch.ops.liger_multi.{0}_{1} has no gradient. It is one half of torch.ops.liger_multi.{0}, "
+    "torch.ops.liger_multi.{0}_{1} has no gradient. It is one direction of torch.ops.liger_multi.{0}, "
     "which has one. A program of torch.export is to be trained before run_decompositions(), which "
-    "splits operators into halves"
+    "splits operators into directions"
 )
 
 
@@ -63,17 +63,17 @@ def not_differentiable(
 
 
 def only_whole(
-    name: str, half: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
+    name: str, direction: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """What one half of an operator returned to a caller of ``torch.ops``; it has no gradient.
+    """What one direction of an operator returned to a caller of ``torch.ops``; it has no gradient.
 
     Args:
         name: The operator.
-        half: ``forward`` or ``backward``.
+        direction: ``forward`` or ``backward``.
         outs: What it returned.
         origins: Its arguments.
     """
-    return _marked(RuntimeError, _HALF.format(name, half), outs, origins)
+    return _marked(RuntimeError, _HALF.format(name, direction), outs, origins)
 
 
 def _marked(

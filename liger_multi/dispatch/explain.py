@@ -17,10 +17,10 @@ from liger_multi.errors import ConfigurationError, shown, unknown
 
 @dataclass(frozen=True)
 class Row:
-    """One backend weighed for one half of one operator."""
+    """One backend weighed for one direction of one operator."""
 
     op: str
-    half: str
+    direction: str
     device: str
     backend: str
     chosen: bool
@@ -34,17 +34,29 @@ class Explanation:
 
     rows: tuple[Row, ...]
 
-    def chosen(self, op: str, half: str = "forward", device: str | None = None) -> str | None:
-        """The backend chosen for one half; None where nothing can run."""
+    def chosen(self, op: str, direction: str = "forward", device: str | None = None) -> str | None:
+        """The backend chosen for one direction; None where nothing can run."""
         for row in self.rows:
-            if row.op == op and row.half == half and row.chosen and device in (None, row.device):
+            if (
+                row.op == op
+                and row.direction == direction
+                and row.chosen
+                and device in (None, row.device)
+            ):
                 return row.backend
         return None
 
     def __str__(self) -> str:
-        head = ("operator", "half", "device", "backend", "", "because")
+        head = ("operator", "direction", "device", "backend", "", "because")
         lines = [head] + [
-            (r.op, r.half, r.device, r.backend, "chosen" if r.chosen else "-", r.reason or r.source)
+            (
+                r.op,
+                r.direction,
+                r.device,
+                r.backend,
+                "chosen" if r.chosen else "-",
+                r.reason or r.source,
+            )
             for r in self.rows
         ]
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
@@ -66,8 +78,8 @@ def _devices() -> list[torch.device]:
     return found
 
 
-def _weigh(op: str, half: str, device: torch.device, dtype: torch.dtype) -> list[Row]:
-    prim: Any = OPS[op].fwd if half == "forward" else OPS[op].bwd
+def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    prim: Any = OPS[op].fwd if direction == "forward" else OPS[op].bwd
     config = current()
     choice = config.choice(op, device.type)
     tried = candidates(prim, config, device, dtype)
@@ -79,7 +91,7 @@ def _weigh(op: str, half: str, device: torch.device, dtype: torch.dtype) -> list
         rows.append(
             Row(
                 op,
-                half,
+                direction,
                 str(device),
                 item.name,
                 item is winner,
@@ -129,6 +141,6 @@ def explain(
     for place in devices:
         kind = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
         for name in operators() if op is None else (op,):
-            for half in ("forward", "backward"):
-                rows += _weigh(name, half, place, kind)
+            for direction in ("forward", "backward"):
+                rows += _weigh(name, direction, place, kind)
     return Explanation(tuple(rows))

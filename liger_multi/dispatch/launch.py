@@ -1,8 +1,8 @@
 """Launch numbers: a formula beside the kernel, measured numbers beside the vendor.
 
-A kernel file states its knobs as a frozen dataclass and computes a default from the device's
-limits; ``backends/<backend>/launch/<arch>.yaml`` replaces fields where a measured entry fits the
-shape. Nothing is tuned at run time, and a device without a table runs on the formula.
+A kernel file states its launch configuration as a frozen dataclass and computes a default from the
+device's limits; ``backends/<backend>/launch/<arch>.yaml`` replaces fields where a measured entry
+fits the shape. Nothing is tuned at run time, and a device without a table runs on the formula.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError, unknown
 
-__all__ = ["DeviceInfo", "device_info", "knobs", "simulate", "table"]
+__all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 
-Knobs = TypeVar("Knobs")
+Config = TypeVar("Config")
 INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
 _simulated: list[DeviceInfo] = []
 
@@ -58,8 +58,10 @@ def _device_info(device: torch.device) -> DeviceInfo:
 _found: dict[tuple[Any, ...], Any] = {}
 
 
-def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shape: int) -> Knobs:
-    """The launch knobs of kernel ``name`` for a shape: the formula's, with the table's over them.
+def launch_config(
+    name: str, formula: Callable[..., Config], device: torch.device, **shape: int
+) -> Config:
+    """The launch launch configuration of kernel ``name`` for a shape: the formula's, with the table's over them.
 
     Args:
         name: Key in the table, such as ``rms_norm.forward``.
@@ -68,18 +70,18 @@ def knobs(name: str, formula: Callable[..., Knobs], device: torch.device, **shap
         shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
     """
     if _simulated:
-        made: Knobs = _knobs(name, formula, _simulated[-1], shape)
+        made: Config = _config(name, formula, _simulated[-1], shape)
         return made
     key = (name, device, *shape.values())
-    found: Knobs | None = _found.get(key)
+    found: Config | None = _found.get(key)
     if found is None:
         if len(_found) > 16384:  # of as many different shapes, most do not come again
             _found.clear()
-        found = _found[key] = _knobs(name, formula, device_info(device), shape)
+        found = _found[key] = _config(name, formula, device_info(device), shape)
     return found
 
 
-def _knobs(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
+def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
     made = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
     warps = getattr(made, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
@@ -93,7 +95,7 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
     for entry in entries.get(name, ()):
         if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
-            found: dict[str, int] = entry["knobs"]
+            found: dict[str, int] = entry["launch_config"]
             return found
     return {}
 
@@ -130,9 +132,9 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in ("when", "knobs", "source"):
+        if key not in ("when", "launch_config", "source"):
             raise ConfigurationError(
-                unknown(f"key of {name} in {file}", key, ("when", "knobs", "source"))
+                unknown(f"key of {name} in {file}", key, ("when", "launch_config", "source"))
             )
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
-    return {"when": {**when, **limits}, "knobs": dict(entry["knobs"])}
+    return {"when": {**when, **limits}, "launch_config": dict(entry["launch_config"])}

@@ -1,18 +1,19 @@
-"""Operators: two halves each, joined by autograd by argument name.
+"""Operators: two directions each, joined by autograd by argument name.
 
-A contract (``liger_multi/ops/<op>.py``) declares both halves as stubs; the signature is the torch
-schema and the body the shape rule. In ``backward(dy, x, weight, rstd, ...)``, ``dy`` is the
-gradient of output ``y``, ``x`` and ``weight`` are inputs of forward, ``rstd`` an output of forward
-kept as a residual, and the returned ``dx`` belongs to ``x``. ``needs_x`` tells a half whether
-anybody wants the gradient of ``x``, and ``x_dtype`` is the dtype of ``x``. A gradient that nobody
-wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
+A contract (``liger_multi/ops/<op>.py``) declares forward and backward as stubs; the signature is
+the torch schema and the body the shape rule. In ``backward(dy, x, weight, rstd, ...)``, ``dy`` is
+the gradient of output ``y``, ``x`` and ``weight`` are inputs of forward, ``rstd`` an output of
+forward kept as a residual, and the returned ``dx`` belongs to ``x``. ``needs_x`` tells a direction
+whether anybody wants the gradient of ``x``, and ``x_dtype`` is the dtype of ``x``. A gradient that
+nobody wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
 
-Each half is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes see
-one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
+Each direction is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes
+see one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
 function.
 
-Both halves together are a third ``torch.library`` operator, which is what Dynamo puts into its
-graph. AOTAutograd expands it by the same ``autograd.Function`` as in eager mode. Dynamo itself does
+Forward and backward together are a third ``torch.library`` operator, which is what Dynamo puts into
+its graph. AOTAutograd expands it by the same ``autograd.Function`` as in eager mode. Dynamo itself
+does
 not trace that Function: it refuses one tensor in two arguments, and loses symbolic sizes that
 forward keeps for backward.
 """
@@ -34,18 +35,18 @@ from liger_multi.errors import TransformError
 
 __all__ = ["OPS", "Op", "inline_ops"]
 
-Half = TypeVar("Half", bound=Callable[..., Any])
+Declared = TypeVar("Declared", bound=Callable[..., Any])
 
 
 class Op:
-    """A named pair of halves.
+    """A named pair of directions.
 
     Args:
         name: The operator's name; backends implement it in a module of this name.
         family: The room of its modules: ``backends/<backend>/<family>/``, ``reference/<family>/``.
         compile: ``opaque`` keeps the op one call under ``torch.compile``; ``trace`` lets the
             compiler see the reference, which pays for elementwise operators that Inductor fuses
-            with their neighbours.
+            with their neighbors.
         inplace: The input of forward that is overwritten by its own gradient, if any.
         rows: For DTensors: names of tensors that share their leading axes (sharding those is fine).
         replicated: For DTensors: names of tensors every rank needs whole; their gradients are
@@ -68,8 +69,8 @@ class Op:
 
     def forward(
         self, returns: str, residuals: str = "", constants: str = ""
-    ) -> Callable[[Half], Half]:
-        """Declare the forward half.
+    ) -> Callable[[Declared], Declared]:
+        """Declare the forward direction.
 
         Args:
             returns: Names of all outputs, those for the caller first.
@@ -77,7 +78,7 @@ class Op:
             constants: Visible outputs that have no gradient.
         """
 
-        def declare(fake: Half) -> Half:
+        def declare(fake: Declared) -> Declared:
             self.fwd = Primitive(
                 self, "forward", fake, returns, (self.inplace,) if self.inplace else ()
             )
@@ -93,8 +94,8 @@ class Op:
         shared: Mapping[str, str] = {},
         passed: Mapping[str, str] = {},
         added: Sequence[str] = (),
-    ) -> Callable[[Half], Half]:
-        """Declare the backward half and wire it to forward.
+    ) -> Callable[[Declared], Declared]:
+        """Declare the backward direction and wire it to forward.
 
         Args:
             returns: Names of the gradients, ``d`` and the name of an input of forward.
@@ -108,7 +109,7 @@ class Op:
                 them, and backward does not read them.
         """
 
-        def declare(fake: Half) -> Half:
+        def declare(fake: Declared) -> Declared:
             self.bwd = Primitive(
                 self, "backward", fake, returns, (self.inplace,) if self.inplace else ()
             )
@@ -131,7 +132,7 @@ class Op:
 
     @property
     def primitives(self) -> tuple[Primitive, Primitive]:
-        """Both halves."""
+        """Forward and backward."""
         return self.fwd, self.bwd
 
     def _define(self) -> Any:
@@ -147,13 +148,13 @@ class Op:
         return getattr(torch.ops.liger_multi, self.name).default
 
     def _expand(self, *arguments: Any) -> Any:
-        """Run in terms of the halves, for whoever looks below autograd."""
+        """Run in terms of the directions, for whoever looks below autograd."""
         *given, traced, _ = arguments
         args = tuple(given)
         self._special(args)
         function = self.traced if traced else self.function
-        halves = self.fwd.trace if traced else self.fwd
-        return self._run(args, function.apply, halves)
+        directions = self.fwd.trace if traced else self.fwd
+        return self._run(args, function.apply, directions)
 
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""

@@ -1,4 +1,4 @@
-"""One half of an operator as a ``torch.library`` operator with a direct path for plain tensors."""
+"""One direction of an operator as a ``torch.library`` operator with a direct path for plain tensors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,22 @@ def inline_ops() -> Iterator[None]:
 
 
 class Primitive:
-    """One half of an operator: a schema, a shape rule and a look-up of the backend's function."""
+    """One direction of an operator: a schema, a shape rule and a look-up of the backend's function."""
 
     def __init__(
-        self, op: Op, half: str, fake: Callable[..., Any], returns: str, mutates: Sequence[str] = ()
+        self,
+        op: Op,
+        direction: str,
+        fake: Callable[..., Any],
+        returns: str,
+        mutates: Sequence[str] = (),
     ) -> None:
-        self.op, self.half, self.fake, self.returns = op, half, fake, tuple(returns.split())
+        self.op, self.direction, self.fake, self.returns = (
+            op,
+            direction,
+            fake,
+            tuple(returns.split()),
+        )
         signature = inspect.signature(fake, eval_str=True)
         self.params = tuple(signature.parameters)
         self.mutates = tuple(mutates)
@@ -59,7 +69,7 @@ class Primitive:
             for i, k in enumerate(kinds)
             if "Tensor" in k and "Optional" not in k and "None" not in k
         )
-        name = f"{op.name}_{half}"
+        name = f"{op.name}_{direction}"
         LIBRARY.define(name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, self.outside, "CompositeExplicitAutograd")
         LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # as outside() has it
@@ -81,7 +91,7 @@ class Primitive:
     def outside(self, *args: Any) -> Any:
         """The same for callers of ``torch.ops``: autograd does not look into the function.
 
-        A half has no gradient of its own. Exported programs call halves after
+        A direction has no gradient of its own. Exported programs call directions after
         ``run_decompositions``, on parameters that require grad.
         """
         if not torch.is_grad_enabled():
@@ -91,7 +101,7 @@ class Primitive:
         if found is None:  # it writes to its arguments
             return None
         outs = (found,) if isinstance(found, Tensor) else found
-        marked = only_whole(self.op.name, self.half, outs, [args[i] for i in self.places])
+        marked = only_whole(self.op.name, self.direction, outs, [args[i] for i in self.places])
         return marked[0] if isinstance(found, Tensor) else marked
 
     def trace(self, *args: Any) -> Any:
@@ -99,7 +109,7 @@ class Primitive:
         reference = module(REFERENCE, self.op.name)
         whole = importlib.import_module("liger_multi.reference.common.one_piece").one_piece
         with whole(), torch._C._DisableAutocast():
-            return getattr(reference, self.half)(*args)
+            return getattr(reference, self.direction)(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
@@ -140,7 +150,7 @@ def constant_in_graphs(function: Function) -> Function:
 
 @constant_in_graphs
 def automatic(op: str) -> bool:
-    """Whether nobody bound the operator to a backend: its reference may then be traced."""
+    """Whether nobody pinned the operator to a backend: its reference may then be traced."""
     for layer in current().layers:
         for device in {"", *layer.ops, *layer.default}:
             choice = layer.choice(op, device)

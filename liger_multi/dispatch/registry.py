@@ -1,4 +1,4 @@
-"""Backends, found by their folders, and the choice of one per (operator, half, device, dtype).
+"""Backends, found by their folders, and the choice of one per (operator, direction, device, dtype).
 
 The path is the registration. An operator's module in a backend is ``<family>/<op>.py``, or
 ``<op>.py`` in a backend that has no families. It exports ``forward`` and ``backward`` (either may

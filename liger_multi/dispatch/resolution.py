@@ -1,4 +1,4 @@
-"""The choice of a backend per (operator, half, device, dtype), resolved once and cached."""
+"""The choice of a backend per (operator, direction, device, dtype), resolved once and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("liger_multi")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend considered for one half: the function to call, or the reason against it."""
+    """One backend considered for one direction: the function to call, or the reason against it."""
 
     name: str
     call: Callable[..., Any] | None
@@ -38,9 +38,9 @@ def _half(name: str, prim: Primitive) -> tuple[Callable[..., Any] | None, str | 
     found = module(name, prim.op.name)
     if found is None:
         return None, f"has no {prim.op.name}"
-    call = getattr(found, prim.half, None)
+    call = getattr(found, prim.direction, None)
     if call is None:
-        return None, f"has no {prim.half} of {prim.op.name}"
+        return None, f"has no {prim.direction} of {prim.op.name}"
     schema = infer_schema(call, mutates_args=prim.mutates)
     if schema != prim.schema:
         raise ContractError(
@@ -55,15 +55,15 @@ def _per_call(found: Any, prim: Primitive) -> Callable[..., str | None] | None:
     if supports is None:
         return None
     wanted = inspect.signature(supports).parameters
-    if not set(wanted) <= {*prim.params, "half"}:
-        return None  # it speaks of arguments that only the other half has
-    index = {name: prim.params.index(name) for name in wanted if name != "half"}
-    half = {"half": prim.half} if "half" in wanted else {}
-    return lambda args: supports(**{n: args[i] for n, i in index.items()}, **half)
+    if not set(wanted) <= {*prim.params, "direction"}:
+        return None  # it speaks of arguments that only the other direction has
+    index = {name: prim.params.index(name) for name in wanted if name != "direction"}
+    direction = {"direction": prim.direction} if "direction" in wanted else {}
+    return lambda args: supports(**{n: args[i] for n, i in index.items()}, **direction)
 
 
 def candidate(name: str, prim: Primitive, device: torch.device, dtype: torch.dtype) -> Candidate:
-    """Weigh one backend for one half on tensors of a device and dtype."""
+    """Weigh one backend for one direction on tensors of a device and dtype."""
     record = backends()[name]
     refusal = unavailable(name) or record.supports(device, dtype)
     if refusal is None and record.device_type not in (None, device.type):
@@ -83,7 +83,7 @@ def candidate(name: str, prim: Primitive, device: torch.device, dtype: torch.dty
 def candidates(
     prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype
 ) -> list[Candidate]:
-    """Every backend that the configuration lets try this half, in order."""
+    """Every backend that the configuration lets try this direction, in order."""
     choice = config.choice(prim.op.name, device.type)
     names: list[str] = []
     if choice.order == AUTO:
@@ -95,8 +95,8 @@ def candidates(
     return [candidate(name, prim, device, dtype) for name in dict.fromkeys(names)]
 
 
-class Plan:
-    """The candidates for one half in order; the first unconditional one is called at once."""
+class Dispatch:
+    """The candidates for one direction in order; the first unconditional one is called at once."""
 
     def __init__(
         self, prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype
@@ -128,30 +128,30 @@ class Plan:
             refused.append(f"{item.name} {reason}")
         refused += [f"{c.name} {c.reason}" for c in self.candidates if c.reason]
         raise BackendUnavailableError(
-            f"{self.prim.op.name} {self.prim.half} on {self.device.type} ({self.dtype}), bound to "
+            f"{self.prim.op.name} {self.prim.direction} on {self.device.type} ({self.dtype}), pinned to "
             f"{list(self.choice.order)} by {self.choice.source}: {'; '.join(refused)}"
         )
 
     def _say(self, name: str, refused: list[str]) -> None:
         """Tell, once, that an accelerator's own backend was passed over for the reference."""
         text = "; ".join(refused)
-        if name == REFERENCE and refused and not self.choice.binding and text not in self.said:
+        if name == REFERENCE and refused and not self.choice.pinned and text not in self.said:
             self.said.add(text)
             logger.warning(
                 "%s %s uses the reference on %s: %s",
                 self.prim.op.name,
-                self.prim.half,
+                self.prim.direction,
                 self.device,
                 text,
             )
 
 
 def resolve(prim: Primitive, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function that runs this half for these arguments, by a cached look-up."""
+    """The function that runs this direction for these arguments, by a cached look-up."""
     tensor = args[prim.anchor]
     config = current()
     key = (prim, tensor.device, tensor.dtype)
     plan = config.plans.get(key)
     if plan is None:
-        plan = config.plans[key] = Plan(prim, config, tensor.device, tensor.dtype)
+        plan = config.plans[key] = Dispatch(prim, config, tensor.device, tensor.dtype)
     return plan.direct or plan.function(args)

@@ -61,7 +61,7 @@ def _refusal(head: nn.Module) -> str | None:
     if own is not nn.Linear.forward and not hasattr(head, "stock_forward"):
         return f"{kind} has a forward of its own"
     if not head.weight.is_floating_point():
-        return f"its weight is quantised ({head.weight.dtype})"
+        return f"its weight is quantized ({head.weight.dtype})"
     return None
 
 

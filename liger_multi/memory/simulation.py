@@ -1,7 +1,7 @@
 """A training step on the meta device: every storage has its size, and none has memory.
 
 The model's own forward and autograd's own backward run, so that architectures, patches, adapters
-and checkpointing need no formulas. Three things have none on the meta device and get a stand-in:
+and checkpointing need no formulas. Three things have none on the meta device and get a replica:
 attention (which PyTorch would spell out there), our operators with chunks, and values that
 decide about shapes.
 """
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
+from liger_multi.memory.meta_implementations import NAMESPACE, MetaImplementations
 from liger_multi.memory.recorder import Block, Recorder
-from liger_multi.memory.stand_ins import NAMESPACE, StandIns
 
 CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
 
@@ -84,7 +84,7 @@ class Simulation(Recorder):
     def surroundings(self) -> Iterator[None]:
         """Where a model can run without memory, and is recorded."""
         _alone()
-        stand_ins = StandIns(self, self._target, self._autocast)
+        stand_ins = MetaImplementations(self, self._target, self._autocast)
         with _meta_has_no_autocast(), stand_ins, self.recording():
             self._casts = stand_ins.casts
             yield
@@ -135,14 +135,14 @@ class Simulation(Recorder):
                 _expert_scratch(dict(zip(primitive.params, args, strict=True)))
             return made
         module = registry.module(registry.REFERENCE, name)
-        half = getattr(module, primitive.half)
+        direction = getattr(module, primitive.direction)
         if self._target != "cpu":
-            made = module.halves(_KERNELS[name]())
-            half = made[0] if primitive.half == "forward" else made[1]
+            made = module.forward_and_backward(_KERNELS[name]())
+            direction = made[0] if primitive.direction == "forward" else made[1]
         capacity = self._capacity or 2**60
         token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
         try:
-            return half(*args)
+            return direction(*args)
         finally:
             assumed_free.reset(token)
 
@@ -176,9 +176,9 @@ class _LossKernels:
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
     ) -> Any:
-        from liger_multi.reference.cross_entropy.rows import Rows
+        from liger_multi.reference.cross_entropy.rows import RowStats
 
-        return Rows.room(raw.shape[0], objective, outputs, raw)
+        return RowStats.empty(raw.shape[0], objective, outputs, raw)
 
     def statistics_and_gradient_(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Tensor, outputs: str

@@ -20,7 +20,7 @@ CONSUMED = (
 
 
 def declare(op: Op) -> None:
-    """Both halves of a divergence of two heads."""
+    """Forward and backward of a divergence of two heads."""
 
     def forward(
         hidden: Tensor,

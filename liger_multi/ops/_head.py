@@ -44,7 +44,7 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtyp
 
 @constant_in_graphs
 def _in_8_bits() -> torch.dtype | None:
-    return _DTYPES.get(current().head_products)
+    return _DTYPES.get(current().head_gemms)
 
 
 def compute_dtype(

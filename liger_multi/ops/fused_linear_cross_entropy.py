@@ -154,7 +154,7 @@ def fused_linear_cross_entropy(
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
         the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_products`` of the configuration asks for them), statistics and loss
+        8 bits where ``head_gemms`` of the configuration asks for them), statistics and loss
         fp32 (fp64 for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded
         once to the dtype of weight.
 

@@ -123,7 +123,7 @@ def fused_linear_log_prob(
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
         the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_products`` of the configuration asks for them), statistics fp32 (fp64
+        8 bits where ``head_gemms`` of the configuration asks for them), statistics fp32 (fp64
         for fp64). Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled
         into its range first. The gradient of weight accumulates in ``accumulate`` and is rounded
         once.

@@ -73,7 +73,7 @@ def fused_scaled_add_rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> FusedAddRMSNormOutput:
-    """Add the residual stream, both terms with a factor, and normalise the sum, in one pass.
+    """Add the residual stream, both terms with a factor, and normalize the sum, in one pass.
 
     Math:
         ``new_residual = x_scale * x + residual_scale * residual``, rounded to its dtype, products

@@ -77,7 +77,7 @@ def gated_rms_norm(
     """Root-mean-square norm of groups of channels, times an activated gate after or before it.
 
     Math:
-        ``n(u) = u / sqrt(mean(u^2) + eps)``, the mean over each group of ``group_size`` neighbours
+        ``n(u) = u / sqrt(mean(u^2) + eps)``, the mean over each group of ``group_size`` neighbors
         (all of the last axis by default), ``w = offset + weight``, and ``act`` silu or sigmoid.
         ``norm_before_gate``: ``y = w * n(x) * act(gate)``; else ``y = w * n(x * act(gate))``.
         Without a gate, ``y = w * n(x)``. ``casting`` says where ``n`` is rounded, as in

@@ -22,7 +22,7 @@ def kl_div(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Divergence of Kullback and Leibler of a student from a teacher, a number a row.
+    """KL divergence of a student from a teacher, a number a row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row:

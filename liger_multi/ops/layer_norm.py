@@ -47,7 +47,7 @@ def backward(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalisation to mean 0 and variance 1 over the last axis.
+    """Normalization to mean 0 and variance 1 over the last axis.
 
     Math:
         ``n = (x - mean(x)) / sqrt(var(x) + eps)`` with the variance of all H values (not H - 1),

@@ -41,7 +41,7 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
     Math:
         ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
-        may be of any kind, such as one with quantised weights. Backward computes ``x @ a.T`` again;
+        may be of any kind, such as one with quantized weights. Backward computes ``x @ a.T`` again;
         every product has r columns, rows or terms.
 
     Shapes:

@@ -54,7 +54,7 @@ def neighborhood_attention(
     dilation: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of every token to its neighbours on a line, in work of length x kernel size.
+    """Attention of every token to its neighbors on a line, in work of length x kernel size.
 
     Math:
         Token i sees the tokens ``i + d j`` for ``|j| <= kernel_size // 2`` with dilation d; those

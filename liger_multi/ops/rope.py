@@ -19,7 +19,7 @@ from liger_multi.samples import Tensor as T
 
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")
-# traced, so that it fuses with its neighbours; unlike swiglu's, this choice was not measured
+# traced, so that it fuses with its neighbors; unlike swiglu's, this choice was not measured
 op = Op("rope", family="rope")
 
 
@@ -89,11 +89,11 @@ def rope(
     """Rotary position embedding of queries and keys.
 
     Math:
-        ``out = x * cos + turn(x) * sin`` on the first R channels, the others pass through. ``turn``
-        maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
+        ``out = x * cos + rotate_half(x) * sin`` on the first R channels, the others pass through.
+        ``turn`` maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
         ``half`` and ``(2 i, 2 i + 1)`` for ``interleaved``. The two channels of a pair may have
         different values of cos and sin. Backward is the transposed matrix: ``dx = dout * cos -
-        turn(dout * sin)``. A negated sin turns the other way.
+        rotate_half(dout * sin)``. A negated sin turns the other way.
 
     Shapes:
         q ``(B, Hq, S, D)`` and k ``(B, Hk, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2,

@@ -52,7 +52,7 @@ def backward(
 def rope_complex(
     q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding by complex numbers, one for each pair of neighbouring channels.
+    """Rotary position embedding by complex numbers, one for each pair of neighboring channels.
 
     Math:
         ``(x[2 i] + j x[2 i + 1]) * freqs[i]`` in fp32, for every head, on the first R channels;

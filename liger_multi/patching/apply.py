@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognise."""
+"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
 from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
-from liger_multi.patching.recognize.heads import behaviour, find_heads, head_refusal, with_heads
+from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal, with_heads
 from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
@@ -285,7 +285,7 @@ def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
 def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     """What users' probes say; modules that an operator serves are not asked."""
     held = swapped(module)
-    if held is not None and held.behaviour is not registered.Replaced:
+    if held is not None and held.behavior is not registered.Replaced:
         return
     for name, probe in registered.probes().items():
         options = request.get(name)
@@ -350,7 +350,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
                     _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
-        swap = Swap(op, stock_class(module), behaviour(module, around), settings)
+        swap = Swap(op, stock_class(module), behavior(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
         resize.follow()
 
@@ -387,7 +387,7 @@ def _apply(
 
 def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
     found = restore(module)
-    if found and found.behaviour is not SharedInput:  # its layers have entries
+    if found and found.behavior is not SharedInput:  # its layers have entries
         report.entries.append(
             Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
         )

@@ -1,6 +1,7 @@
 """A gated MLP, ``y = (act(x Wg') * (x Wu')) Wd'``, whose inner product backward computes again.
 
-:func:`halves` makes both halves from a backend's activation; the products are PyTorch's.
+:func:`forward_and_backward` makes both halves from a backend's activation; the products are
+PyTorch's.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class ReferenceActivation:
     gradients = staticmethod(gated.gradients_and_product)
 
 
-def halves(kernels: Activation) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: Activation) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation."""
 
     def forward(
@@ -82,4 +83,4 @@ def _sum(rows: Tensor, needed: bool) -> Tensor:
     return rows.sum(0, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
 
 
-forward, backward = halves(ReferenceActivation())
+forward, backward = forward_and_backward(ReferenceActivation())

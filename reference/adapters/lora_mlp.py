@@ -1,7 +1,7 @@
 """A gated MLP of frozen layers with LoRA adapters, whose gradients need no dense product.
 
-:func:`halves` makes both halves from a backend's activation; wide products are PyTorch's. Kept are
-x, gate and up; everything of rank r, and the inner product, is computed again.
+:func:`forward_and_backward` makes both halves from a backend's activation; wide products are
+PyTorch's. Kept are x, gate and up; everything of rank r, and the inner product, is computed again.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,9 @@ from liger_multi.reference.adapters.low_rank import LowRank
 from liger_multi.reference.common.chunking import as_rows
 
 
-def halves(kernels: Activation, thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(
+    kernels: Activation, thin: LowRank
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation and thin products."""
 
     def forward(
@@ -95,4 +97,4 @@ def _gradients(
     return da, db
 
 
-forward, backward = halves(ReferenceActivation(), LowRank())
+forward, backward = forward_and_backward(ReferenceActivation(), LowRank())

@@ -1,7 +1,8 @@
 """Linear layers of one input with LoRA adapters, whose gradients of it are one sum.
 
-:func:`halves` makes both halves from a backend's thin products; wide products are PyTorch's. What
-all layers read of x with few columns is one product, and so is what they add to its gradient.
+:func:`forward_and_backward` makes both halves from a backend's thin products; wide products are
+PyTorch's. What all layers read of x with few columns is one product, and so is what they add to its
+gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class Reached(NamedTuple):
     back: Tensor
 
 
-def halves(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -116,4 +117,4 @@ def _columns(low: Tensor, a: Sequence[Optional[Tensor]]) -> tuple[Tensor, ...]:
     return torch.split(low, [0 if t is None else t.shape[0] for t in a], 1)
 
 
-forward, backward = halves(LowRank())
+forward, backward = forward_and_backward(LowRank())

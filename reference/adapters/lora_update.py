@@ -1,7 +1,7 @@
 """What a LoRA adapter adds to a linear layer, ``y = base + scale (x a') b'``.
 
-``x a'`` is not kept: backward computes it again. :func:`halves` makes both halves from a backend's
-thin products.
+``x a'`` is not kept: backward computes it again. :func:`forward_and_backward` makes both halves
+from a backend's thin products.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from liger_multi.reference.adapters.low_rank import LowRank
 from liger_multi.reference.common.chunking import as_rows
 
 
-def halves(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -39,4 +39,4 @@ def halves(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-forward, backward = halves(LowRank())
+forward, backward = forward_and_backward(LowRank())

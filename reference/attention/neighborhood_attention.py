@@ -1,7 +1,7 @@
-"""Attention to neighbours on a line: attention to ranges of keys, one line for each dilated set.
+"""Attention to neighbors on a line: attention to ranges of keys, one line for each dilated set.
 
 With dilation d, tokens see only tokens of their own remainder by d: as many independent lines,
-padded to one length, whose neighbours are adjacent.
+padded to one length, whose neighbors are adjacent.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _joined(x: Tensor, dilation: int, length: int) -> Tensor:
     return whole.contiguous().transpose(1, 2)
 
 
-def _neighbours(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
+def _neighbors(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
     """Ranges of keys, of one line for all where they are alike; no line sees its padding."""
     lines, tokens = q.shape[0], q.shape[2]
     place = torch.arange(tokens, device=q.device, dtype=torch.int32)
@@ -49,14 +49,14 @@ def _neighbours(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
     return torch.stack([low.expand(lines, -1), high], -1).to(torch.int32)
 
 
-def halves(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's attention."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, reach: int, dilation: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         a, b, c = (_lines(x, dilation) for x in (q, k, v))
-        ranges = _neighbours(a, q.shape[2], reach, dilation)
+        ranges = _neighbors(a, q.shape[2], reach, dilation)
         y, lse = kernels.forward(a, b, c, None, ranges, False, scale, 0.0)
         flat = _joined(lse.unsqueeze(-1), dilation, q.shape[2]).squeeze(-1)
         return _joined(y, dilation, q.shape[2]), flat.contiguous()
@@ -67,7 +67,7 @@ def halves(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         a, b, c, up, out = (_lines(x, dilation) for x in (q, k, v, dy, y))
         ends = _lines(lse.unsqueeze(-1), dilation).squeeze(-1)
-        ranges = _neighbours(a, q.shape[2], reach, dilation)
+        ranges = _neighbors(a, q.shape[2], reach, dilation)
         needs = (needs_q, needs_k, needs_v)
         found = kernels.backward(
             up, a, b, c, None, ranges, out, ends, False, scale, 0.0, *needs, False
@@ -81,4 +81,4 @@ def halves(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-forward, backward = halves(attention)
+forward, backward = forward_and_backward(attention)

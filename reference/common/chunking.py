@@ -87,7 +87,7 @@ def is_whole(
 def weight_gradient_dtype(
     kind: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, whole: bool
 ) -> torch.dtype:
-    """The dtype of the unnormalised gradient of a weight.
+    """The dtype of the unnormalized gradient of a weight.
 
     A single product in the dtype of the weight is rounded once as well; but not in float16, whose
     range a sum over rows leaves.

@@ -1,6 +1,6 @@
 """Cross entropy of given logits; the gradient is recomputed from ``lse`` in backward.
 
-:func:`halves` makes both halves from a backend's row kernels.
+:func:`forward_and_backward` makes both halves from a backend's row kernels.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy import reduction as reduction_of
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 class GivenRows(Protocol):
@@ -19,7 +19,7 @@ class GivenRows(Protocol):
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-    ) -> Rows:
+    ) -> RowStats:
         """Statistics of every row; ``raw`` is left alone."""
 
     def gradient_into(
@@ -29,7 +29,7 @@ class GivenRows(Protocol):
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
 
 
-def halves(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -38,20 +38,20 @@ def halves(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
         validate: bool, outputs: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
-        goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
-        rows = kernels.statistics(logits, target, weight, goal, outputs)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        rows = kernels.statistics(logits, target, weight, spec, outputs)
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        return (*reduction_of.reduced(rows, target, goal, reduction, by, outputs), by)  # type: ignore[return-value]
+        return (*reduction_of.reduced(rows, target, spec, reduction, by, outputs), by)  # type: ignore[return-value]
 
     def backward(
         dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
         denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
         softcap: Optional[float], reduction: str,
     ) -> Tensor:  # fmt: skip
-        goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         scales = reduction_of.upstream(dloss, denominators, reduction)
-        kernels.gradient_into(dlogits, logits, target, weight, lse, goal, scales)
+        kernels.gradient_into(dlogits, logits, target, weight, lse, spec, scales)
         return dlogits
 
     return forward, backward
@@ -66,13 +66,13 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
         validate: bool, outputs: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
-        goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
-        rows = kernels.statistics(logits, target, weight, goal, outputs)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        rows = kernels.statistics(logits, target, weight, spec, outputs)
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
         one, how = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
         scales = reduction_of.upstream(one, by, how)
-        kernels.gradient_into(logits, logits, target, weight, rows.lse, goal, scales)
-        return reduction_of.reduced(rows, target, goal, reduction, by, outputs)  # type: ignore[return-value]
+        kernels.gradient_into(logits, logits, target, weight, rows.lse, spec, scales)
+        return reduction_of.reduced(rows, target, spec, reduction, by, outputs)  # type: ignore[return-value]
 
     return forward
 
@@ -82,4 +82,4 @@ def scale_(dloss: Tensor, logits: Tensor) -> None:
     logits.mul_(dloss.unsqueeze(1) if dloss.ndim else dloss)
 
 
-forward, backward = halves(rows_of)
+forward, backward = forward_and_backward(rows_of)

@@ -93,7 +93,7 @@ class Head:
     ) -> None:
         reason = unsupported(weight.device, weight)
         if reason is not None:
-            raise RuntimeError(f"head_products in 8 bits: {reason}")
+            raise RuntimeError(f"head_gemms in 8 bits: {reason}")
         self.gradients, self._rounding = gradients, rounding
         self._factor, self._gradient = formats(weight.device)
         if gradients and wanted:

@@ -26,7 +26,7 @@ visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkSpec:
     """The arguments of a fused linear loss that say how to go through the rows."""
 
     chunk: int
@@ -43,7 +43,7 @@ class Chunks:
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        objective: Objective, plan: Plan, rounding: Rounding = PLAIN, wanted: bool = False,
+        objective: Objective, plan: ChunkSpec, rounding: Rounding = PLAIN, wanted: bool = False,
     ) -> None:  # fmt: skip
         kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target

@@ -1,10 +1,10 @@
 """Cross entropy of ``hidden @ weight.T + bias`` without rows x vocabulary in memory.
 
-A scalar loss computes its gradients in the forward pass, unnormalised (as of the sum over rows,
+A scalar loss computes its gradients in the forward pass, unnormalized (as of the sum over rows,
 class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
 arrives, and divides them in backward; ``none`` keeps only ``lse`` and computes the logits once more
-when the upstream gradient of every row is known. :func:`halves` makes both halves from a backend's
-row kernels.
+when the upstream gradient of every row is known. :func:`forward_and_backward` makes both halves
+from a backend's row kernels.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from liger_multi.reference.common.retry import retried
 from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
 from liger_multi.reference.cross_entropy.gradients import Accumulator, Gradients, scale_to
-from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, RowStats
 
 
 class ReferenceRows:
@@ -33,7 +33,7 @@ class ReferenceRows:
     def statistics_and_gradient_(
         raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, scales: Tensor,
         outputs: str,
-    ) -> Rows:  # fmt: skip
+    ) -> RowStats:  # fmt: skip
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
         by = (scales[0], scales[1])
@@ -49,7 +49,7 @@ class ReferenceRows:
         rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
 
-def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -64,23 +64,23 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
     ]:  # fmt: skip
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
-        goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
-        plan, rowwise = Plan(chunk, budget, compute_dtype, compact), reduction == "none"
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
+        plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
-        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs[0])
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
         by = reduction_of.denominators(target, class_weight, ignore_index, reduction, chunks.kind)
         scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
         dropped = chunks.index is not None
-        rows = Rows.room(target.numel(), goal, outputs, chunks.buffer, ignored=dropped)
+        rows = RowStats.empty(target.numel(), spec, outputs, chunks.buffer, ignored=dropped)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
             if any(needs):
-                made = kernels.statistics_and_gradient_(raw, t, class_weight, goal, scales, outputs)
+                made = kernels.statistics_and_gradient_(raw, t, class_weight, spec, scales, outputs)
                 into.add(place, where, h, raw)
             else:
-                made = kernels.statistics(raw, t, class_weight, goal, outputs)
+                made = kernels.statistics(raw, t, class_weight, spec, outputs)
             rows.put(where, made)
-        results = reduction_of.reduced(rows, target, goal, reduction, by, outputs)
+        results = reduction_of.reduced(rows, target, spec, reduction, by, outputs)
         return (*results, *into.gradients, by)  # type: ignore[return-value]
 
     @retried
@@ -97,13 +97,13 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = None
         if hidden is not None and weight is not None:
-            goal = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
-            plan = Plan(chunk, budget, compute_dtype, compact)
+            spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
+            plan = ChunkSpec(chunk, budget, compute_dtype, compact)
             needs = (needs_hidden, needs_weight, needs_bias)
-            chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs[0])
+            chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
             into = Accumulator(chunks, hidden, weight, accumulate, needs)
             for place, where, h, t, raw in chunks:
-                kernels.gradient_(raw, t, class_weight, lse[where], goal, dloss[where].contiguous())
+                kernels.gradient_(raw, t, class_weight, lse[where], spec, dloss[where].contiguous())
                 into.add(place, where, h, raw)
             gradients = into.gradients
         else:
@@ -116,4 +116,4 @@ def halves(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]
     return forward, backward
 
 
-forward, backward = halves(ReferenceRows)
+forward, backward = forward_and_backward(ReferenceRows)

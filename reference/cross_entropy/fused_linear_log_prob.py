@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens under ``hidden @ weight.T + bias``, their entropy and normaliser.
+"""Log-probabilities of tokens under ``hidden @ weight.T + bias``, their entropy and normalizer.
 
 Forward keeps numbers of rows only; backward computes the logits again, a chunk at a time, and
-overwrites them by their gradient. :func:`halves` makes both halves from a backend's row kernels.
+overwrites them by their gradient. :func:`forward_and_backward` makes both halves from a backend's
+row kernels.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
 from liger_multi.reference.cross_entropy.gradients import Accumulator, scale_to
 from liger_multi.reference.cross_entropy.log_prob import (
     Upstream,
@@ -22,7 +23,7 @@ from liger_multi.reference.cross_entropy.log_prob import (
     within_range,
 )
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 class LogProbKernels(Protocol):
@@ -32,7 +33,7 @@ class LogProbKernels(Protocol):
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-    ) -> Rows:
+    ) -> RowStats:
         """Statistics of every row; ``raw`` is left alone."""
 
     def log_prob_gradient_(
@@ -50,7 +51,7 @@ class ReferenceRows:
     log_prob_gradient_ = staticmethod(gradient_)
 
 
-def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -61,14 +62,14 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         validate: bool, outputs: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         check_targets(target, weight.shape[0], ignore_index, validate)
-        goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
-        plan = Plan(chunk, budget, compute_dtype, compact)
-        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding)
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
         dropped = chunks.index is not None
         like, count = chunks.buffer, target.numel()
-        rows = Rows.room(count, goal, outputs, like, ignored=dropped, loss=False)
+        rows = RowStats.empty(count, spec, outputs, like, ignored=dropped, loss=False)
         for _, where, _, t, raw in chunks:
-            rows.put(where, kernels.statistics(raw, t, None, goal, outputs))
+            rows.put(where, kernels.statistics(raw, t, None, spec, outputs))
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
 
     @retried
@@ -79,18 +80,18 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
         needs_hidden: bool, needs_weight: bool, needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
-        plan = Plan(chunk, budget, compute_dtype, compact)
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         needs = (needs_hidden, needs_weight, needs_bias)
-        chunks = Chunks(hidden, weight, target, bias, goal, plan, kernels.rounding, needs_hidden)
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs_hidden)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         arrived = upstream_of(
             dlog_prob, dentropy, dlse, entropies=entropy, target=target,
-            vocabulary=weight.shape[0], objective=goal,
+            vocabulary=weight.shape[0], objective=spec,
         )  # fmt: skip
-        upstream, factor = within_range(arrived, goal, chunks.kind)
+        upstream, factor = within_range(arrived, spec, chunks.kind)
         for place, where, h, t, raw in chunks:
-            kernels.log_prob_gradient_(raw, t, lse[where].contiguous(), goal, upstream.at(where))
+            kernels.log_prob_gradient_(raw, t, lse[where].contiguous(), spec, upstream.at(where))
             into.add(place, where, h, raw)
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         return tuple(scale_to(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
@@ -99,4 +100,4 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
     return forward, backward
 
 
-forward, backward = halves(ReferenceRows())
+forward, backward = forward_and_backward(ReferenceRows())

@@ -20,13 +20,13 @@ from liger_multi.reference.cross_entropy.rows import Objective
 
 
 class Upstream(NamedTuple):
-    """What arrives at rows: ``p[j] (share - entropy log p[j]) + [j = t] own`` is due to ``z[j]``.
+    """What arrives at rows: ``p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target`` is due to ``z[j]``.
 
     All are 0 for rows that get no gradient; ``entropy`` is None where nobody uses it.
     """
 
-    own: Tensor
-    share: Tensor
+    grad_target: Tensor
+    grad_lse: Tensor
     entropy: Tensor | None
 
     def at(self, where: Tensor | slice) -> Upstream:
@@ -46,13 +46,13 @@ def upstream_of(
         # whatever arrives at a row without a valid target, NaN too, goes nowhere
         return torch.where(valid, d, 0) if d is not None and d.numel() else None
 
-    own, dentropy, share = used(log_prob), used(entropy), used(lse)
-    zero = next(d for d in (own, dentropy, share, target) if d is not None).new_zeros(())
-    own = zero.expand(target.shape) if own is None else own
-    share = -own if share is None else share - own
+    grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
+    zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
+    grad_target = zero.expand(target.shape) if grad_target is None else grad_target
+    grad_lse = -grad_target if grad_lse is None else grad_lse - grad_target
     if dentropy is not None:
-        share = share - dentropy * torch.where(valid, entropies, 0)
-    return Upstream(own, share, dentropy)
+        grad_lse = grad_lse - dentropy * torch.where(valid, entropies, 0)
+    return Upstream(grad_target, grad_lse, dentropy)
 
 
 def within_range(
@@ -63,7 +63,7 @@ def within_range(
     Returns also by what the sums over those gradients must be multiplied: a power of two, one
     element, read by nobody on the host; None in dtypes whose range is wide.
     """
-    if dtype != torch.float16 or not upstream.own.numel():
+    if dtype != torch.float16 or not upstream.grad_target.numel():
         return upstream, None
     largest = torch.stack([part.abs().amax() for part in upstream if part is not None]).amax()
     largest = (largest * abs(objective.logit_scale)).clamp(min=2.0**-100)
@@ -77,19 +77,19 @@ def gradient_(
     """Overwrite raw logits by their gradient."""
     vocabulary = raw.shape[-1]
     for block in row_blocks(raw.shape[0], vocabulary * 8):
-        own, share, entropy = upstream.at(block)
+        grad_target, grad_lse, entropy = upstream.at(block)
         z, t = scaled(raw[block], objective), target[block]
         log_p = z - lse[block].unsqueeze(1)
         p = torch.exp(log_p)
-        factor = share.unsqueeze(1)
-        some = (own != 0) | (share != 0)
+        factor = grad_lse.unsqueeze(1)
+        some = (grad_target != 0) | (grad_lse != 0)
         if entropy is not None:
             # a class without probability adds nothing, though its logarithm is infinite
             factor = factor - entropy.unsqueeze(1) * torch.where(p == 0, 0, log_p)
             some |= entropy != 0
         dz = p * factor
         label = torch.where((t >= 0) & (t < vocabulary), t, 0).unsqueeze(1)
-        dz.scatter_add_(1, label, own.to(dz.dtype).unsqueeze(1))
+        dz.scatter_add_(1, label, grad_target.to(dz.dtype).unsqueeze(1))
         if objective.softcap is not None:
             dz *= 1 - (z / objective.softcap).square()
         raw[block] = torch.where(some.unsqueeze(1), dz * objective.logit_scale, 0).to(raw.dtype)

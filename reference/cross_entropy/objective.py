@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
-from liger_multi.reference.cross_entropy.rows import Objective, Rows, asks_for_winners
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, needs_argmax
 
 
 def scaled(raw: Tensor, objective: Objective) -> Tensor:
@@ -25,7 +25,7 @@ def scaled(raw: Tensor, objective: Objective) -> Tensor:
 
 def _block_statistics(
     z: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-) -> Rows:
+) -> RowStats:
     valid = target != objective.ignore_index
     inside = valid & (target >= 0) & (target < z.shape[-1])
     label = torch.where(inside, target, 0).unsqueeze(1)
@@ -48,16 +48,16 @@ def _block_statistics(
         entropy = torch.where(
             valid, -torch.where(log_p.isneginf(), 0, log_p.exp() * log_p).sum(-1), 0
         )
-    if asks_for_winners(outputs):
+    if needs_argmax(outputs):
         argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
-    return Rows._make((*rows, entropy, argmax))
+    return RowStats._make((*rows, entropy, argmax))
 
 
 def statistics(
     raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-) -> Rows:
+) -> RowStats:
     """Statistics of rows of raw logits, in blocks."""
-    rows = Rows.room(raw.shape[0], objective, outputs, raw)
+    rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
     for block in row_blocks(raw.shape[0], raw.shape[1] * 8):
         z = scaled(raw[block], objective)
         rows.put(block, _block_statistics(z, target[block], weight, objective, outputs))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import statistics_dtype
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 def check_targets(
@@ -52,7 +52,7 @@ def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]
 
 
 def reduced(
-    rows: Rows, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
+    rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
 ) -> tuple[Tensor, ...]:
     """Loss and the wanted outputs in the order of the contract."""
     wanted = outputs.split(",")

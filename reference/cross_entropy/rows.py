@@ -23,12 +23,12 @@ class Objective:
     logit_scale: float = 1.0
 
 
-def asks_for_winners(outputs: str) -> bool:
+def needs_argmax(outputs: str) -> bool:
     """Whether one of the comma-joined outputs is made from the place of a row's maximum."""
     return not {"argmax", "predicted_tokens", "token_accuracy"}.isdisjoint(outputs.split(","))
 
 
-class Rows(NamedTuple):
+class RowStats(NamedTuple):
     """Statistics of every row; ignored rows are 0 (-1 in ``argmax``). Unwanted ones are empty."""
 
     ce: Tensor
@@ -39,23 +39,23 @@ class Rows(NamedTuple):
     argmax: Tensor
 
     @staticmethod
-    def room(
+    def empty(
         rows: int, objective: Objective, outputs: str, like: Tensor, *, ignored: bool = False,
         loss: bool = True,
-    ) -> Rows:  # fmt: skip
+    ) -> RowStats:  # fmt: skip
         """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
         wanted, kind = outputs.split(","), statistics_dtype(like.dtype)
         zl = "z_loss" in wanted or objective.z_loss_weight != 0
         keep = (loss, zl, True, "log_prob" in wanted, "entropy" in wanted)
         parts = [like.new_empty(rows if kept else 0, dtype=kind) for kept in keep]
-        parts.append(like.new_empty(rows if asks_for_winners(outputs) else 0, dtype=torch.int64))
-        made = Rows._make(parts)
+        parts.append(like.new_empty(rows if needs_argmax(outputs) else 0, dtype=torch.int64))
+        made = RowStats._make(parts)
         if ignored:
             for part in made:
                 part.fill_(-1 if part.dtype == torch.int64 else 0)
         return made
 
-    def put(self, place: slice | Tensor, block: Rows) -> None:
+    def put(self, place: slice | Tensor, block: RowStats) -> None:
         """Write the statistics of a block of rows."""
         for room, part in zip(self, block, strict=True):
             if room.numel():
@@ -69,7 +69,7 @@ class RowKernels(Protocol):
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-    ) -> Rows:
+    ) -> RowStats:
         """Statistics of every row; ``raw`` is left alone."""
 
     def statistics_and_gradient_(
@@ -80,7 +80,7 @@ class RowKernels(Protocol):
         objective: Objective,
         scales: Tensor,
         outputs: str,
-    ) -> Rows:
+    ) -> RowStats:
         """The same; ``raw`` becomes the gradient of ``ce * scales[0] + zl * scales[1]``."""
 
     def gradient_(

@@ -17,7 +17,7 @@ def _labels(index: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Ten
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and the normaliser of every row."""
+    """Log-probabilities and the normalizer of every row."""
     count, classes = logits.shape
     check_targets(index, classes, ignore_index, validate, "index")
     kind = statistics_dtype(logits.dtype)

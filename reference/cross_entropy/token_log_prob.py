@@ -12,7 +12,7 @@ from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.cross_entropy.rows import Objective
 
 
-def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     def forward(
@@ -20,9 +20,9 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         logit_scale: float, validate: bool, outputs: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         check_targets(target, logits.shape[1], ignore_index, validate)
-        goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         wide = logits if logits.stride(1) == 1 else logits.contiguous()
-        rows = kernels.statistics(wide, target, None, goal, outputs)
+        rows = kernels.statistics(wide, target, None, spec, outputs)
         wanted, no = outputs.split(","), rows.lse.new_empty(0)
         own = rows.log_prob if "log_prob" in wanted else no
         return own, rows.entropy, rows.lse, rows.argmax
@@ -32,18 +32,18 @@ def halves(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., A
         logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, ignore_index: int,
         softcap: Optional[float], logit_scale: float,
     ) -> Tensor:  # fmt: skip
-        goal = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         upstream = upstream_of(
             dlog_prob, dentropy, dlse, entropies=entropy, target=target,
-            vocabulary=logits.shape[1], objective=goal,
+            vocabulary=logits.shape[1], objective=spec,
         )  # fmt: skip
         dlogits = logits.clone(memory_format=torch.contiguous_format)
         kernels.log_prob_gradient_(
-            dlogits, target, lse.contiguous(), goal, upstream.at(slice(None))
+            dlogits, target, lse.contiguous(), spec, upstream.at(slice(None))
         )
         return dlogits
 
     return forward, backward
 
 
-forward, backward = halves(ReferenceRows())
+forward, backward = forward_and_backward(ReferenceRows())

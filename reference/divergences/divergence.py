@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
-from liger_multi.reference.divergences.row_stats import Goal, Rows
+from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
 
 FAR = 80.0  # beyond a gap of so many nats, the smaller probability adds nothing to the larger
 
@@ -32,37 +32,41 @@ def _distribution(raw: Tensor, form: str, scale: float, lse: Tensor) -> tuple[Te
     return log, log.exp()
 
 
-def _terms(goal: Goal, log_q: Tensor, q: Tensor, log_p: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+def _terms(
+    spec: DivergenceSpec, log_q: Tensor, q: Tensor, log_p: Tensor, p: Tensor
+) -> tuple[Tensor, ...]:
     """Loss, ``q r`` and ``r`` of every class, without the constant in r where it cancels."""
-    if goal.kind == "tvd":
+    if spec.kind == "tvd":
         # logarithms that differ may have equal exponentials, and the other way round
-        a, b = (q, p) if goal.form == goal.teacher_form == "prob" else (log_q, log_p)
+        a, b = (q, p) if spec.form == spec.teacher_form == "prob" else (log_q, log_p)
         r = ((a > b).to(q.dtype) - (a < b).to(q.dtype)) / 2
         return (q - p).abs() / 2, q * r, r
     gap = torch.where(q == p, 0, log_p - log_q)  # both may be 0
-    if goal.kind == "forward":
+    if spec.kind == "forward":
         return torch.where(p == 0, 0, p * gap), -p, -torch.where(p == 0, 0, p / q)
-    if goal.kind == "reverse":
-        r = (0.0 if goal.form == "logits" else 1.0) - gap
+    if spec.kind == "reverse":
+        r = (0.0 if spec.form == "logits" else 1.0) - gap
         return torch.where(q == 0, 0, -q * gap), torch.where(q == 0, 0, q * r), r
     gap = gap.clamp(-FAR, FAR)
-    x = -torch.log1p(goal.beta * torch.expm1(gap))  # log q - log m
-    r = (1 - goal.beta) * x
-    return goal.beta * p * (gap + x) + q * r, q * r, r
+    x = -torch.log1p(spec.beta * torch.expm1(gap))  # log q - log m
+    r = (1 - spec.beta) * x
+    return spec.beta * p * (gap + x) + q * r, q * r, r
 
 
-def statistics(student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal) -> Rows:
+def statistics(
+    student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
+) -> DivergenceStats:
     """Losses and residuals of rows, in blocks."""
-    rows = Rows.room(student.shape[0], goal, student)
+    rows = DivergenceStats.empty(student.shape[0], spec, student)
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
         found = []
-        for raw, form in ((student, goal.form), (teacher, goal.teacher_form)):
-            z = raw[block].to(rows.loss.dtype) * goal.scale if form == "logits" else raw[block]
+        for raw, form in ((student, spec.form), (teacher, spec.teacher_form)):
+            z = raw[block].to(rows.loss.dtype) * spec.scale if form == "logits" else raw[block]
             found.append(torch.logsumexp(z, -1) if form == "logits" else rows.loss.new_empty(0))
-        log_q, q = _distribution(student[block], goal.form, goal.scale, found[0])
-        log_p, p = _distribution(teacher[block], goal.teacher_form, goal.scale, found[1])
-        loss, weighted, _ = _terms(goal, log_q, q, log_p, p)
-        valid = None if target is None else target[block] != goal.ignore_index
+        log_q, q = _distribution(student[block], spec.form, spec.scale, found[0])
+        log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, found[1])
+        loss, weighted, _ = _terms(spec, log_q, q, log_p, p)
+        valid = None if target is None else target[block] != spec.ignore_index
         for room, part in zip(rows, (loss.sum(-1), *found, weighted.sum(-1)), strict=True):
             if room.numel():
                 room[block] = part if valid is None else torch.where(valid, part, 0)
@@ -70,28 +74,28 @@ def statistics(student: Tensor, teacher: Tensor, target: Tensor | None, goal: Go
 
 
 def gradient_into(
-    out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows, goal: Goal,
+    out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats, spec: DivergenceSpec,
     factor: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient times ``factor``; ignored rows get zeros, whatever stands in them."""
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
         lse, teacher_lse, slope = (part[block] if part.numel() else part for part in rows[1:])
-        log_q, q = _distribution(student[block], goal.form, goal.scale, lse)
-        log_p, p = _distribution(teacher[block], goal.teacher_form, goal.scale, teacher_lse)
-        _, weighted, r = _terms(goal, log_q, q, log_p, p)
-        dz = r if goal.form == "prob" else weighted
-        if goal.form == "logits":
-            dz = (weighted - q * slope.unsqueeze(1)) * goal.scale
+        log_q, q = _distribution(student[block], spec.form, spec.scale, lse)
+        log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, teacher_lse)
+        _, weighted, r = _terms(spec, log_q, q, log_p, p)
+        dz = r if spec.form == "prob" else weighted
+        if spec.form == "logits":
+            dz = (weighted - q * slope.unsqueeze(1)) * spec.scale
         dz = dz * (factor[block].unsqueeze(1) if factor.ndim else factor)
         if target is not None:
-            dz = torch.where((target[block] != goal.ignore_index).unsqueeze(1), dz, 0)
+            dz = torch.where((target[block] != spec.ignore_index).unsqueeze(1), dz, 0)
         out[block] = dz.to(out.dtype)
 
 
 def loss_and_gradient_(
-    student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
+    student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec, factor: Tensor
 ) -> Tensor:
     """Losses of rows; the student becomes its gradient."""
-    rows = statistics(student, teacher, target, goal)
-    gradient_into(student, student, teacher, target, rows, goal, factor)
+    rows = statistics(student, teacher, target, spec)
+    gradient_into(student, student, teacher, target, rows, spec, factor)
     return rows.loss

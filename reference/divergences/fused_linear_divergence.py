@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.retry import retried
-from liger_multi.reference.cross_entropy.fused_linear import Plan
+from liger_multi.reference.cross_entropy.fused_linear import ChunkSpec
 from liger_multi.reference.cross_entropy.gradients import Accumulator, Gradients, scale_to
 from liger_multi.reference.cross_entropy.log_prob import Upstream, within_range
 from liger_multi.reference.cross_entropy.reduction import divide
 from liger_multi.reference.divergences.fused_linear_pairs import Pairs
 from liger_multi.reference.divergences.given_rows import reduced, valid_rows
-from liger_multi.reference.divergences.row_stats import DivergenceKernels, Rows, goal_of
+from liger_multi.reference.divergences.row_stats import DivergenceKernels, DivergenceStats, spec_of
 
 FP16_GAIN = 16.0  # probabilities of a class are small for fp16
 
 
-def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(
+    name: str, kernels: DivergenceKernels
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract ``name`` over a backend's row kernels."""
 
     @retried
@@ -34,12 +36,12 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
         accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
         needs_hidden: bool, needs_weight: bool, needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        goal = goal_of(name, beta, "logits", "logits", scale, ignore_index)
-        plan, rowwise = Plan(chunk, budget, compute_dtype, compact), reduction == "none"
+        spec = spec_of(name, beta, "logits", "logits", scale, ignore_index)
+        plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
-        chunks = Pairs(hidden, weight, target, bias, teacher, goal, plan)
-        loss = Rows.room(hidden.shape[0], goal, chunks.buffer).loss.zero_()
+        chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
+        loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.buffer).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
         gain = torch.full_like(count, FP16_GAIN if chunks.kind == torch.float16 else 1.0)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
@@ -47,9 +49,9 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
             found = loss.new_empty(raw.shape[0])
             for part, student, other, marks in chunks.parts(where, t, raw):
                 if any(needs):
-                    each = kernels.loss_and_gradient_(student, other, marks, goal, gain)
+                    each = kernels.loss_and_gradient_(student, other, marks, spec, gain)
                 else:
-                    each = kernels.statistics(student, other, marks, goal).loss
+                    each = kernels.statistics(student, other, marks, spec).loss
                 found[part] = each
             loss[where] = found
             if any(needs):
@@ -73,10 +75,10 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
         if hidden is not None and weight is not None:
             assert teacher_hidden is not None
             assert teacher_weight is not None
-            goal = goal_of(name, beta, "logits", "logits", scale, ignore_index)
-            plan = Plan(chunk, budget, compute_dtype, compact)
+            spec = spec_of(name, beta, "logits", "logits", scale, ignore_index)
+            plan = ChunkSpec(chunk, budget, compute_dtype, compact)
             teacher = (teacher_hidden, teacher_weight, teacher_bias)
-            chunks = Pairs(hidden, weight, target, bias, teacher, goal, plan)
+            chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
             needs = (needs_hidden, needs_weight, needs_bias)
             into = Accumulator(chunks, hidden, weight, accumulate, needs)
             # whatever arrives at an ignored row, NaN too, goes nowhere
@@ -84,9 +86,9 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
             arrived = Upstream(each, each, None)
             upstream, factor = within_range(arrived, chunks.objective, chunks.kind)
             for place, where, h, t, raw in chunks:
-                ups = upstream.own[where].contiguous()
+                ups = upstream.grad_target[where].contiguous()
                 for part, student, other, marks in chunks.parts(where, t, raw):
-                    kernels.loss_and_gradient_(student, other, marks, goal, ups[part])
+                    kernels.loss_and_gradient_(student, other, marks, spec, ups[part])
                 into.add(place, where, h, raw)
             gradients = into.gradients
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)

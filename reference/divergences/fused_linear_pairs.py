@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import MIN_ROWS, row_blocks
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, Plan
+from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
 from liger_multi.reference.cross_entropy.rows import Objective
-from liger_multi.reference.divergences.row_stats import Goal
+from liger_multi.reference.divergences.row_stats import DivergenceSpec
 
 SHARE = 8  # rows of the student's logits for one of the teacher's
 
@@ -25,13 +25,13 @@ class Pairs(Chunks):
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None,
-        teacher: tuple[Tensor, Tensor, Tensor | None], goal: Goal, plan: Plan,
+        teacher: tuple[Tensor, Tensor, Tensor | None], spec: DivergenceSpec, plan: ChunkSpec,
     ) -> None:  # fmt: skip
         every = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
-        ignored = -1 if target is None else goal.ignore_index
-        objective = Objective(ignored, 0.0, 0.0, None, goal.scale)
+        ignored = -1 if target is None else spec.ignore_index
+        objective = Objective(ignored, 0.0, 0.0, None, spec.scale)
         whole_budget = plan.budget
-        plan = Plan(
+        plan = ChunkSpec(
             plan.chunk,
             student_budget(whole_budget),
             plan.compute_dtype,

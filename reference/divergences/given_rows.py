@@ -1,4 +1,4 @@
-"""Both halves of a divergence of given rows, over a backend's row kernels."""
+"""Forward and backward of a divergence of given rows, over a backend's row kernels."""
 
 from collections.abc import Callable
 from typing import Any, Optional
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_multi.reference.cross_entropy.reduction import divide
 from liger_multi.reference.divergences import divergence as rows_of
-from liger_multi.reference.divergences.row_stats import DivergenceKernels, Rows, goal_of
+from liger_multi.reference.divergences.row_stats import DivergenceKernels, DivergenceStats, spec_of
 
 
 class ReferenceRows:
@@ -33,15 +33,17 @@ def reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
     return loss.sum() if reduction == "sum" else divide(loss.sum(), count)
 
 
-def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(
+    name: str, kernels: DivergenceKernels
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract ``name``."""
 
     def forward(
         student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
         teacher_form: str, scale: float, ignore_index: int, reduction: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        goal = goal_of(name, beta, form, teacher_form, scale, ignore_index)
-        rows = kernels.statistics(student, teacher, target, goal)
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
+        rows = kernels.statistics(student, teacher, target, spec)
         count = valid_rows(target, rows.loss, ignore_index)
         return reduced(rows.loss, count, reduction), *rows[1:]
 
@@ -50,13 +52,13 @@ def halves(name: str, kernels: DivergenceKernels) -> tuple[Callable[..., Any], C
         teacher_lse: Tensor, slope: Tensor, beta: float, form: str, teacher_form: str,
         scale: float, ignore_index: int, reduction: str,
     ) -> Tensor:  # fmt: skip
-        goal = goal_of(name, beta, form, teacher_form, scale, ignore_index)
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         if reduction == "mean":
             loss = dloss.new_empty(student.shape[0])
             dloss = divide(dloss, valid_rows(target, loss, ignore_index))
         out = student.new_empty(student.shape)
-        rows = Rows(lse.new_empty(0), lse, teacher_lse, slope)
-        kernels.gradient_into(out, student, teacher, target, rows, goal, dloss)
+        rows = DivergenceStats(lse.new_empty(0), lse, teacher_lse, slope)
+        kernels.gradient_into(out, student, teacher, target, rows, spec, dloss)
         return out
 
     return forward, backward
@@ -69,11 +71,13 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
         student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
         teacher_form: str, scale: float, ignore_index: int, reduction: str,
     ) -> Tensor:  # fmt: skip
-        goal = goal_of(name, beta, form, teacher_form, scale, ignore_index)
-        count = valid_rows(target, Rows.room(student.shape[0], goal, student).loss, ignore_index)
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
+        count = valid_rows(
+            target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index
+        )
         one = torch.ones_like(count)
         factor = divide(one, count) if reduction == "mean" else one
-        loss = kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+        loss = kernels.loss_and_gradient_(student, teacher, target, spec, factor)
         return reduced(loss, count, reduction)
 
     return forward

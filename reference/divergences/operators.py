@@ -31,9 +31,9 @@ def implement(
     found = {}
     for kind in KINDS:
         kernels = kernels_of(kind)
-        found[kind] = Implementation(*given_rows.halves(kind, kernels))
+        found[kind] = Implementation(*given_rows.forward_and_backward(kind, kernels))
         found[f"{kind}_inplace"] = Implementation(given_rows.overwriting(kind, kernels), scale_)
-        fused = fused_linear_divergence.halves(kind, kernels)
+        fused = fused_linear_divergence.forward_and_backward(kind, kernels)
         found[f"fused_linear_{kind}"] = Implementation(*fused)
     return found
 

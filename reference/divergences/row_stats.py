@@ -13,7 +13,7 @@ FORMS = ("logits", "log_prob", "prob")
 
 
 @dataclass(frozen=True)
-class Goal:
+class DivergenceSpec:
     """Which divergence, of what: logits are multiplied by ``scale`` (1 / temperature)."""
 
     kind: str
@@ -24,17 +24,17 @@ class Goal:
     ignore_index: int = -100
 
 
-def goal_of(
+def spec_of(
     name: str, beta: float, form: str, teacher_form: str, scale: float, ignore_index: int
-) -> Goal:
-    """The goal of an operator; the ends of Jensen and Shannon's are Kullback and Leibler's."""
+) -> DivergenceSpec:
+    """The goal of an operator; the ends of the Jensen-Shannon divergence's are the KL divergence's."""
     kind = {"kl_div": "forward", "tvd": "tvd", "jsd": "jensen"}[name]
     if kind == "jensen":
         kind = {0.0: "forward", 1.0: "reverse"}.get(beta, kind)
-    return Goal(kind, beta, form, teacher_form, scale, ignore_index)
+    return DivergenceSpec(kind, beta, form, teacher_form, scale, ignore_index)
 
 
-class Rows(NamedTuple):
+class DivergenceStats(NamedTuple):
     """Loss of every row and, of logits, what backward wants: 0 for ignored rows."""
 
     loss: Tensor
@@ -43,28 +43,35 @@ class Rows(NamedTuple):
     slope: Tensor
 
     @staticmethod
-    def room(rows: int, goal: Goal, like: Tensor) -> Rows:
+    def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
         """Room beside ``like``; empty where the form is not logits."""
-        kind, student = statistics_dtype(like.dtype), goal.form == "logits"
-        keep = (True, student, goal.teacher_form == "logits", student)
-        return Rows._make(like.new_empty(rows if kept else 0, dtype=kind) for kept in keep)
+        kind, student = statistics_dtype(like.dtype), spec.form == "logits"
+        keep = (True, student, spec.teacher_form == "logits", student)
+        return DivergenceStats._make(
+            like.new_empty(rows if kept else 0, dtype=kind) for kept in keep
+        )
 
 
 class DivergenceKernels(Protocol):
     """What a backend's row kernels do with rows of a student and a teacher."""
 
     def statistics(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal
-    ) -> Rows:
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
+    ) -> DivergenceStats:
         """Losses and residuals of rows; rows whose target is ignored are 0."""
 
     def gradient_into(
-        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
-        goal: Goal, factor: Tensor,
+        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats,
+        spec: DivergenceSpec, factor: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient times ``factor`` (a number, or one a row); ``out`` may be student."""
 
     def loss_and_gradient_(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        spec: DivergenceSpec,
+        factor: Tensor,
     ) -> Tensor:
         """Losses of rows; the student becomes its gradient times ``factor``."""

@@ -1,4 +1,4 @@
-"""A mixture of gated experts, one expert after the other over its sorted slots."""
+"""A mixture of gated experts, one expert after the other over its sorted pairs."""
 
 from itertools import pairwise
 from typing import Optional
@@ -12,8 +12,8 @@ from liger_multi.reference.experts.pairs import (
     bounds_of,
     gradients,
     product,
-    sorted_slots,
-    sum_of_slots,
+    sorted_pairs,
+    sum_of_pairs,
 )
 
 
@@ -29,9 +29,9 @@ def forward(
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
     keep = keep or needs_gate_up_bias or needs_down_bias
     how, experts = (activation, limit, alpha, up_offset, interleaved), first.shape[0]
-    _, order, offsets = sorted_slots(index, experts)
+    _, order, offsets = sorted_pairs(index, experts)
     gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
-    slots = x.new_zeros(index.numel(), x.shape[1])
+    pairs = x.new_zeros(index.numel(), x.shape[1])
     bounds = bounds_of(offsets, index.numel())
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
@@ -41,8 +41,8 @@ def forward(
         inner = linear(x[place // index.shape[1]], first[e], bias)
         if keep:
             gate_up[start:stop] = inner
-        slots[place] = linear(product(inner, how), second[e], other)
-    return sum_of_slots(slots, x.shape[0], routing, y_dtype), gate_up, order, offsets
+        pairs[place] = linear(product(inner, how), second[e], other)
+    return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
 def backward(
@@ -62,7 +62,7 @@ def backward(
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     dbias = dy.new_zeros(first[:2] if needs_gate_up_bias else 0)
     dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)
-    slots = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
+    pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
     bounds = bounds_of(offsets, index.numel())
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
@@ -87,8 +87,8 @@ def backward(
         if needs_gate_up_bias:
             dbias[e] = dinner.sum(0, dtype=kind).to(dy.dtype)
         if needs_x and gate_up_weight is not None:
-            slots[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
-    dx = sum_of_slots(slots, dy.shape[0], None, dy.dtype) if needs_x else slots.view(-1)
+            pairs[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
+    dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)
     if transposed:
         turned = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
         dfirst, dsecond = turned

@@ -33,7 +33,7 @@ def forward(
     x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
     casting: str, group_size: int, norm_first: bool, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Normalise block by block of rows; statistics and gate in fp32 (fp64 for fp64)."""
+    """Normalize block by block of rows; statistics and gate in fp32 (fp64 for fp64)."""
     kind, rows, gates = (
         statistics_dtype(x.dtype),
         as_rows(x),

@@ -22,7 +22,7 @@ def _scaled(
 def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
-    """Normalise block by block of rows; statistics in fp32 (fp64 for fp64)."""
+    """Normalize block by block of rows; statistics in fp32 (fp64 for fp64)."""
     kind, rows = statistics_dtype(x.dtype), as_rows(x)
     wide = x.dtype if weight is None or casting != "llama" else weight.dtype
     result = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, wide))

@@ -1,7 +1,7 @@
 """Coefficients of hyper-connections: RMSNorm and a product, then sigmoids and Sinkhorn's iteration.
 
-:func:`halves` makes both halves of the contract from a backend's parts: the product that reads the
-streams, and what is made of the few numbers that it leaves of a row.
+:func:`forward_and_backward` makes both halves of the contract from a backend's parts: the product
+that reads the streams, and what is made of the few numbers that it leaves of a row.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_multi.reference.residuals.sinkhorn import Parts, ReferenceParts
 
 
-def halves(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def forward_and_backward(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's parts."""
 
     def forward(
@@ -52,4 +52,4 @@ def halves(parts: Parts) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-forward, backward = halves(ReferenceParts())
+forward, backward = forward_and_backward(ReferenceParts())

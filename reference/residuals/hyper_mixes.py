@@ -1,4 +1,4 @@
-"""Logits of hyper-connections: the product of a normalised row of streams, block by block."""
+"""Logits of hyper-connections: the product of a normalized row of streams, block by block."""
 
 import torch
 from torch import Tensor

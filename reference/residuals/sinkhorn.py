@@ -33,7 +33,7 @@ class Parts(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """What :meth:`mixes_gradients` wants, d and own, and gradients of bias and scale.
 
-        ``length`` is the number of elements of a normalised row; ``needs``: of bias, of scale.
+        ``length`` is the number of elements of a normalized row; ``needs``: of bias, of scale.
         """
 
 

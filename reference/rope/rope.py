@@ -1,6 +1,6 @@
-"""Rotary position embedding, ``out = x * cos + turn(x) * sin``, in the order of Hugging Face.
+"""Rotary position embedding, ``out = x * cos + rotate_half(x) * sin``, in the order of Hugging Face.
 
-``turn`` maps a pair of channels ``(a, b)`` to ``(-b, a)``; its transposed is its negative.
+``rotate_half`` maps a pair of channels ``(a, b)`` to ``(-b, a)``; its transposed is its negative.
 """
 
 from typing import Optional
@@ -29,7 +29,7 @@ def output_dtype(x: Tensor, cos: Tensor, sin: Tensor, casting: str) -> torch.dty
     return torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
 
 
-def turn(x: Tensor, style: str) -> Tensor:
+def rotate_half(x: Tensor, style: str) -> Tensor:
     """``(-b, a)`` in place of every pair ``(a, b)``."""
     if style == "half":
         a, b = x.chunk(2, -1)
@@ -49,7 +49,7 @@ def _terms(
     """What is multiplied by cos, and what is added: of the rotation, or of its transposed."""
     if casting == "cohere":
         x = x.to(statistics_dtype(x.dtype))
-    return x, -turn(x * sin, style) if inverse else turn(x, style) * sin
+    return x, -rotate_half(x * sin, style) if inverse else rotate_half(x, style) * sin
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, added: Tensor) -> None:
@@ -110,7 +110,7 @@ def backward(
     head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
     q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate the gradients by the transposed matrix; ``dx = dout * cos - turn(dout * sin)``."""
+    """Rotate the gradients by the transposed matrix; ``dx = dout * cos - rotate_half(dout * sin)``."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
     if needs_q and dq_out is not None:

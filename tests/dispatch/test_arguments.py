@@ -1,7 +1,7 @@
 """Arguments of the wrong kind: every public function and class names them and says what it wants.
 
-A walk over all signatures puts values that cannot be right into one argument at a time. What comes
-out is a ``TypeError`` or ``ValueError`` with the names of the function and of the argument.
+A iterate over all signatures puts values that cannot be right into one argument at a time. What
+comes out is a ``TypeError`` or ``ValueError`` with the names of the function and of the argument.
 """
 
 import inspect

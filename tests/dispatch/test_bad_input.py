@@ -145,7 +145,7 @@ def is_operators(value):
     return all(isinstance(k, str) and k in served and is_choice(v) for k, v in value.items())
 
 
-def is_configuration(value, keys=("default", "ops", "devices", "chunk_bytes", "head_products")):
+def is_configuration(value, keys=("default", "ops", "devices", "chunk_bytes", "head_gemms")):
     """What docs/configuration.md says; a key without a value is absent, but for a choice."""
     if not is_section(value, keys):
         return False
@@ -154,7 +154,7 @@ def is_configuration(value, keys=("default", "ops", "devices", "chunk_bytes", "h
     rules = {
         "ops": is_operators,
         "chunk_bytes": is_bytes,
-        "head_products": lambda v: isinstance(v, str) and v in ("exact", "float8", "float8_logits"),
+        "head_gemms": lambda v: isinstance(v, str) and v in ("exact", "float8", "float8_logits"),
         "devices": lambda v: isinstance(v, dict) and all(map(is_device, v, v.values())),
     }
     return all(value.get(k) is None or rule(value[k]) for k, rule in rules.items())
@@ -186,7 +186,7 @@ def drawn(rng, depth=0):
     if depth == 0 and rng.random() < 0.4:
         found["chunk_bytes"] = value(lambda: rng.choice([4096, "512MiB", "1.5GiB"]))
     if depth == 0 and rng.random() < 0.3:
-        found["head_products"] = value(lambda: "exact")
+        found["head_gemms"] = value(lambda: "exact")
     if not good and rng.random() < 0.2:
         found[rng.choice(KEYS)] = rng.choice(VALUES)
     return found
@@ -287,13 +287,13 @@ def test_messages_are_short_and_never_fail():
 @pytest.fixture
 def built(monkeypatch):
     """Names of the halves that a plan was made for, in order."""
-    made, original = [], planning.Plan.__init__
+    made, original = [], planning.TrainingPlan.__init__
 
     def count(self, prim, *args):
         made.append(f"{prim.op.name}.{prim.half}")
         original(self, prim, *args)
 
-    monkeypatch.setattr(planning.Plan, "__init__", count)
+    monkeypatch.setattr(planning.TrainingPlan, "__init__", count)
     return made
 
 
@@ -439,7 +439,7 @@ def test_a_file_that_is_refused(name, tmp_path, monkeypatch):
         (b"chunk_bytes: 0512\n", {"chunk_bytes": 512}),
         (b"chunk_bytes: '1.5GiB'\r\n", {"chunk_bytes": 3 * 2**29}),
         (b"x-y: 1\n", None),
-        (b"head_products: float8\n...\n", {"head_products": "float8"}),
+        (b"head_gemms: float8\n...\n", {"head_gemms": "float8"}),
     ],
 )
 def test_a_file_that_is_taken(content, keys, tmp_path):
@@ -450,7 +450,7 @@ def test_a_file_that_is_taken(content, keys, tmp_path):
         return
     layer = load(path)
     assert layer.chunk_bytes == keys.get("chunk_bytes")
-    assert layer.head_products == keys.get("head_products")
+    assert layer.head_gemms == keys.get("head_gemms")
 
 
 def test_an_alias_stands_for_its_value(tmp_path):

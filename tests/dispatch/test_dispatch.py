@@ -24,8 +24,8 @@ from liger_multi.samples import of
 from liger_multi.tolerance import excess
 
 
-def chosen(op="rms_norm", half="forward", device="cpu"):
-    return liger_multi.explain(op, device).chosen(op, half)
+def chosen(op="rms_norm", direction="forward", device="cpu"):
+    return liger_multi.explain(op, device).chosen(op, direction)
 
 
 # --- configuration ---
@@ -267,7 +267,7 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 
 
 def spy_backends(monkeypatch, op):
-    """The configuration source that each half was resolved under."""
+    """The configuration source that each direction was resolved under."""
     seen = []
     for prim in OPS[op].primitives:
         original = prim.call
@@ -275,7 +275,7 @@ def spy_backends(monkeypatch, op):
             prim,
             "call",
             lambda *a, p=prim, f=original: (
-                seen.append((p.half, current().choice(op, "cpu").source)),
+                seen.append((p.direction, current().choice(op, "cpu").source)),
                 f(*a),
             )[1],
         )

@@ -57,7 +57,7 @@ def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
     assert kernel.direct == [(5, 1, 1, 99, 7, 8, None, None, None, x, None, 64, 1e-6, True, 128)]
 
 
-def test_whatever_triton_specialises_on_compiles_again(kernel):
+def test_whatever_triton_specializes_on_compiles_again(kernel):
     wide = torch.zeros(64)
     calls = [
         ((wide, 48), (1,), 4),
@@ -118,17 +118,17 @@ def test_forced_numbers_hold_for_the_block_only():
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
-    class Knobs:
+    class Config:
         rows: int
 
     def found():
-        return numbers.knobs(
-            "some.kernel", lambda info, rows: Knobs(1), torch.device("cpu"), rows=8
+        return numbers.config(
+            "some.kernel", lambda info, rows: Config(1), torch.device("cpu"), rows=8
         )
 
     with tune.Forced("some.kernel", {"rows": 4}):
-        assert found() == Knobs(4)
-    assert found() == Knobs(1)
+        assert found() == Config(4)
+    assert found() == Config(1)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
-    class Knobs:
+    class Config:
         rows: int
         num_warps: int
 
     device, seen = torch.device("cpu"), []
 
     def call(x):
-        k = numbers.knobs("some.forward", lambda info, rows, cols: Knobs(4, 4), device,
+        k = numbers.config("some.forward", lambda info, rows, cols: Config(4, 4), device,
                           rows=64, cols=100)  # fmt: skip
         seen.append(k)
         return x + (us.get(k.rows, 0) < 0)
@@ -159,7 +159,7 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
     def time_us(prim, args, device):
         result = prim.call(*args)
         k = seen[-1]
-        return (100.0 if k == Knobs(4, 4) else abs(us[k.rows]) * (1 + (k.num_warps != 4))), result
+        return (100.0 if k == Config(4, 4) else abs(us[k.rows]) * (1 + (k.num_warps != 4))), result
 
     prim = types.SimpleNamespace(call=call, params=("x",), mutates=())
     monkeypatch.setattr(tune, "time_us", time_us)
@@ -171,7 +171,7 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
         return
     assert made == {
         "some.forward": {
-            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "knobs": entries,
+            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "config": entries,
             "source": "measured on a card: an op 64x100, 100.0 -> 50.0 us",
         }
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rungs of the Ascend ladder that are not the common suite; ``make test-npu`` runs them.
+"""The levels of the Ascend levels that are not the common suite; ``make test-npu`` runs them.
 
 Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin``.
 """
@@ -17,7 +17,7 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 import liger_multi
-from ci.npu import blocks, calls, cases, execute, ladder, vendor
+from ci.npu import blocks, calls, cases, execute, levels, vendor
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
 from liger_multi import ops, samples
@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 
 
-# --- rung 1: schemas and meta functions ---
+# --- level 1: schemas and meta functions ---
 
 
 def test_every_call_has_a_probe_and_a_reference():
@@ -53,7 +53,7 @@ def test_operators_that_lose_gradients_are_not_used(name):
     assert name not in calls.used()
 
 
-# --- rung 2: gradients on fake NPU tensors ---
+# --- level 2: gradients on fake NPU tensors ---
 
 
 @pytest.mark.parametrize("op", operators())
@@ -81,7 +81,7 @@ def test_every_parameter_gets_its_gradient(op):
                 assert tensor.grad.dtype == tensor.dtype
 
 
-# --- rung 3: what the backend says of the device, and a model ---
+# --- level 3: what the backend says of the device, and a model ---
 
 
 def test_the_device_is_known():
@@ -195,7 +195,7 @@ def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
     assert (simulated.calls - before)[f"npu::npu_{ran}"]
 
 
-# --- rung 5: the vendor's compiler ---
+# --- level 5: the vendor's compiler ---
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -233,7 +233,7 @@ def test_every_block_is_from_a_finished_search(chip):
     assert set(table) == set(blocks.NAMES)
     for name, entries in table.items():
         for entry in entries:
-            (size, _), block = entry["when"]["bytes"], entry["knobs"]["block"]
+            (size, _), block = entry["when"]["bytes"], entry["config"]["block"]
             assert entry["source"].startswith("finished search, "), entry
             assert chip in entry["source"]
             # one more step was refused, or there is none
@@ -272,10 +272,10 @@ def test_a_block_that_is_too_large_is_refused():
 # --- the table of paths ---
 
 
-def test_rows_of_the_ladder_are_reached():
+def test_rows_of_the_levels_are_reached():
     covered = {OPS[name].name for name in cases.CASES}
-    heads = {n.removeprefix("fused_linear_") for n in ladder.ROWS if n.startswith("fused_linear_")}
-    for op, row in ladder.ROWS.items():
-        if row.rung == ladder.COMPILED:
+    heads = {n.removeprefix("fused_linear_") for n in levels.ROWS if n.startswith("fused_linear_")}
+    for op, row in levels.ROWS.items():
+        if row.level == levels.COMPILED:
             base = op.removeprefix("fused_linear_").removesuffix("_inplace")
             assert op in covered or base in covered or base in heads, op

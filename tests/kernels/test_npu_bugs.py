@@ -1,4 +1,4 @@
-"""Bugs planted in an Ascend kernel are found by running it: the fourth rung can fail.
+"""Bugs planted in an Ascend kernel are found by running it: the fourth level can fail.
 
 Runs as tests/kernels/test_npu.py does; interpreted or lowered, in either order of programs.
 """

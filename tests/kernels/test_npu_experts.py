@@ -147,7 +147,7 @@ def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
 
 
 def test_a_backward_follows_any_forward_of_experts():
-    """Slots of an expert come in any order, which forward leaves for backward."""
+    """Token-expert pairs of an expert come in any order, which forward leaves for backward."""
     made, _ = moe("sentinels", torch.float32)
     made = {n: t.detach() for n, t in made.items()}
     how = ("silu", 7.0, 1.702, 1.0, False, False)

@@ -44,7 +44,7 @@ CALLS = {
     "gated": ("swiglu", {"gate": X, "up": X}, {}, ("forward", "backward")),
     "dyt": ("dyt", {"x": X, "alpha": Tensor((1,)), "weight": COLUMN}, {}, ("forward", "backward")),
     "rope": ("rope", INSIDE, {"unsqueeze_dim": 2}, ("",)),
-    "rope of neighbours": ("rope", OUTSIDE, {"style": "interleaved"}, ("",)),
+    "rope of neighbors": ("rope", OUTSIDE, {"style": "interleaved"}, ("",)),
 }
 
 

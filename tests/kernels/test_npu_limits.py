@@ -128,7 +128,7 @@ def test_attention(change, refusal):
         ({"rows": 4, "per": 512}, None),
         ({"rows": 4, "per": 513}, "512 experts"),
         ({"rows": 16777214, "per": 1}, None),
-        ({"rows": 16777215, "per": 1}, "16777214 slots"),
+        ({"rows": 16777215, "per": 1}, "16777214 token-expert pairs"),
         ({"experts": 1024}, None),
         ({"experts": 1025}, "1024 groups"),
         ({"hidden": 65535}, None),

@@ -128,17 +128,17 @@ def test_a_lane_has_as_much_to_do_in_both_kinds_of_wave(monkeypatch):
     """Formulas count threads, not warps: 16 bytes a lane whichever the wave."""
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.cross_entropy import cross_entropy
-    from liger_multi.backends.triton.norms import launch_config
+    from liger_multi.backends.triton.norms import row_config
 
     def threads(arch):
         plug(monkeypatch, *CARDS[arch])
         info = launch.device_info(DEVICE)
         asked = (
-            launch_config.forward_knobs(info, 8192, 4096),
-            launch_config.backward_knobs(info, 8192, 4096, 4),
-            cross_entropy.row_knobs(info, 8192, 32000, 1),
-            cross_entropy.row_knobs(info, 8192, 128256, 1),
-            gated.tile_knobs(info, 1, 2**24),
+            row_config.forward_config(info, 8192, 4096),
+            row_config.backward_config(info, 8192, 4096, 4),
+            cross_entropy.row_config(info, 8192, 32000, 1),
+            cross_entropy.row_config(info, 8192, 128256, 1),
+            gated.tile_config(info, 1, 2**24),
         )
         return [k.num_warps * info.warp_size for k in asked]
 
@@ -150,16 +150,16 @@ def test_a_row_narrower_than_a_wave_still_has_one(monkeypatch, wave):
     pytest.importorskip("triton", reason="no Triton on this machine")
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.cross_entropy import cross_entropy, cross_entropy_inplace
-    from liger_multi.backends.triton.norms import launch_config
+    from liger_multi.backends.triton.norms import row_config
 
     plug(monkeypatch, "gfx1234", wave, 65536, 40)
     info = launch.device_info(DEVICE)
     for cols in (1, 2, 16, 17):
         for k in (
-            launch_config.forward_knobs(info, 1, cols),
-            launch_config.backward_knobs(info, 1, cols, 4),
-            cross_entropy.row_knobs(info, 1, cols, 1), gated.tile_knobs(info, 1, cols),
-            cross_entropy_inplace.scale_knobs(info, 1, cols),
+            row_config.forward_config(info, 1, cols),
+            row_config.backward_config(info, 1, cols, 4),
+            cross_entropy.row_config(info, 1, cols, 1), gated.tile_config(info, 1, cols),
+            cross_entropy_inplace.scale_config(info, 1, cols),
         ):  # fmt: skip
             assert k.num_warps >= 1
 
@@ -182,7 +182,7 @@ def test_every_entry_says_where_its_numbers_come_from(arch):
         for entry in entries:
             said = re.match(r"static model, not measured: |measured on ", entry["source"])
             assert said, f"{name}: {entry['source']}"
-            assert entry["knobs"].get("num_warps", 1) * wave <= 1024, name
+            assert entry["config"].get("num_warps", 1) * wave <= 1024, name
 
 
 def test_a_table_is_for_its_wave_and_lds(monkeypatch, tmp_path):
@@ -190,21 +190,23 @@ def test_a_table_is_for_its_wave_and_lds(monkeypatch, tmp_path):
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
-    class Knobs:
+    class Config:
         rows: int
 
     folder = tmp_path / "launch"
     folder.mkdir()
     (folder / "gfx942.yaml").write_text(
         "device: {warp_size: 64, shared_bytes: 65536}\n"
-        "entries: {some.forward: [{when: {cols: [1, 8]}, knobs: {rows: 4}, source: a test}]}\n"
+        "entries: {some.forward: [{when: {cols: [1, 8]}, config: {rows: 4}, source: a test}]}\n"
     )
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     monkeypatch.setattr(launch, "table", launch.table.__wrapped__)
 
     def rows(wave, lds, cols=8):
         plug(monkeypatch, "gfx942:sramecc+", wave, lds, 304)
-        return launch.knobs("some.forward", lambda info, cols: Knobs(1), DEVICE, cols=cols).rows
+        return launch.launch_config(
+            "some.forward", lambda info, cols: Config(1), DEVICE, cols=cols
+        ).rows
 
     assert rows(64, 65536) == 4
     assert rows(64, 163840) == 4

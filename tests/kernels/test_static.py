@@ -257,20 +257,20 @@ def test_the_model_wants_more_threads_and_no_less_of_anything():
 
 
 def test_the_model_counts_no_threads_that_a_launch_has_not():
-    from liger_multi.backends.triton.norms.launch_config import BackwardKnobs, RowKnobs
+    from liger_multi.backends.triton.norms.row_config import BackwardConfig, RowConfig
 
     info = TARGETS["gfx942"].info
     for programs, held in ((304, 256), (305, 512), (10**6, 2048)):
-        knobs = BackwardKnobs(1, 4096, 4, programs, 1)
-        assert static_launch.limited(GOOD, knobs, info).resident == held
-    assert static_launch.limited(GOOD, RowKnobs(1, 4096, 4), info) == GOOD
+        config = BackwardConfig(1, 4096, 4, programs, 1)
+        assert static_launch.limited(GOOD, config, info).resident == held
+    assert static_launch.limited(GOOD, RowConfig(1, 4096, 4), info) == GOOD
 
 
 def test_measured_entries_stay(tmp_path, monkeypatch):
     import yaml
 
     monkeypatch.setattr(static_launch, "ROOT", tmp_path)
-    entry = {"when": {"cols": [1, 8]}, "knobs": {"rows": 2}}
+    entry = {"when": {"cols": [1, 8]}, "config": {"rows": 2}}
     model = {**entry, "source": f"{static_launch.MODEL}: a, b"}
     measured = {**entry, "source": "measured on a card: 4 -> 3 us"}
     info = TARGETS["gfx942"].info

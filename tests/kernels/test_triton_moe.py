@@ -14,14 +14,14 @@ if not harness.interpreted() and harness.accelerator() is None:
     pytest.skip("kernels need a device or TRITON_INTERPRET=1", allow_module_level=True)
 
 from liger_multi.backends.triton.experts import grouped, grouped_weight, pairs
-from liger_multi.backends.triton.experts.groups import Groups, Rows
-from liger_multi.reference.experts.pairs import sorted_slots
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.reference.experts.pairs import sorted_pairs
 
 DEVICE = torch.device("cpu") if harness.interpreted() else harness.accelerator()
 
 
 def groups_of(sizes, per=2, spare=0):
-    """Groups of these many rows, from a shuffled order of their slots."""
+    """Groups of these many rows, from a shuffled order of their pairs."""
     rows = sum(sizes)
     offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(3)
@@ -33,12 +33,12 @@ def groups_of(sizes, per=2, spare=0):
     ("tokens", "per", "experts"), [(40, 2, 3), (300, 4, 130), (128, 1, 127), (1, 1, 1), (0, 2, 3)]
 )
 def test_slots_are_sorted_stably(tokens, per, experts):
-    """Chunks and steps of experts that divide and do not, ids of no expert, experts of no slot."""
+    """Chunks and steps of experts that divide and do not, ids of no expert, experts of no pair."""
     generator = torch.Generator().manual_seed(tokens)
     index = torch.randint(-2, experts + 3, (tokens, per), generator=generator)
     index[index == experts // 2] = 0
-    order, inverse, offsets = pairs.sorted_slots(index.to(DEVICE), experts)
-    _, right, starts = sorted_slots(index, experts)
+    order, inverse, offsets = pairs.sorted_pairs(index.to(DEVICE), experts)
+    _, right, starts = sorted_pairs(index, experts)
     assert order.cpu().tolist() == right.tolist()
     assert offsets.cpu().tolist() == starts.tolist()
     assert torch.equal(inverse[order.long()].cpu(), torch.arange(tokens * per).int())
@@ -58,8 +58,8 @@ def test_products_of_uneven_groups(library, gather):
     weight, other = draw(5, 40, 24), draw(groups.rows, 40)
     written = x[groups.order.long() // 2] if gather else x
     with grouped.products_by(library):
-        made = grouped.product("test", Rows(x, gather), weight, groups)
-        sides = (Rows(other), Rows(x, gather))
+        made = grouped.product("test", RowOperand(x, gather), weight, groups)
+        sides = (RowOperand(other), RowOperand(x, gather))
         gradient = grouped_weight.weight_gradient("test", *sides, groups, False)
         turned = grouped_weight.weight_gradient("test", *sides, groups, True)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):

@@ -11,7 +11,7 @@ if (DEVICE := harness.device_of("triton")) is None:
     pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
 
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
-from liger_multi.backends.triton.cross_entropy.softmax import TileKnobs
+from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 
 NEEDS = (True, True, False)
 SHAPES = [(1, 1, 37, 37), (1, 2, 21, 53), (1, 1, 40, 19)]
@@ -56,11 +56,11 @@ def same_convolutions():
 def tiles(request, monkeypatch):
     """As launched, rows of more than a step, tiles of several rows, and heads on the last axis."""
     if request.param != "formula":
-        tile = TileKnobs(1, 16, 1) if request.param == "steps" else TileKnobs(4, 128, 1)
-        turn = kernels.TurnKnobs(16 if request.param == "turned" else 0, 1)
-        others = {"zero": kernels.ZeroKnobs(16, 1), "turn": turn}
+        tile = TileConfig(1, 16, 1) if request.param == "steps" else TileConfig(4, 128, 1)
+        turn = kernels.TransposeConfig(16 if request.param == "turned" else 0, 1)
+        others = {"zero": kernels.ZeroConfig(16, 1), "turn": turn}
         monkeypatch.setattr(
-            kernels, "knobs", lambda name, *_, **__: others.get(name.split(".")[1], tile)
+            kernels, "config", lambda name, *_, **__: others.get(name.split(".")[1], tile)
         )
 
 

@@ -206,7 +206,7 @@ def few(pair, k=5, padded=True):
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("rest", ["renormalise", "bucket"])
+@pytest.mark.parametrize("rest", ["renormalize", "bucket"])
 @pytest.mark.parametrize("kind", BETAS)
 def test_few_tokens_are_trl(kind, rest, given):
     module = pytest.importorskip("trl.experimental.async_distillation.async_distillation_trainer")
@@ -246,7 +246,7 @@ def test_a_token_without_any_teacher_costs_nothing():
     pair = Pair()
     top = few(pair, padded=False)
     top.ids[1] = -1
-    for rest in ("renormalise", "bucket"):
+    for rest in ("renormalize", "bucket"):
         ours, _ = losses.distillation_loss(pair.sources()[0], top, pair.target, rest=rest)
         grads = torch.autograd.grad(ours, pair.leaves)
         assert all(g.isfinite().all() for g in grads)

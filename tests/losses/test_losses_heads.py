@@ -205,7 +205,7 @@ def test_lazy_logits_of_a_patched_model_stay_lazy(kind, passes):
         logits = model(**inputs).logits[:, :-1]
         options = {"passes": passes} if model is ours else {"passes": "two"}
         if model is ours:
-            assert losses.sources.understood("x", logits, target).__class__ is losses.Head
+            assert losses.sources.as_source("x", logits, target).__class__ is losses.Head
         loss, _ = losses.sequence_loss(
             losses.Logits(logits, temperature=0.7), target, z_loss=1e-3, **options
         )

@@ -348,7 +348,7 @@ def test_constants_do_not_ask_for_gradients():
 
 
 def test_any_formula_in_one_pass():
-    """Of log-probabilities, entropies and normalisers at once."""
+    """Of log-probabilities, entropies and normalizers at once."""
     b = Batch()
 
     def formula(made, c):

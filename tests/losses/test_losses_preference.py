@@ -205,11 +205,11 @@ def test_every_form_of_a_policy_is_the_same():
             assert excess(a, b, WIDE) <= 1
 
 
-def test_no_reference_and_length_normalisation():
+def test_no_reference_and_length_normalization():
     """Scores are then mean log-probabilities: log sigmoid of their difference."""
     leaves, _, ids, mask = batch()
     head, target = shifted(leaves, ids, mask)
-    ours, _ = losses.dpo_loss(head, target, beta=2.0, length_normalised=True)
+    ours, _ = losses.dpo_loss(head, target, beta=2.0, length_normalized=True)
     log_p = torch.log_softmax(head.hidden @ leaves[1].T, -1)
     rows = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target >= 0)
     mean = rows.sum(-1) / (target >= 0).sum(-1)
@@ -245,7 +245,7 @@ def test_smoothed_labels_and_rpo():
         ({"loss_type": "exo_pair"}, "exo_pair needs"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
         ({"beta": 0.0}, "beta must be above 0"),
-        ({"tail": 0.5, "length_normalised": True}, "exclude"),
+        ({"tail": 0.5, "length_normalized": True}, "exclude"),
         ({"metrics": ("entropie",)}, "entropy"),
     ],
 )

@@ -24,7 +24,7 @@ def head(rows=4, length=9, width=16, classes=53, dtype=WIDE, empty=True):
 
 
 def exact(leaves, target):
-    """Log-probabilities, normalisers and entropies in PyTorch."""
+    """Log-probabilities, normalizers and entropies in PyTorch."""
     z = F.linear(*leaves).float()
     log_p = torch.log_softmax(z, -1)
     own = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target >= 0)

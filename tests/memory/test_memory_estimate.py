@@ -17,10 +17,10 @@ from ci.memory_cases import CPU, Case
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, measure
 from liger_multi.memory.estimation import OPTIMIZERS
+from liger_multi.memory.meta_implementations import MetaImplementations
 from liger_multi.memory.recorder import Recorder
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import SIZES, config_of
-from liger_multi.memory.stand_ins import StandIns
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -188,7 +188,7 @@ def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
 def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
     recorder = Recorder("meta")
     q = torch.empty(1, 4, 512, 16, device="meta", requires_grad=True)
-    with recorder.recording(), StandIns(recorder, "cuda"):
+    with recorder.recording(), MetaImplementations(recorder, "cuda"):
         torch.nn.functional.scaled_dot_product_attention(q, q, q, enable_gqa=True)
     assert max(size for _, size in recorder.events) < 4 * 512 * 512
 
@@ -203,7 +203,7 @@ def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
         return made.requires_grad_()
 
     q, k, v = made(heads), made(8), made(8)
-    with recorder.recording(), StandIns(recorder, "cuda"):
+    with recorder.recording(), MetaImplementations(recorder, "cuda"):
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         before = len(recorder.events)
         y.backward(torch.empty_like(y))
@@ -267,7 +267,7 @@ def test_heads_in_8_bits_keep_their_weight_in_each_layout():
     wide, found = small(), []
     wide.vocab_size = 50_000
     for products in ("exact", "float8_logits", "float8"):
-        liger_multi.configure({"head_products": products})
+        liger_multi.configure({"head_gemms": products})
         case = estimate(wide, 4, 128, dtype="bfloat16", patched=True, capacity=2**40)
         found.append(case.profile.largest["logits and loss"])
     liger_multi.configure(None)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ci.memory_cases import Case
 from liger_multi.memory import Profile, compare, measure, profile
-from liger_multi.memory.breakdown import summarise
+from liger_multi.memory.breakdown import summarize
 from liger_multi.memory.history import HIDDEN, OLDER, join
 from liger_multi.memory.recorder import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER, Block, Recorder
 
@@ -254,7 +254,7 @@ def trace():
 
 def test_history_is_joined_with_what_was_seen():
     joined = trace()
-    made = summarise(Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases)
+    made = summarize(Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases)
     assert made.peak_bytes == 1512 + 512 + 2048
     assert made.at_peak["parameters"] == 1000
     assert made.at_peak["other"] == 512, "allocated before and unknown"

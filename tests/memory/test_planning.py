@@ -18,9 +18,9 @@ from liger_multi.cli.main import main
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import (
     Candidate,
-    Plan,
     Settings,
     Space,
+    TrainingPlan,
     apply,
     estimate,
     load,
@@ -188,7 +188,7 @@ def test_text_data_and_picture(made, tmp_path):
     text = str(made)
     for word in ("largest micro-batch", "longest sequence", "peak", "time", "nearest in memory"):
         assert word in text
-    again = Plan.from_data(json.loads(json.dumps(made.as_data())))
+    again = TrainingPlan.from_data(json.loads(json.dumps(made.as_data())))
     assert again == made
     assert isinstance(again.best, Candidate)
     pytest.importorskip("matplotlib")
@@ -226,7 +226,7 @@ def test_refuses_with_the_nearest():
 def written(tmp_path, **changes):
     chosen = Candidate(replace(BASE, **changes), 10)
     devices = chosen.settings.data * chosen.settings.tensor
-    one = Plan("llama", 5, "card", 100, 90, devices, None, [chosen], compression=True)
+    one = TrainingPlan("llama", 5, "card", 100, 90, devices, None, [chosen], compression=True)
     one.layer_class, one.vocabulary = "LlamaDecoderLayer", 1999
     return {path.name: path for path in one.write(tmp_path)}, chosen.settings
 
@@ -342,7 +342,7 @@ def test_a_plan_that_cannot_be_applied_changes_nothing():
 
 
 class _Coded(nn.Module):
-    """A frozen linear layer of 8 bits, dequantised for every product."""
+    """A frozen linear layer of 8 bits, dequantized for every product."""
 
     def __init__(self, layer):
         super().__init__()
@@ -370,7 +370,7 @@ def test_frozen_heads_of_few_bits():
     model = model_of()
     model.lm_head = _Coded(model.lm_head)
     shapes = Shapes(model, LENGTH)
-    assert shapes.quantised == 1999 * 96
+    assert shapes.quantized == 1999 * 96
     found = Predictor(shapes, CARDS["h200"], "cpu").predict(
         replace(BASE, patched=False, chunk=None)
     )

@@ -57,7 +57,7 @@ def test_ranges_say_all_that_options_say():
 @pytest.mark.parametrize("sets", [1, 2])
 def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     pytest.importorskip("triton")
-    from liger_multi.backends.triton.attention.attention_bounds import spans
+    from liger_multi.backends.triton.attention.attention_bounds import tile_bounds
 
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
@@ -66,7 +66,7 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     ranges = torch.randint(-2, keys + 3, shape, generator=generator, dtype=torch.int32)
     ranges[1:] = torch.tensor([0, keys] * sets)  # all see all
     ranges[2, 20:21] = 0  # but for one
-    found, place = spans(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
+    found, place = tile_bounds(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
     for which in range(sets):
         low, high = ranges[..., 2 * which : 2 * which + 2, None].unbind(2)
         seen = (place >= low) & (place < high)
@@ -85,12 +85,12 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
 def test_programs_share_a_long_walk(parts, monkeypatch):
     pytest.importorskip("triton")
     from liger_multi.backends.triton.attention import attention as kernels
-    from liger_multi.backends.triton.attention.attention import AttentionKnobs
+    from liger_multi.backends.triton.attention.attention import AttentionConfig
 
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
-    made = AttentionKnobs(16, 16, 1, 4, parts)
-    monkeypatch.setattr(kernels, "knobs", lambda *_, **__: made)
+    made = AttentionConfig(16, 16, 1, 4, parts)
+    monkeypatch.setattr(kernels, "config", lambda *_, **__: made)
     launched, real = [], kernels.launch
     monkeypatch.setattr(
         kernels, "launch", lambda kernel, *args: (launched.append(kernel), real(kernel, *args))

@@ -232,7 +232,7 @@ def test_no_function_of_autograd_is_left_out():
         "bench/divergences.py:_Products", "bench/formulas.py:_Products",
         "bench/measure.py:Identity",
         "compat/liger_kernel/chunked.py:LigerFusedLinearDistillationBase",
-        "memory/planning/quantised.py:_Product", "memory/stand_ins.py:_Attention",
+        "memory/planning/quantized.py:_Product", "memory/meta_implementations.py:_Attention",
     }  # fmt: skip
     # these mark their gradients themselves, or return those that they get
     differentiable = {"patching/lazy.py:_Connect", "patching/lazy.py:_Through"}

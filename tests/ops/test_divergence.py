@@ -84,7 +84,7 @@ def test_total_variation_at_ties(device, form):
     (grad,) = torch.autograd.grad(ops.tvd(x, y, form=form, reduction="sum"), x)
     assert (grad[:, 3] > 0).all()
     others = grad[:, [i for i in range(30) if i != 3]]
-    if form != "logits":  # whose normaliser moves with every class
+    if form != "logits":  # whose normalizer moves with every class
         assert (others == 0).all()
 
 
@@ -152,7 +152,7 @@ def test_logits_far_apart(name, beta, device):
 
 @pytest.mark.parametrize("name", ["kl_div", "jsd"])
 def test_a_maximum_far_from_the_first_columns(name, device):
-    """The anchor of a walk is the first step's maximum; a later one lies e^100 above it."""
+    """The anchor of a pass is the first step's maximum; a later one lies e^100 above it."""
     x, y = torch.randn(2, 2, 9000, device=device).unbind(0)
     x[:, 8500], y[:, 8600] = 100.0, 130.0
     x[1, :4200] = float("-inf")

@@ -12,7 +12,7 @@ from liger_multi.reference.cross_entropy.float8 import PLAIN
 
 @pytest.fixture
 def in_8_bits():
-    liger_multi.configure({"head_products": "float8"})
+    liger_multi.configure({"head_gemms": "float8"})
     yield
     liger_multi.configure(None)
 
@@ -68,7 +68,7 @@ def test_logits_alone():
     """The loss is that of 8 bits; the gradient of hidden states is one of exact products of it."""
     found = {}
     for products in ("exact", "float8", "float8_logits"):
-        liger_multi.configure({"head_products": products})
+        liger_multi.configure({"head_gemms": products})
         hidden, weight, target = head()
         loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
         loss.backward()
@@ -184,10 +184,10 @@ def test_a_device_that_cannot_says_why(monkeypatch):
     cuda = torch.device("cuda")
     assert "multiples of 16, got (401, 64)" in float8_head.unsupported(cuda, weight)
     monkeypatch.setattr(float8_head, "unsupported", lambda *_: "no such product")
-    with pytest.raises(RuntimeError, match="head_products in 8 bits: no such product"):
+    with pytest.raises(RuntimeError, match="head_gemms in 8 bits: no such product"):
         float8_head.Head(torch.zeros(16, 16), True, True)
 
 
 def test_asked_for_by_a_wrong_word():
     with pytest.raises(ConfigurationError, match="float8"):
-        liger_multi.configure({"head_products": "fp8"})
+        liger_multi.configure({"head_gemms": "fp8"})

@@ -170,7 +170,7 @@ def test_a_second_backward_is_right(device):
 
 
 def test_equal_to_the_formulas_of_trainers():
-    """Bit for bit what fp32 code on materialised logits returns: z[t] - logsumexp, -sum p log p.
+    """Bit for bit what fp32 code on materialized logits returns: z[t] - logsumexp, -sum p log p.
 
     Of the same logits: two matrix products of equal operands need not round alike, so these are
     of eighths, which fp32 adds exactly in any order.
@@ -457,13 +457,13 @@ def test_another_temperature_compiles_nothing():
     raw = torch.empty(8, 512, device="meta")
     target = torch.empty(8, dtype=torch.int64, device="meta")
 
-    def launch(goal):
-        TritonLogProbRows.statistics(raw, target, None, goal, "entropy")
-        TritonLogProbRows.log_prob_gradient_(raw, target, row, goal, Upstream(row, row, row))
+    def launch(spec):
+        TritonLogProbRows.statistics(raw, target, None, spec, "entropy")
+        TritonLogProbRows.log_prob_gradient_(raw, target, row, spec, Upstream(row, row, row))
 
     goals = [Objective(-100, 0.0, 0.0, cap, scale) for cap, scale in ((30.0, 2.0), (15.0, 0.5))]
     first, second = (
-        static_cases(TARGETS["sm90"].info, {"": lambda goal=goal: launch(goal)}) for goal in goals
+        static_cases(TARGETS["sm90"].info, {"": lambda spec=spec: launch(spec)}) for spec in goals
     )
     assert len(first) == 2
     for a, b in zip(first, second, strict=True):
@@ -503,6 +503,6 @@ def test_a_row_without_upstream_gradients_is_zero_even_where_logits_overflow(dev
     raw = torch.full((2, 8), float("nan"), device=device)
     zero = torch.zeros(2, device=device)
     target = torch.zeros(2, dtype=torch.int64, device=device)
-    goal = rows_of.Objective(-100, 0.0, 0.0, None)
-    rows_of.gradient_(raw, target, zero, goal, rows_of.Upstream(zero, zero, zero))
+    spec = rows_of.Objective(-100, 0.0, 0.0, None)
+    rows_of.gradient_(raw, target, zero, spec, rows_of.Upstream(zero, zero, zero))
     assert (raw == 0).all()

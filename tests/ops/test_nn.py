@@ -302,7 +302,7 @@ STOCK = {
         lambda: nn.ClampedSwiGLUMLP(config(swiglu_limit=0.75)),
         ("deepseek_v4", "DeepseekV4MLP", config(swiglu_limit=0.75)),
     ),
-    "RMSNorm-centred": (
+    "RMSNorm-centered": (
         lambda: nn.RMSNorm(16, casting="olmo", offset=1.0),
         ("muse_spark", "MuseSparkTextCenteredRMSNorm", 16),
     ),
@@ -474,7 +474,7 @@ CONDITIONED = ("GatedRMSNorm", "ModulatedRMSNorm", "GroupNorm", "PolyNorm")
 @pytest.mark.parametrize(
     "name", [n for n in MODULES if "Norm" in n and n.partition("-")[0] not in CONDITIONED]
 )
-def test_reset_makes_a_norm_that_only_normalises(name):
+def test_reset_makes_a_norm_that_only_normalizes(name):
     module, inputs = made(name)
     module.reset_parameters()
     fresh = MODULES[name][0]()

@@ -97,7 +97,7 @@ def test_norms_of_groups_are_bit_exact_to_transformers(dtypes):
 
 
 @DTYPES
-def test_the_centred_norm_is_bit_exact_to_transformers(dtypes):
+def test_the_centered_norm_is_bit_exact_to_transformers(dtypes):
     """One is added in the dtype of the weight, and the product is fp32."""
     norm = stock("muse_spark", "MuseSparkTextCenteredRMSNorm", 24).to(dtypes[1])
     x = torch.randn(2, 5, 24).to(dtypes[0])

@@ -33,7 +33,7 @@ def head(rows=300, width=32, classes=101, dtype=torch.float32, device="cpu"):
 def test_no_result_depends_on_the_chunk(device, dtype, reduction):
     """In bf16 too: the gradient of the weight is summed in fp32 and rounded once.
 
-    A product of other rows may sum in another order, and round a logit to its other neighbour: a
+    A product of other rows may sum in another order, and round a logit to its other neighbor: a
     loss, the difference of a logsumexp and a logit, moves by two such steps at most.
     """
     results = []
@@ -296,13 +296,13 @@ def test_no_launch_exceeds_the_threads_of_a_device(arch):
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
-    class Knobs:
+    class Config:
         num_warps: int
 
     wave = 32 if arch in ("gfx1100", "gfx1201", "sm90") else 64
     with launch.simulate(DeviceInfo("rocm", arch, wave, 1024, 65536, 100)):
-        k = launch.knobs(
-            "nothing.forward", lambda info, rows: Knobs(32), torch.device("cpu"), rows=1
+        k = launch.launch_config(
+            "nothing.forward", lambda info, rows: Config(32), torch.device("cpu"), rows=1
         )
     assert k.num_warps * wave <= 1024
 

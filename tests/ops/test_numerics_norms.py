@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import harness
 import liger_multi
 from liger_multi import ops
-from liger_multi.backends.triton.norms.launch_config import backward_knobs
+from liger_multi.backends.triton.norms.row_config import backward_config
 from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.tolerance import excess
 
@@ -112,7 +112,7 @@ def test_gradients_of_a_sum_are_added_before_they_are_rounded(place):
     out = ops.fused_add_rms_norm(*tensors, weight)
     ups = [torch.randn(40, 64).to(place, HALF) for _ in out]
     (got,) = torch.autograd.grad(tuple(out), tensors[:1], ups)
-    # the sum is rounded before it is normalised: exact gradients are those at what was stored
+    # the sum is rounded before it is normalized: exact gradients are those at what was stored
     s = out.new_residual.detach().double().requires_grad_()
     norm = oracles.rms_norm(s, weight.double())
     (right,) = torch.autograd.grad((norm, s), s, [u.double() for u in ups])
@@ -199,16 +199,16 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.common.rows import LONGEST_ROW
     from liger_multi.backends.triton.cross_entropy import cross_entropy, cross_entropy_inplace
-    from liger_multi.backends.triton.norms import launch_config
+    from liger_multi.backends.triton.norms import row_config
 
     info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
     for cols in (LONGEST_ROW.value, LONGEST_ROW.value + 1):
         calls = [
-            lambda cols=cols: launch_config.forward_knobs(info, 4, cols),
-            lambda cols=cols: launch_config.backward_knobs(info, 4, cols, 4),
-            lambda cols=cols: cross_entropy.row_knobs(info, 4, cols, 1),
-            lambda cols=cols: cross_entropy_inplace.scale_knobs(info, 4, cols),
-            lambda cols=cols: gated.tile_knobs(info, 4, cols),
+            lambda cols=cols: row_config.forward_config(info, 4, cols),
+            lambda cols=cols: row_config.backward_config(info, 4, cols, 4),
+            lambda cols=cols: cross_entropy.row_config(info, 4, cols, 1),
+            lambda cols=cols: cross_entropy_inplace.scale_config(info, 4, cols),
+            lambda cols=cols: gated.tile_config(info, 4, cols),
         ]
         for call in calls:
             if cols == LONGEST_ROW.value:
@@ -222,7 +222,7 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
 @pytest.mark.parametrize("cols", [8, 512, 1024, 4096, 8192])
 def test_more_column_sums_do_not_need_more_memory_on_the_chip(cols, sums):
     info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
-    k = backward_knobs(info, 10**6, cols, 4, sums)
+    k = backward_config(info, 10**6, cols, 4, sums)
     assert k.block >= cols
     assert k.stages == 1 or k.stages * k.rows * k.block * 4 * sums <= 100_000
     assert k.rows * k.block // (k.num_warps * 32) * sums <= 32, "elements a thread, of every sum"

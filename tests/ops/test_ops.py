@@ -183,11 +183,11 @@ def gradient_errors(found, right, tensors, dtype):
     return errors
 
 
-def check(op, backend, sample, dtype, device, halves):
+def check(op, backend, sample, dtype, device, directions):
     tensors = sample.make(device, dtype)
     before = {n: t.detach().clone() for n, t in tensors.items()}
     right, extra, right_grads, upstream = exact(op, sample.name, dtype, device)
-    result, beside = outputs(call(op, tensors, sample.options, **halves))
+    result, beside = outputs(call(op, tensors, sample.options, **directions))
     assert set(result) == set(right)
     assert set(extra) <= set(beside)
     errors = {
@@ -240,7 +240,7 @@ def test_mixed_halves(request, op, backend, sample):
         right, _, right_grads, upstream = exact(op, sample.name, torch.float32, device)
         with liger_multi.use(**{op: first}):
             result, _ = outputs(call(op, tensors, sample.options))
-        # forward recorded its own configuration; put the other half's in its place
+        # forward recorded its own configuration; put the other direction's in its place
         node = next(iter(result.values())).grad_fn
         while node is not None and not hasattr(node, "configuration"):
             node = node.next_functions[0][0]

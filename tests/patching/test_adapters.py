@@ -81,7 +81,7 @@ def test_attention_and_mlp(order, calls):
 
 CONFIGS = {
     "gate and down": {"targets": ["gate_proj", "down_proj"]},
-    "rank-stabilised": {"use_rslora": True},
+    "rank-stabilized": {"use_rslora": True},
     "a rank each": {"rank_pattern": {"up_proj": 2, "q_proj": 7}},
     "gelu": {"targets": MLP},
 }
@@ -185,7 +185,7 @@ def test_low_precision(form, calls):
     assert calls == {"lora_mlp": 2, "lora_qkv": 2, "lora_update": 2}
 
 
-class Quantised(nn.Linear):
+class Quantized(nn.Linear):
     """A frozen layer in eight bits that becomes numbers when it is called."""
 
     def __init__(self, layer):
@@ -198,7 +198,7 @@ class Quantised(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
 
 
-def quantise(model, kind):
+def quantize(model, kind):
     for layer in model.model.layers:
         for block, names in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
             for name in names:
@@ -208,8 +208,8 @@ def quantise(model, kind):
     return model
 
 
-def test_quantised_base_layers(calls):
-    stock = lora(quantise(build("llama"), Quantised))
+def test_quantized_base_layers(calls):
+    stock = lora(quantize(build("llama"), Quantized))
     ours = copy.deepcopy(stock)
     assert patch(ours, strict=True).count("lora") == 14
     calls.clear()  # a class of layers that is new to this process was tried
@@ -228,7 +228,7 @@ def test_bitsandbytes(calls):
         return made.to("cpu")
 
     stock = build("llama", hidden_size=64, intermediate_size=64)
-    stock = lora(quantise(stock, four))
+    stock = lora(quantize(stock, four))
     ours = copy.deepcopy(stock)
     assert patch(ours, strict=True).count("lora") == 14
     calls.clear()  # a class of layers that is new to this process was tried

@@ -82,7 +82,7 @@ def test_a_batch_of_several_adapters(names, patch_first):
 KINDS = {
     "dora on top": ({}, {"use_dora": True}),
     "dora": ({"use_dora": True}, {}),
-    "rank-stabilised": ({"use_rslora": True}, {"use_rslora": True}),
+    "rank-stabilized": ({"use_rslora": True}, {"use_rslora": True}),
     "dropout": ({"lora_dropout": 0.5}, {}),
     "biases": ({"lora_bias": True}, {}),
     "activated": ({"alora_invocation_tokens": [3, 4]}, {}),

@@ -1,4 +1,4 @@
-"""Experts of Hugging Face models: recognised, equal to stock in every gradient, and given back."""
+"""Experts of Hugging Face models: recognized, equal to stock in every gradient, and given back."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy

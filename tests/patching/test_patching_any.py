@@ -1,4 +1,4 @@
-"""Any model: what the probes recognise beside Llama, and what users teach them."""
+"""Any model: what the probes recognize beside Llama, and what users teach them."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
@@ -126,7 +126,7 @@ def test_gated_norms(name):
         return
     assert len(shown) == 1
     assert shown[0].startswith("gated_rms_norm[")
-    assert not any("stand-in" in reason for reason in skipped)
+    assert not any("replica" in reason for reason in skipped)
     equal(stock, module, torch.randn(2, 5, 48), torch.randn(2, 5, 48))
 
 

@@ -1,4 +1,4 @@
-"""patch, unpatch, patched, the report: what is recognised, refused, and that all comes back."""
+"""patch, unpatch, patched, the report: what is recognized, refused, and that all comes back."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import contextlib
@@ -290,7 +290,7 @@ def test_model_type_as_a_block():
     assert transformers.PreTrainedModel.post_init is post_init
 
 
-def test_models_built_on_meta_are_recognised():
+def test_models_built_on_meta_are_recognized():
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -306,7 +306,7 @@ def test_models_built_on_meta_are_recognised():
     assert type(model.lm_head) is not nn.Linear
 
 
-def test_models_of_fake_tensors_are_recognised_and_remembered_rightly():
+def test_models_of_fake_tensors_are_recognized_and_remembered_rightly():
     """Probes compared fake numbers, which raised, and remembered that as a refusal."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -395,7 +395,7 @@ class NeedyNorm(LlamaRMSNorm):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_recognised_bit_for_bit(norm, kind, dtype):
+def test_norms_are_recognized_bit_for_bit(norm, kind, dtype):
     norm = copy.deepcopy(norm).to(dtype)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
@@ -414,7 +414,7 @@ def test_other_norms_are_left_alone(kind):
     assert report.count("rms_norm") == 0
     assert (
         kind.__name__ in report.skipped[0].reason
-        or "failed on a stand-in" in report.skipped[0].reason
+        or "failed on a replica" in report.skipped[0].reason
     )
 
 
@@ -504,7 +504,7 @@ class Attention(nn.Module):
     ids=["plain", "bias", "square", "packed", "tanh", "exact", "packed tanh", "packed exact"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_mlps_are_recognised(mlp, by, dtype):
+def test_gated_mlps_are_recognized(mlp, by, dtype):
     stock = copy.deepcopy(mlp).to(dtype)
     ours = copy.deepcopy(stock)
     report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
@@ -543,7 +543,7 @@ def test_kinds_of_mlps_are_chosen_by_their_own_keys(on, off):
     assert [type(m) for m in model if "swap" not in str(vars(type(m)))] == [Gated, Packed]
 
 
-def test_the_same_function_in_more_roundings_is_recognised_as_well():
+def test_the_same_function_in_more_roundings_is_recognized_as_well():
     mlp = Gated("gelu_new")
     stock = copy.deepcopy(mlp)
     report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False, strict=True)

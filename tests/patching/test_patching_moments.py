@@ -30,7 +30,7 @@ from liger_multi.patching import (
     unregister_experts,
 )
 from liger_multi.patching.recognize import experts, norms, rotary
-from liger_multi.patching.recognize.probe import laboratory
+from liger_multi.patching.recognize.probe import probe_context
 from liger_multi.patching.replace import mlp
 
 ALONE = {"fused_linear_cross_entropy": False}
@@ -897,7 +897,7 @@ def test_a_probes_surroundings_are_always_the_same():
     wide()
     strict()
     try:
-        with META, torch.no_grad(), torch.autocast("cpu"), laboratory():
+        with META, torch.no_grad(), torch.autocast("cpu"), probe_context():
             made = torch.ones(2)
             assert (made.dtype, made.device.type) == (torch.float32, "cpu")
             assert not torch.are_deterministic_algorithms_enabled()

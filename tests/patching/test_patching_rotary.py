@@ -1,4 +1,4 @@
-"""Rotary functions: what is recognised, and that only patched instances call the operator."""
+"""Rotary functions: what is recognized, and that only patched instances call the operator."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
@@ -111,7 +111,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
 def test_kinds_are_told_apart(function):
-    found = rotary.recognised(function)
+    found = rotary.recognized(function)
     assert isinstance(found, rotary.Rotary), found
     assert found.kind.name == KNOWN[function]
 
@@ -145,12 +145,12 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_functions_of_transformers_are_recognised(file):
+def test_functions_of_transformers_are_recognized(file):
     module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}")
     name, kind = FILES[file]
     if file == "deepseek_v3" and "apply_rotary_pos_emb_interleave" in vars(module):
         kind = (kind, "pairs to halves")  # transformers < 5.20 asks for an angle a channel
-    found = rotary.recognised(getattr(module, name))
+    found = rotary.recognized(getattr(module, name))
     assert isinstance(found, rotary.Rotary), found
     assert found.kind.name == kind or found.kind.name in kind
 
@@ -189,7 +189,7 @@ def failing(q, k, cos, sin):
         (rounded, "rounded is no rotation"),
         (swapped, "swapped is no rotation"),
         (other_arguments, r"takes \(tensor, sin, cos, unsqueeze_dim\), not \(q, k, cos, sin\)"),
-        (failing, "failing failed on a stand-in: ZeroDivisionError: no"),
+        (failing, "failing failed on a replica: ZeroDivisionError: no"),
     ],
 )
 def test_other_functions_are_left_alone(function, reason, monkeypatch):

@@ -12,12 +12,12 @@ from liger_multi import samples
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import formulas as bench_formulas
 from liger_multi.bench import measure as bench_measure
+from liger_multi.bench import peak as bench_peak
 from liger_multi.bench import providers as bench_providers
 from liger_multi.bench import report as bench_report
-from liger_multi.bench import roof as bench_roof
 from liger_multi.cli.main import main as command_line
 
-H200 = bench_roof.Ceilings(4.24e12, 690e12)
+H200 = bench_peak.Ceilings(4.24e12, 690e12)
 QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
 
 
@@ -61,7 +61,7 @@ def test_a_quick_run_leaves_a_result_file_and_charts(tmp_path, capsys):
     for row in result["rows"]:
         assert row["status"] == "ok", row
         assert 0 < row["forward_ms"] <= row["both_ms"], row
-        assert 0 < row["roof_percent"]["both"] < math.inf, row
+        assert 0 < row["percent_of_peak"]["both"] < math.inf, row
         assert 0 < row["error"]["relative"] < 2**-7, row
         assert row["error"]["tolerances"] <= 1, row
         assert row["oracle"] == "fp64"
@@ -317,7 +317,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("op", sorted(bench_roof.WORK))
+@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
 def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
     """An installed package has no tests: it compares with its own reference instead."""
     small = [s for s in samples.of(op) if s.size == "small"]
@@ -375,20 +375,20 @@ def test_percent_of_the_roof(op, name, both_ms, percent):
 
 
 def test_the_slower_limit_is_the_roof():
-    roof = bench_roof.Ceilings(1e9, 1e12)
-    assert roof.floor_ms(1e9, 0) == 1000
-    assert roof.floor_ms(1e6, 1e12) == 1000
-    assert roof.percent(None, 1.0, 1.0) == {}
+    peak = bench_peak.Ceilings(1e9, 1e12)
+    assert peak.floor_ms(1e9, 0) == 1000
+    assert peak.floor_ms(1e6, 1e12) == 1000
+    assert peak.percent(None, 1.0, 1.0) == {}
 
 
 def test_every_operator_has_work_and_a_plain_formula():
     from liger_multi.dispatch.registry import operators
 
-    assert set(operators()) == set(bench_roof.WORK) == set(bench_formulas.TABLE)
+    assert set(operators()) == set(bench_peak.WORK) == set(bench_formulas.TABLE)
     assert all("torch" in formulas for formulas in bench_formulas.TABLE.values())
 
 
-@pytest.mark.parametrize("op", sorted(bench_roof.WORK))
+@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
 def test_scaled_samples_fit_and_keep_their_form(op):
     for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
         shapes, full = found.shapes, case(op, found.sample.name).shapes

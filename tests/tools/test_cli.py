@@ -43,11 +43,15 @@ def test_doctor_prints_versions_devices_and_operators(capsys, fresh_configuratio
 def test_doctor_agrees_with_explain(fresh_configuration):
     facts = doctor.collect()
     chosen = {
-        (r["op"], r["half"], r["device"]): r["backend"] for r in facts["operators"] if r["chosen"]
+        (r["op"], r["direction"], r["device"]): r["backend"]
+        for r in facts["operators"]
+        if r["chosen"]
     }
     for op in registry.operators():
-        for half in ("forward", "backward"):
-            assert chosen[op, half, "cpu"] == liger_multi.explain(op, "cpu").chosen(op, half)
+        for direction in ("forward", "backward"):
+            assert chosen[op, direction, "cpu"] == liger_multi.explain(op, "cpu").chosen(
+                op, direction
+            )
     assert all(row["chosen"] or row["reason"] for row in facts["operators"]), (
         "a refusal has a reason"
     )
@@ -60,7 +64,9 @@ def test_doctor_json(capsys, fresh_configuration):
     assert facts["devices"][0]["device"] == "cpu"
     assert facts["backends"]["reference"]["state"] == "available"
     assert facts["configuration"][-1]["default"] == "auto"
-    assert {"op", "half", "device", "backend", "chosen", "reason"} <= set(facts["operators"][0])
+    assert {"op", "direction", "device", "backend", "chosen", "reason"} <= set(
+        facts["operators"][0]
+    )
 
 
 def test_doctor_says_where_the_configuration_comes_from(capsys, fresh_configuration, tmp_path):
@@ -160,7 +166,7 @@ def test_doctor_notes_the_interpreter_and_the_missing_driver(monkeypatch):
 
 
 def test_doctor_names_an_operator_that_nothing_runs():
-    row = {"op": "swiglu", "half": "backward", "device": "cpu", "chosen": False}
+    row = {"op": "swiglu", "direction": "backward", "device": "cpu", "chosen": False}
     assert "no backend may run swiglu backward on cpu: see the table" in problems([row])
 
 
@@ -212,7 +218,7 @@ def test_explain_a_dtype_as_json(capsys):
     assert main(["explain", "swiglu", "--device", "cpu", "--dtype", "float64", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["op"] for row in rows} == {"swiglu"}
-    assert {row["half"] for row in rows} == {"forward", "backward"}
+    assert {row["direction"] for row in rows} == {"forward", "backward"}
     found = liger_multi.explain("swiglu", "cpu", torch.float64)
     assert [row["reason"] for row in rows] == [row.reason for row in found.rows]
 

@@ -14,7 +14,7 @@ ROW = {
     "divisors": {},
     "both_ms": 1.0,
     "both_spread_ms": 0.01,
-    "roof_percent": {"both": 80.0},
+    "percent_of_peak": {"both": 80.0},
     "extra_bytes": 2**24,
     "error": {"tolerances": 0.5},
 }
@@ -45,11 +45,11 @@ def row(**fields):
     ("change", "code"),
     [
         (lambda data: None, 0),
-        (row(both_ms=1.5), 0),  # the same share of a slower device's roof
-        (row(roof_percent={"both": 76.0}), 0),  # x 1.05, inside of margin and spreads
-        (row(roof_percent={"both": 70.0}), 1),
-        (row(roof_percent={"both": 70.0}, both_spread_ms=0.1), 0),  # a noisy run
-        (row(roof_percent={}, both_ms=1.2), 1),
+        (row(both_ms=1.5), 0),  # the same share of a slower device's peak
+        (row(percent_of_peak={"both": 76.0}), 0),  # x 1.05, inside of margin and spreads
+        (row(percent_of_peak={"both": 70.0}), 1),
+        (row(percent_of_peak={"both": 70.0}, both_spread_ms=0.1), 0),  # a noisy run
+        (row(percent_of_peak={}, both_ms=1.2), 1),
         (row(extra_bytes=2**24 + 2**19), 0),
         (row(extra_bytes=2**25), 1),
         (row(error={"tolerances": 1.2}), 1),

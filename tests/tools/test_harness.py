@@ -38,7 +38,7 @@ pytest_plugins = ["pytester"]
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 )
-def test_uninitialised_memory_is_poisoned(make, dtype):
+def test_uninitialized_memory_is_poisoned(make, dtype):
     made = make(torch.ones(3, 5, dtype=dtype))
     assert made.shape == (3, 5)
     assert made.dtype is dtype

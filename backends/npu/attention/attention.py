@@ -1,7 +1,7 @@
 """Attention by npu_fusion_attention_v3 within its limits, else the reference on the device.
 
 Its gradient wants a row's maximum and sum of exponentials, of which it uses exp(s - max) / sum: the
-normaliser and 1 say the same, so any backward follows any forward. A mask of 1 hides, and causal
+normalizer and 1 say the same, so any backward follows any forward. A mask of 1 hides, and causal
 means nothing without its mask, which has 2048 x 2048 elements whatever the lengths.
 """
 
@@ -33,7 +33,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the normalisers from the operator's two statistics."""
+    """The result, and the normalizers from the operator's two statistics."""
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None:
         return reference.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     y, top, total, *_ = torch.ops.npu.npu_fusion_attention_v3(

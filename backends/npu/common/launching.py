@@ -1,4 +1,4 @@
-"""Launches on vector cores: as many programs as there are cores, each of which walks its rows.
+"""Launches on vector cores: as many programs as there are cores, each of which passes its rows.
 
 Blocks are columns at a time, by kernel, chip and bytes of an element, from ``launch/<chip>.yaml``:
 the largest for which the vendor's compiler finds room in the unified buffer.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.dispatch.launch import DeviceInfo, device_info, knobs
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def power_of_2(n: int) -> int:
 
 def block_of(name: str, x: Tensor, cols: int, least: int = 128) -> int:
     """Columns a step of kernel ``name`` on rows of ``cols`` columns like ``x``."""
-    found = knobs(name, small, x.device, bytes=x.element_size(), cols=cols).block
+    found = launch_config(name, small, x.device, bytes=x.element_size(), cols=cols).block
     return max(least, min(found, power_of_2(cols)))
 
 

@@ -19,7 +19,7 @@ def halves(x: Tensor) -> Optional[str]:
 
 
 def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
-    """Of npu_rms_norm and its kin; a weight of ``offset + w`` must be exact to be made."""
+    """Of npu_rms_norm and its variants; a weight of ``offset + w`` must be exact to be made."""
     if weight is None or weight.dtype != x.dtype:
         return "takes a weight of the dtype of x"
     if x.dtype not in FLOATS or not 2 <= x.dim() <= 8 or not x.numel():
@@ -79,7 +79,9 @@ def experts(
     if not (x.numel() and index.numel() and wide):
         return "takes tokens that have experts, and experts that have columns"
     if index.shape[1] > 512 or index.numel() >= 16777215:
-        return f"takes 512 experts a token and 16777214 slots, got {tuple(index.shape)}"
+        return (
+            f"takes 512 experts a token and 16777214 token-expert pairs, got {tuple(index.shape)}"
+        )
     if down.shape[0] > 1024:
         return f"takes 1024 groups, got {down.shape[0]}"
     if max(x.shape[1], wide) >= 65536:

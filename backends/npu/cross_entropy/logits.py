@@ -10,7 +10,7 @@ from liger_multi.backends.npu.cross_entropy.row_kernels import Coefficients
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
 from liger_multi.reference.cross_entropy.gradients import scale_to
 from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 class AscendRows:
@@ -38,7 +38,7 @@ class AscendRows:
     def statistics_and_gradient_(
         raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
         scales: Tensor, outputs: str,
-    ) -> Rows:  # fmt: skip
+    ) -> RowStats:  # fmt: skip
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = row_kernels.statistics(raw, target, weight, objective, outputs)
         by = (scales[0], scales[1])

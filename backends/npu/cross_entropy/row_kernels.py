@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
-from liger_multi.reference.cross_entropy.rows import Objective, Rows, asks_for_winners
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, needs_argmax
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -148,15 +148,15 @@ def _row_gradient_kernel(
             tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _curve(goal: Objective) -> tuple[float, float, bool]:
-    return goal.logit_scale, goal.softcap or 1.0, goal.softcap is not None
+def _curve(spec: Objective) -> tuple[float, float, bool]:
+    return spec.logit_scale, spec.softcap or 1.0, spec.softcap is not None
 
 
 def _filled(t: Tensor) -> Optional[Tensor]:
     return t if t.numel() else None
 
 
-def normalisers(raw: Tensor, scale: float) -> Tensor:
+def normalizers(raw: Tensor, scale: float) -> Tensor:
     """The lse of scaled rows alone."""
     rows, lse = as_rows(raw), raw.new_empty(raw.shape[0], dtype=torch.float32)
     count, cols = rows.shape
@@ -169,68 +169,68 @@ def normalisers(raw: Tensor, scale: float) -> Tensor:
 
 
 def statistics(
-    raw: Tensor, target: Tensor, weight: Optional[Tensor], goal: Objective, outputs: str
-) -> Rows:
+    raw: Tensor, target: Tensor, weight: Optional[Tensor], spec: Objective, outputs: str
+) -> RowStats:
     """Statistics of every row; ``raw`` is left alone."""
     raw = as_rows(raw)
-    rows, (count, cols) = Rows.room(raw.shape[0], goal, outputs, raw), raw.shape
+    rows, (count, cols) = RowStats.empty(raw.shape[0], spec, outputs, raw), raw.shape
     log_prob, spread = torch.empty_like(rows.lse), None
-    argmax = target.new_empty(count if asks_for_winners(outputs) else 0, dtype=torch.int32)
-    if goal.label_smoothing:
+    argmax = target.new_empty(count if needs_argmax(outputs) else 0, dtype=torch.int32)
+    if spec.label_smoothing:
         spread = torch.empty_like(rows.lse)
-    scale, cap, capped = _curve(goal)
+    scale, cap, capped = _curve(spec)
     start(
         _row_statistics_kernel, count, raw, target, None if weight is None else weight.contiguous(),
         rows.lse, log_prob, spread, _filled(rows.entropy), _filled(argmax), raw.stride(0),
         target.stride(0), count, cols, scale, cap, CAPPED=capped,
         BLOCK=block_of("row_statistics", raw, cols),
     )  # fmt: skip
-    return _finished(rows, target, weight, goal, log_prob, spread, argmax, cols)
+    return _finished(rows, target, weight, spec, log_prob, spread, argmax, cols)
 
 
 def _finished(
-    rows: Rows, target: Tensor, weight: Optional[Tensor], goal: Objective, log_prob: Tensor,
+    rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
     spread: Optional[Tensor], argmax: Tensor, cols: int,
-) -> Rows:  # fmt: skip
+) -> RowStats:  # fmt: skip
     """From what kernels found of rows to the statistics of valid ones."""
-    valid = target != goal.ignore_index
+    valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
     log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
     ce = -log_prob
     if weight is not None:
         ce = ce * weight.float()[torch.where(inside, target, 0)]
     if spread is not None:
-        eps = goal.label_smoothing
+        eps = spec.label_smoothing
         ce = (1 - eps) * ce + eps / cols * spread
-    made = (ce, goal.z_loss_weight * rows.lse.square(), rows.lse, log_prob, rows.entropy)
+    made = (ce, spec.z_loss_weight * rows.lse.square(), rows.lse, log_prob, rows.entropy)
     kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(made, rows)]
     winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
-    return Rows._make((*kept, winners))
+    return RowStats._make((*kept, winners))
 
 
 def coefficients(
-    target: Tensor, weight: Optional[Tensor], lse: Tensor, goal: Objective, cols: int, ce: Tensor,
+    target: Tensor, weight: Optional[Tensor], lse: Tensor, spec: Objective, cols: int, ce: Tensor,
     zl: Tensor,
 ) -> Coefficients:  # fmt: skip
     """Of the gradient of ``ce`` times the cross entropy and ``zl`` times the z-loss."""
-    valid = (target != goal.ignore_index) & (target >= 0) & (target < cols)
-    eps = goal.label_smoothing
+    valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
+    eps = spec.label_smoothing
     own = torch.full_like(lse, 1 - eps)
     if weight is not None:
         own = own * weight.float()[torch.where(valid, target, 0)]
     total = eps if weight is None else eps / cols * weight.float().sum()
-    share = ce * (own + total) + zl * (2 * goal.z_loss_weight) * lse
+    share = ce * (own + total) + zl * (2 * spec.z_loss_weight) * lse
     parts = (-ce * own, share, None, (ce * (eps / cols)).expand(lse.shape) if eps else None)
     return Coefficients._make(None if p is None else torch.where(valid, p, 0) for p in parts)
 
 
 def gradient_into(
     out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
-    goal: Objective, numbers: Coefficients,
+    spec: Objective, numbers: Coefficients,
 ) -> None:  # fmt: skip
     """Write the gradient of raw logits; ``out`` may be ``raw``, if its columns are adjacent."""
     given, (count, cols) = as_rows(raw), raw.shape
-    scale, cap, capped = _curve(goal)
+    scale, cap, capped = _curve(spec)
     start(
         _row_gradient_kernel, count, given, target,
         None if weight is None else weight.contiguous(), lse.contiguous(),

@@ -1,6 +1,6 @@
 """Divergences of rows of two distributions on vector cores; the equations are reference/divergence.
 
-The normalisers of logits come from the row kernel of :mod:`.row_kernels`; then one kernel sums a
+The normalizers of logits come from the row kernel of :mod:`.row_kernels`; then one kernel sums a
 row's loss and ``slope``, and one writes the gradient, perhaps over the student.
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
-from liger_multi.backends.npu.cross_entropy.row_kernels import normalisers
-from liger_multi.reference.divergences.row_stats import Goal, Rows
+from liger_multi.backends.npu.cross_entropy.row_kernels import normalizers
+from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
 
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
@@ -41,10 +41,10 @@ def _terms(
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
     """Loss, q r and r of classes, and q."""
-    s, q, mine = _distribution(student_ptr, mask, scale, s_shift, FORM)
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
     if KIND == 3:
-        a = mine if FORM == TEACHER_FORM else q
+        a = students if FORM == TEACHER_FORM else q
         b = other if FORM == TEACHER_FORM else p
         r = tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
         return tl.abs(q - p) * 0.5, q * r, r, q
@@ -71,7 +71,7 @@ def _pair_sums_kernel(
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
-        mine = student_ptr + row * student_stride
+        students = student_ptr + row * student_stride
         other = teacher_ptr + row * teacher_stride
         s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
         t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
@@ -81,7 +81,7 @@ def _pair_sums_kernel(
             col = at + lane
             mask = col < cols
             part, weighted, _, _ = _terms(
-                mine + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
+                students + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
             loss += tl.where(mask, part, 0.0)
@@ -100,7 +100,7 @@ def _pair_gradient_kernel(
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
-        mine = student_ptr + row * student_stride
+        students = student_ptr + row * student_stride
         other = teacher_ptr + row * teacher_stride
         s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
         t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
@@ -110,7 +110,7 @@ def _pair_gradient_kernel(
             col = at + lane
             mask = col < cols
             _, weighted, r, q = _terms(
-                mine + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
+                students + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
             dz = r if FORM == 2 else weighted
@@ -120,22 +120,22 @@ def _pair_gradient_kernel(
             tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _constants(goal: Goal, name: str, x: Tensor) -> dict[str, int]:
+def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
     return {
-        "KIND": KINDS[goal.kind],
-        "FORM": FORMS[goal.form],
-        "TEACHER_FORM": FORMS[goal.teacher_form],
+        "KIND": KINDS[spec.kind],
+        "FORM": FORMS[spec.form],
+        "TEACHER_FORM": FORMS[spec.teacher_form],
         "BLOCK": block_of(name, x, x.shape[1]),
     }
 
 
 def _factors(
-    factor: Tensor, target: Optional[Tensor], count: int, goal: Goal, like: Tensor
+    factor: Tensor, target: Optional[Tensor], count: int, spec: DivergenceSpec, like: Tensor
 ) -> Tensor:
     """One number a row, 0 where the row is ignored."""
     wide = factor.float().reshape(-1).expand(count)
     if target is not None:
-        wide = torch.where(target != goal.ignore_index, wide, 0)
+        wide = torch.where(target != spec.ignore_index, wide, 0)
     return wide.contiguous()
 
 
@@ -143,28 +143,30 @@ class AscendPairs:
     """Row kernels over rows of a student and a teacher."""
 
     @staticmethod
-    def statistics(student: Tensor, teacher: Tensor, target: Optional[Tensor], goal: Goal) -> Rows:
+    def statistics(
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec
+    ) -> DivergenceStats:
         """Losses and residuals of rows."""
         student, teacher = as_rows(student), as_rows(teacher)
-        rows, (count, cols) = Rows.room(student.shape[0], goal, student), student.shape
-        if goal.form == "logits":
-            rows = rows._replace(lse=normalisers(student, goal.scale))
-        if goal.teacher_form == "logits":
-            rows = rows._replace(teacher_lse=normalisers(teacher, goal.scale))
+        rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
+        if spec.form == "logits":
+            rows = rows._replace(lse=normalizers(student, spec.scale))
+        if spec.teacher_form == "logits":
+            rows = rows._replace(teacher_lse=normalizers(teacher, spec.scale))
         start(
             _pair_sums_kernel, count, student, teacher, rows.lse, rows.teacher_lse, rows.loss,
-            rows.slope, student.stride(0), teacher.stride(0), count, cols, goal.scale, goal.beta,
-            **_constants(goal, "pair_sums", student),
+            rows.slope, student.stride(0), teacher.stride(0), count, cols, spec.scale, spec.beta,
+            **_constants(spec, "pair_sums", student),
         )  # fmt: skip
         if target is None:
             return rows
-        valid = target != goal.ignore_index
-        return Rows._make(torch.where(valid, r, 0) if r.numel() else r for r in rows)
+        valid = target != spec.ignore_index
+        return DivergenceStats._make(torch.where(valid, r, 0) if r.numel() else r for r in rows)
 
     @staticmethod
     def gradient_into(
-        out: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], rows: Rows,
-        goal: Goal, factor: Tensor,
+        out: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], rows: DivergenceStats,
+        spec: DivergenceSpec, factor: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient times ``factor``; ``out`` may be the student."""
         given, teacher = as_rows(student), as_rows(teacher)
@@ -172,19 +174,19 @@ class AscendPairs:
         room = given if out is student else out
         start(
             _pair_gradient_kernel, count, given, teacher, rows.lse, rows.teacher_lse, rows.slope,
-            _factors(factor, target, count, goal, given), room, given.stride(0),
-            teacher.stride(0), room.stride(0), count, cols, goal.scale, goal.beta,
-            **_constants(goal, "pair_gradient", given),
+            _factors(factor, target, count, spec, given), room, given.stride(0),
+            teacher.stride(0), room.stride(0), count, cols, spec.scale, spec.beta,
+            **_constants(spec, "pair_gradient", given),
         )  # fmt: skip
         if out is student and room is not out:
             out.copy_(room)
 
     @classmethod
     def loss_and_gradient_(
-        cls, student: Tensor, teacher: Tensor, target: Optional[Tensor], goal: Goal,
+        cls, student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec,
         factor: Tensor,
     ) -> Tensor:  # fmt: skip
         """Losses of rows; the student becomes its gradient."""
-        rows = cls.statistics(student, teacher, target, goal)
-        cls.gradient_into(student, student, teacher, target, rows, goal, factor)
+        rows = cls.statistics(student, teacher, target, spec)
+        cls.gradient_into(student, student, teacher, target, rows, spec, factor)
         return rows.loss

@@ -31,7 +31,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sum over the slots of every token, in fp32 where dtypes differ."""
+    """The weighted sum over the pairs of every token, in fp32 where dtypes differ."""
     kind = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(
         rows.to(kind), place, routing.to(kind).contiguous()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.activations.gated import flatten, tile_knobs
+from liger_multi.backends.triton.activations.gated import flatten, tile_config
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     as_rows,
@@ -28,7 +28,7 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     sigmoid,
 )
-from liger_multi.dispatch.launch import knobs
+from liger_multi.dispatch.launch import launch_config
 
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
@@ -115,7 +115,7 @@ def _launch(
     some = next(t for t in tensors if t is not None)
     rows, cols = shape
     checked_cols(2 * cols if interleaved else cols)
-    k = knobs(name, tile_knobs, some.device, rows=rows, cols=cols)
+    k = launch_config(name, tile_config, some.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     strides = [0 if t is None else t.stride(0) for t in tensors]
     launch(

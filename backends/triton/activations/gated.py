@@ -30,13 +30,13 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     cdiv,
     checked_cols,
+    empty_contiguous,
     power_of_2,
-    room,
     round_to,
     sigmoid,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -46,17 +46,17 @@ SQRT_1_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 
 
 @dataclass(frozen=True)
-class TileKnobs:
+class TileConfig:
     """``block`` columns of one row a program."""
 
     block: int
     num_warps: int
 
 
-def tile_knobs(info: DeviceInfo, rows: int, cols: int) -> TileKnobs:
+def tile_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
     """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
     block = max(16, min(1024, power_of_2(checked_cols(cols))))
-    return TileKnobs(block, warps(block // 8, info.warp_size))
+    return TileConfig(block, warps(block // 8, info.warp_size))
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def multipliers(gate: float, down: float) -> Multipliers:
 def _launch_forward(op: str, activation: str, by: Multipliers, given: Rows) -> None:
     """Write y, the last of the tensors after gate and up."""
     tensors, rows, cols, strides = given
-    k = knobs(f"{op}.forward", tile_knobs, tensors[0].device, rows=rows, cols=cols)
+    k = launch_config(f"{op}.forward", tile_config, tensors[0].device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     launch(
         _gated_forward_kernel, rows * tiles, (*tensors, *strides, cols, tiles, *by),
@@ -191,7 +191,7 @@ def _launch_backward(
     takes both, act(gate) * up is written over dy.
     """
     (dy, gate, up, dgate, dup), rows, cols, strides = given
-    k = knobs(f"{op}.backward", tile_knobs, dy.device, rows=rows, cols=cols)
+    k = launch_config(f"{op}.backward", tile_config, dy.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     rooms = (dgate if needs_gate else None, dup if needs_up else None)
     launch(
@@ -203,7 +203,7 @@ def _launch_backward(
 
 def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
     """act(gate) * up in the promoted dtype."""
-    y = room(gate, torch.promote_types(gate.dtype, up.dtype))
+    y = empty_contiguous(gate, torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
         _launch_forward(op, activation, by, by_rows(gate, up, y))
     return y
@@ -214,8 +214,8 @@ def backward(
     needs_up: bool, by: Multipliers = NONE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
-    dgate = room(gate) if needs_gate else gate.new_empty(0)
-    dup = room(up) if needs_up else up.new_empty(0)
+    dgate = empty_contiguous(gate) if needs_gate else gate.new_empty(0)
+    dup = empty_contiguous(up) if needs_up else up.new_empty(0)
     if (needs_gate or needs_up) and dy.numel():
         rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
         _launch_backward(op, activation, by, by_rows(dy, gate, up, *rooms), needs_gate, needs_up)
@@ -226,7 +226,7 @@ def backward_and_product(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and act(gate) * up in the place of dy."""
-    dgate, dup = room(gate), room(up)
+    dgate, dup = empty_contiguous(gate), empty_contiguous(up)
     if dy.numel():
         _launch_backward(op, activation, NONE, by_rows(dy, gate, up, dgate, dup), product=True)
     return dgate, dup, dy

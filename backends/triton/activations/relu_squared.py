@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.activations.gated import flatten, tile_knobs
+from liger_multi.backends.triton.activations.gated import flatten, tile_config
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import assume_cols, cdiv, round_to
-from liger_multi.dispatch.launch import knobs
+from liger_multi.dispatch.launch import launch_config
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def backward(dy: Tensor, x: Tensor) -> Tensor:
 def _launch(name: str, kernel: object, *tensors: Tensor) -> None:
     views = flatten(*tensors)
     rows, cols = views[0].shape
-    k = knobs(name, tile_knobs, views[0].device, rows=rows, cols=cols)
+    k = launch_config(name, tile_config, views[0].device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     strides = [t.stride(0) for t in views]
     launch(kernel, rows * tiles, (*views, *strides, cols, tiles), (k.block,), k.num_warps)

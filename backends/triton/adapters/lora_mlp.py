@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from liger_multi.backends.triton.activations.gated_mlp import TritonActivation
 from liger_multi.backends.triton.adapters.low_rank import split
-from liger_multi.reference.adapters.lora_mlp import halves
+from liger_multi.reference.adapters.lora_mlp import forward_and_backward
 from liger_multi.reference.adapters.low_rank import LowRank
 
-forward, backward = halves(TritonActivation(), LowRank(split))
+forward, backward = forward_and_backward(TritonActivation(), LowRank(split))

@@ -19,12 +19,12 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.adapters import low_rank as reference
 
 
 @dataclass(frozen=True)
-class SplitKnobs:
+class SplitConfig:
     """Rows and columns of a tile, and its warps."""
 
     rows: int
@@ -32,10 +32,10 @@ class SplitKnobs:
     num_warps: int
 
 
-def split_knobs(info: DeviceInfo, cols: int) -> SplitKnobs:
+def split_config(info: DeviceInfo, cols: int) -> SplitConfig:
     """8 elements a thread: 16 bytes of every part."""
     wide = min(power_of_2(cols), 1024)
-    return SplitKnobs(1024 // wide, wide, warps(128, info.warp_size))
+    return SplitConfig(1024 // wide, wide, warps(128, info.warp_size))
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
     (rows, cols), count = x.shape, len(order)
     shape = (rows, count * cols) if axis else (count * rows, cols)
     out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    k = knobs("low_rank.split", split_knobs, x.device, cols=cols)
+    k = launch_config("low_rank.split", split_config, x.device, cols=cols)
     x = as_rows(x, k.cols)
     steps = cdiv(cols, k.cols)
     code = sum(part << 2 * place for place, part in enumerate(order))

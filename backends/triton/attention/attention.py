@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.attention.attention_bounds import spans
+from liger_multi.backends.triton.attention.attention_bounds import tile_bounds
 from liger_multi.backends.triton.attention.attention_kernels import (
     _attention_backward_kernel,
     _attention_forward_kernel,
@@ -24,12 +24,12 @@ from liger_multi.backends.triton.attention.attention_keys import (
 )
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, power_of_2, tile_rows
-from liger_multi.dispatch.launch import DeviceInfo, device_info, knobs, tabled
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, tabled
 
 
 @dataclass(frozen=True)
-class AttentionKnobs:
-    """Tile of queries by keys; ``stages`` of loads are in flight; ``parts`` of a long walk."""
+class AttentionConfig:
+    """Tile of queries by keys; ``stages`` of loads are in flight; ``parts`` of a long pass."""
 
     block_m: int = 64
     block_n: int = 64
@@ -76,10 +76,10 @@ def supports(q: Tensor, v: Tensor) -> str | None:
         return f"takes tokens of less than 16 MiB, got {q.shape[1]} heads of {widest} elements"
     if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
         return None
-    halves = ("forward", "backward", "backward_keys")
+    directions = ("forward", "backward", "backward_keys")
     shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
     shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
-    if all(tabled(f"attention.{half}", info, **shape) for half in halves):
+    if all(tabled(f"attention.{direction}", info, **shape) for direction in directions):
         return None  # a kind's registers, and more: this architecture's hold them
     limit = max(size for kind, size in TILES if kind == _kind(info))
     return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
@@ -92,7 +92,7 @@ def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
 def _tile(
     info: DeviceInfo, which: int, dim: int, value_dim: int, rows: tuple[int, int],
     on_chip: Callable[[int, int, int], int],
-) -> AttentionKnobs:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
     kind = _kind(info)
     small = () if kind == "little memory" else (SMALL,)
@@ -100,14 +100,14 @@ def _tile(
     for m, n, stages, warps in (tiles[which], *small):
         few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
         if few and on_chip(m, n, stages) <= info.shared_bytes:
-            return AttentionKnobs(m, n, stages, warps)
-    return AttentionKnobs(*SMALLEST)
+            return AttentionConfig(m, n, stages, warps)
+    return AttentionConfig(*SMALLEST)
 
 
-def forward_knobs(
+def forward_config(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
     ranges: int,
-) -> AttentionKnobs:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
     """Queries, and the blocks of keys and values in flight, fit on chip."""
     both = sum(_sizes(dim, value_dim))
 
@@ -117,10 +117,10 @@ def forward_knobs(
     return _tile(info, 0, dim, value_dim, (0, queries), on_chip)
 
 
-def backward_knobs(
+def backward_config(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
     ranges: int,
-) -> AttentionKnobs:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
     """As forward, with the upstream gradient beside the queries."""
     both = sum(_sizes(dim, value_dim))
 
@@ -130,10 +130,10 @@ def backward_knobs(
     return _tile(info, 1, dim, value_dim, (0, queries), on_chip)
 
 
-def backward_keys_knobs(
+def backward_keys_config(
     info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
     ranges: int,
-) -> AttentionKnobs:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
     """Keys and values stay; two gradients of their size are summed in registers."""
     both = sum(_sizes(dim, value_dim))
 
@@ -167,7 +167,7 @@ def _shape(
 
 
 def _constants(
-    q: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float, k: AttentionKnobs
+    q: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float, k: AttentionConfig
 ) -> tuple[Any, ...]:
     size, value = _sizes(q.shape[3], v.shape[3])
     return (
@@ -195,8 +195,8 @@ def forward(
         return y, lse.fill_(-torch.inf)
     q, k, v = _rows(q), _rows(k), _rows(v)
     ranges = None if ranges is None else ranges.contiguous()
-    numbers = knobs(
-        "attention.forward", forward_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    numbers = launch_config(
+        "attention.forward", forward_config, q.device, **_shape(q, k, v, ranges, softcap)
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
@@ -241,8 +241,8 @@ def _backward_queries(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, inner: Tensor,
     dq: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
 ) -> None:  # fmt: skip
-    numbers = knobs(
-        "attention.backward", backward_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    numbers = launch_config(
+        "attention.backward", backward_config, q.device, **_shape(q, k, v, ranges, softcap)
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
@@ -261,20 +261,23 @@ def _backward_keys(
 ) -> None:  # fmt: skip
     if not k.numel():
         return
-    numbers = knobs(
-        "attention.backward_keys", backward_keys_knobs, q.device, **_shape(q, k, v, ranges, softcap)
+    numbers = launch_config(
+        "attention.backward_keys",
+        backward_keys_config,
+        q.device,
+        **_shape(q, k, v, ranges, softcap),
     )
     (batch, groups, keys, _), queries = k.shape, q.shape[2]
     tiles, width = cdiv(keys, numbers.block_n), 0 if ranges is None else ranges.shape[2]
     parts = numbers.parts if width == 4 else 1
-    spanned, partial, extra = None, None, SHARED * parts if parts > 1 else 0
+    limits, partial, extra = None, None, SHARED * parts if parts > 1 else 0
     if ranges is not None:
-        spanned = spans(ranges, keys, numbers.block_m, numbers.block_n)
+        limits = tile_bounds(ranges, keys, numbers.block_m, numbers.block_n)
     if extra:
         size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
         partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
     args = (
-        q, k, v, dy, lse, inner, ranges, spanned, partial, dk, dv, *_steps(q), *_steps(k),
+        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv, *_steps(q), *_steps(k),
         *_steps(v), *_steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
         scale, softcap,
     )  # fmt: skip
@@ -284,6 +287,6 @@ def _backward_keys(
     if extra:
         rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
         launch(
-            _attention_parts_kernel, SHARED * batch * groups, (partial, spanned, *rest),
+            _attention_parts_kernel, SHARED * batch * groups, (partial, limits, *rest),
             (*constants[3:9], SHARED, parts), numbers.num_warps,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which queries a tile of keys has to walk over, of any ranges of keys: two small launches."""
+"""Which queries a tile of keys has to iterate over, of any ranges of keys: two small launches."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _attention_blocks_kernel(
 
 
 @triton.jit
-def _attention_spans_kernel(
-    blocks_ptr, spans_ptr, keys, blocks, tiles,
+def _attention_bounds_kernel(
+    blocks_ptr, tile_bounds_ptr, keys, blocks, tiles,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of queries see keys of a tile, and, within, those that see all of it."""
@@ -68,15 +68,15 @@ def _attention_spans_kernel(
         wholes += whole.to(tl.int32)
     whole_begin, whole_end = tl.min(whole_first, 1), tl.max(whole_last, 1)
     apart = tl.sum(wholes, 1) != whole_end - whole_begin
-    spans_ptr += which.to(tl.int64) * 4 * tiles + pid * TILES + tl.arange(0, TILES)
+    tile_bounds_ptr += which.to(tl.int64) * 4 * tiles + pid * TILES + tl.arange(0, TILES)
     mask = tile < tiles
-    tl.store(spans_ptr, tl.min(first, 1), mask=mask)
-    tl.store(spans_ptr + tiles, tl.max(last, 1), mask=mask)
-    tl.store(spans_ptr + 2 * tiles, tl.where(apart, blocks, whole_begin), mask=mask)
-    tl.store(spans_ptr + 3 * tiles, tl.where(apart, blocks, whole_end), mask=mask)
+    tl.store(tile_bounds_ptr, tl.min(first, 1), mask=mask)
+    tl.store(tile_bounds_ptr + tiles, tl.max(last, 1), mask=mask)
+    tl.store(tile_bounds_ptr + 2 * tiles, tl.where(apart, blocks, whole_begin), mask=mask)
+    tl.store(tile_bounds_ptr + 3 * tiles, tl.where(apart, blocks, whole_end), mask=mask)
 
 
-def spans(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
+def tile_bounds(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
     """For every tile of keys, blocks of queries: int32 (B, ranges, 4, tiles).
 
     The first and one past the last that sees any of its keys, and of those that see the whole tile
@@ -91,7 +91,7 @@ def spans(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
     )  # fmt: skip
     found = torch.empty((batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device)
     launch(
-        _attention_spans_kernel, sets * cdiv(tiles, TILES), (bounds, found, keys, blocks, tiles),
+        _attention_bounds_kernel, sets * cdiv(tiles, TILES), (bounds, found, keys, blocks, tiles),
         (block_n, TILES, CHUNK), 4,
     )  # fmt: skip
     return found

@@ -1,6 +1,6 @@
 """Attention with ranges of keys: kernels whose programs have a tile of queries.
 
-It walks over the blocks of keys that any of its rows sees, with a running softmax; backward does
+It iterates over the blocks of keys that any of its rows sees, with a running softmax; backward does
 the same for the gradient of the queries. Work of tiles that see little is skipped, not masked.
 Source: Dao 2023 (arXiv:2307.08691).
 """
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.attention.attention_loops import (
-    forward_walk,
+    forward_loop,
     load_rows,
-    query_walk,
+    query_loop,
     store_rows,
 )
 from liger_multi.backends.triton.common.rows import LN2, LOG2E
@@ -56,7 +56,7 @@ def _attention_forward_kernel(
     if sinks_ptr is not None:
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
-    acc, top, total = forward_walk(
+    acc, top, total = forward_loop(
         q, acc, top, total, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
         scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _attention_backward_kernel(
         if RANGES > 0:
             ranges_ptr += batch * ranges_batch
         dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
-        dq = query_walk(
+        dq = query_loop(
             q, dy, dq, lse, inner, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries,
             keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
             VALUE_SIZE, STAGES,

@@ -1,6 +1,6 @@
-"""The gradients of keys and values: a tile of keys walks over the queries that see it.
+"""The gradients of keys and values: a tile of keys iterates over the queries that see it.
 
-The first tiles of keys may be global tokens, which every query sees. Where such a walk is long,
+The first tiles of keys may be global tokens, which every query sees. Where such a pass is long,
 PARTS programs share it, and start first; what they sum in fp32 is added up in order afterwards.
 Source: Dao 2023 (arXiv:2307.08691).
 """
@@ -21,7 +21,7 @@ from liger_multi.backends.triton.attention.attention_loops import (
 from liger_multi.backends.triton.common.rows import LOG2E
 
 SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
-SHARED = 2  # first tiles of keys whose walk programs may share
+SHARED = 2  # first tiles of keys whose pass programs may share
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _key_steps(
 
 
 @triton.jit
-def _key_walk(
+def _key_loop(
     k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
     queries, keys, now, end, steps, begin, first, last, begin2, first2, last2, scale, softcap,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,7 +69,7 @@ def _key_walk(
 ):  # fmt: skip
     """Add what the queries of steps ``[now, end)`` give to the gradients of a tile of keys.
 
-    Queries past the last have an infinite normaliser, so they give nothing. In fp32 every SEGMENT
+    Queries past the last have an infinite normalizer, so they give nothing. In fp32 every SEGMENT
     steps have sums of their own: one chain of 65 537 queries was 1.04 times the tolerance away on
     an H200.
     """
@@ -95,26 +95,26 @@ def _key_walk(
 
 
 @triton.jit
-def _span(spans_ptr, tile, tiles, BLOCK: tl.constexpr):
+def _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK: tl.constexpr):
     """As ``whole_blocks`` says of queries: steps, where they begin, and what sees all the tile."""
-    spans_ptr += tile
-    begin = tl.load(spans_ptr)
-    steps = tl.maximum(tl.load(spans_ptr + tiles) - begin, 0)
-    first, last = tl.load(spans_ptr + 2 * tiles), tl.load(spans_ptr + 3 * tiles)
+    tile_bounds_ptr += tile
+    begin = tl.load(tile_bounds_ptr)
+    steps = tl.maximum(tl.load(tile_bounds_ptr + tiles) - begin, 0)
+    first, last = tl.load(tile_bounds_ptr + 2 * tiles), tl.load(tile_bounds_ptr + 3 * tiles)
     return steps, begin * BLOCK, first * BLOCK, last * BLOCK
 
 
 @triton.jit
-def _is_shared(spans_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARED: tl.constexpr):
-    """Whether programs share the walk of a tile: of the first ones, those that see a quarter."""
-    steps, _, _, _ = _span(spans_ptr, tile, tiles, BLOCK)
-    steps2, _, _, _ = _span(spans_ptr + 4 * tiles, tile, tiles, BLOCK)
+def _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARED: tl.constexpr):
+    """Whether programs share the pass of a tile: of the first ones, those that see a quarter."""
+    steps, _, _, _ = _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK)
+    steps2, _, _, _ = _tile_bounds(tile_bounds_ptr + 4 * tiles, tile, tiles, BLOCK)
     return (tile < SHARED) & ((steps + steps2) * BLOCK >= queries // 4)
 
 
 @triton.jit
 def _attention_backward_keys_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, spans_ptr, parts_ptr, dk_ptr,
+    q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, tile_bounds_ptr, parts_ptr, dk_ptr,
     dv_ptr, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     dy_batch, dy_head, dy_stride,
     ranges_batch, tiles, heads, groups, queries, keys, scale, softcap,
@@ -128,7 +128,7 @@ def _attention_backward_keys_kernel(
     EXTRA: tl.constexpr = SHARED * PARTS if PARTS > 1 else 0
     each = tl.num_programs(0) // (tiles + EXTRA)
     tile, rest, part, parts = pid % tiles, pid // tiles, 0, 1
-    if RANGES == 4:  # the first tiles, whose walks may be long, come first
+    if RANGES == 4:  # the first tiles, whose passes may be long, come first
         slot, rest = pid // each, pid % each
         tile = slot - EXTRA
         if PARTS > 1:
@@ -136,10 +136,10 @@ def _attention_backward_keys_kernel(
                 tile, part, parts = slot // PARTS, slot % PARTS, PARTS
     group, batch = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)
     if RANGES > 0:
-        spans_ptr += ranges_batch // queries * 2 * batch * tiles  # or one for all
+        tile_bounds_ptr += ranges_batch // queries * 2 * batch * tiles  # or one for all
         ranges_ptr += batch * ranges_batch
     if PARTS > 1:
-        if _is_shared(spans_ptr, tile, tiles, queries, BLOCK_M, SHARED) != (parts > 1):
+        if _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK_M, SHARED) != (parts > 1):
             return
     start = tile * BLOCK_N
     place = start + tl.arange(0, BLOCK_N)
@@ -149,7 +149,7 @@ def _attention_backward_keys_kernel(
     v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
     begin, first, last = 0, 0, queries + BLOCK_M
     if RANGES > 0:
-        steps, begin, first, last = _span(spans_ptr, tile, tiles, BLOCK_M)
+        steps, begin, first, last = _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK_M)
     else:
         if CAUSAL:
             begin = tl.maximum(start - (keys - queries), 0) // BLOCK_M * BLOCK_M
@@ -157,7 +157,9 @@ def _attention_backward_keys_kernel(
         steps = tl.maximum((queries - begin + BLOCK_M - 1) // BLOCK_M, 0)
     steps2, begin2, first2, last2 = 0, begin, first, last
     if RANGES == 4:
-        steps2, begin2, first2, last2 = _span(spans_ptr + 4 * tiles, tile, tiles, BLOCK_M)
+        steps2, begin2, first2, last2 = _tile_bounds(
+            tile_bounds_ptr + 4 * tiles, tile, tiles, BLOCK_M
+        )
     now, end = loop_over(steps + steps2, begin, RANGES, BLOCK_M)
     if PARTS > 1:
         share = (end + parts - 1) // parts
@@ -168,7 +170,7 @@ def _attention_backward_keys_kernel(
     for h in range(heads // groups):
         head = group * (heads // groups) + h
         here = (batch * heads + head) * queries
-        dk, dv = _key_walk(
+        dk, dv = _key_loop(
             k, v, dk, dv, place, q_ptr + batch * q_batch + head * q_head,
             dy_ptr + batch * dy_batch + head * dy_head, lse_ptr + here, inner_ptr + here,
             ranges_ptr, q_stride, dy_stride, queries, keys, now, end, steps, begin, first, last,
@@ -201,17 +203,17 @@ def _store(
 
 @triton.jit
 def _attention_parts_kernel(
-    parts_ptr, spans_ptr, dk_ptr, dv_ptr, ranges_batch, tiles, groups, queries, keys, scale,
+    parts_ptr, tile_bounds_ptr, dk_ptr, dv_ptr, ranges_batch, tiles, groups, queries, keys, scale,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Sum what the programs of a shared walk left, in order."""
+    """Sum what the programs of a shared pass left, in order."""
     each = tl.num_programs(0) // SHARED
     tile, rest = tl.program_id(0) // each, tl.program_id(0) % each
     group, batch = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)
-    spans_ptr += ranges_batch // queries * 2 * batch * tiles
-    if not _is_shared(spans_ptr, tile, tiles, queries, BLOCK_M, SHARED):
+    tile_bounds_ptr += ranges_batch // queries * 2 * batch * tiles
+    if not _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK_M, SHARED):
         return
     dk = tl.zeros([BLOCK_N, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)

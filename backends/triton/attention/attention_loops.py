@@ -136,7 +136,7 @@ def seen_by(
 
 
 @triton.jit
-def forward_walk(
+def forward_loop(
     q, acc, top, total, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
     softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
@@ -174,7 +174,7 @@ def forward_walk(
 
 
 @triton.jit
-def query_walk(
+def query_loop(
     q, dy, dq, lse, inner, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
     scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,

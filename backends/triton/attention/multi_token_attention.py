@@ -34,40 +34,42 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     cdiv,
     checked_cols,
+    empty_contiguous,
     power_of_2,
-    room,
     tile_rows,
     warps,
 )
 from liger_multi.backends.triton.cross_entropy import sparsemax
-from liger_multi.backends.triton.cross_entropy.softmax import tile_knobs
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.backends.triton.cross_entropy.softmax import tile_config
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 FAR = 2**31  # bytes that a tile of all heads may span
 
 
 @dataclass(frozen=True)
-class ZeroKnobs:
+class ZeroConfig:
     """Columns a step of as many rows as a group has columns, and warps a program."""
 
     block: int
     num_warps: int
 
 
-def zero_knobs(info: DeviceInfo, rows: int, cols: int) -> ZeroKnobs:
+def zero_config(info: DeviceInfo, rows: int, cols: int) -> ZeroConfig:
     """Steps of 2048 elements, 16 a thread."""
-    return ZeroKnobs(2048 // GROUP.value, warps(128, info.warp_size))
+    return ZeroConfig(2048 // GROUP.value, warps(128, info.warp_size))
 
 
 @dataclass(frozen=True)
-class TurnKnobs:
+class TransposeConfig:
     """``block`` columns of all heads a program; none where convolutions keep the layout."""
 
     block: int
     num_warps: int
 
 
-def turn_knobs(info: DeviceInfo, heads: int, others: int, size: int, unit: int) -> TurnKnobs:
+def transpose_config(
+    info: DeviceInfo, heads: int, others: int, size: int, unit: int
+) -> TransposeConfig:
     """Tiles of 4096 elements, where convolutions are cuDNN's and have instructions for them.
 
     ``unit``: what numbers of heads are multiples of. With 8 heads the gradients of a convolution
@@ -75,8 +77,8 @@ def turn_knobs(info: DeviceInfo, heads: int, others: int, size: int, unit: int) 
     """
     fit = all(n % unit == 0 and 0 < n <= 128 for n in (heads, others))
     if not (info.arch.startswith("sm") and size == 2 and fit):
-        return TurnKnobs(0, 1)
-    return TurnKnobs(4096 // power_of_2(max(heads, others)), warps(128, info.warp_size))
+        return TransposeConfig(0, 1)
+    return TransposeConfig(4096 // power_of_2(max(heads, others)), warps(128, info.warp_size))
 
 
 def supports(weight: Tensor) -> str | None:
@@ -99,11 +101,13 @@ def _places(x: Tensor) -> tuple[int, ...]:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    p, x = room(scores), _by_rows(scores)
+    p, x = empty_contiguous(scores), _by_rows(scores)
     if not p.numel():
         return p
     images, (rows, cols) = x.shape[0] * x.shape[1], x.shape[2:]
-    k = knobs("multi_token_attention.forward", tile_knobs, x.device, rows=rows, cols=cols, arrays=1)
+    k = launch_config(
+        "multi_token_attention.forward", tile_config, x.device, rows=rows, cols=cols, arrays=1
+    )
     if k.block < cols:
         launch(
             _multi_token_forward_wide_kernel, images * rows, (x, p, *_places(x)), (k.block,),
@@ -123,8 +127,8 @@ def _softmax_backward_(p: Tensor, dp: Tensor, sparse: bool) -> None:
     if not p.numel():
         return
     images, (rows, cols) = p.shape[0] * p.shape[1], p.shape[2:]
-    k = knobs(
-        "multi_token_attention.backward", tile_knobs, p.device, rows=rows, cols=cols, arrays=2
+    k = launch_config(
+        "multi_token_attention.backward", tile_config, p.device, rows=rows, cols=cols, arrays=2
     )
     if k.block < cols:
         launch(
@@ -141,11 +145,13 @@ def _softmax_backward_(p: Tensor, dp: Tensor, sparse: bool) -> None:
 
 def _lower(x: Tensor, lowest: bool) -> Tensor:
     """A contiguous copy that is 0 past the diagonal, or -inf where ``lowest``."""
-    made, x = room(x), _by_rows(x)
+    made, x = empty_contiguous(x), _by_rows(x)
     if not made.numel():
         return made
     images, (rows, cols) = x.shape[0] * x.shape[1], x.shape[2:]
-    k = knobs("multi_token_attention.lower", tile_knobs, x.device, rows=rows, cols=cols, arrays=1)
+    k = launch_config(
+        "multi_token_attention.lower", tile_config, x.device, rows=rows, cols=cols, arrays=1
+    )
     tall = tile_rows(k.rows, x.stride(2), cols)
     launch(
         _multi_token_lower_kernel, images * cdiv(rows, tall), (x, made, *_places(x)),
@@ -159,7 +165,7 @@ def _zero_(y: Tensor) -> Tensor:
     if not y.numel():
         return y
     images, (rows, cols) = y.shape[0] * y.shape[1], y.shape[2:]
-    k = knobs("multi_token_attention.zero", zero_knobs, y.device, rows=rows, cols=cols)
+    k = launch_config("multi_token_attention.zero", zero_config, y.device, rows=rows, cols=cols)
     tall = tile_rows(GROUP.value, checked_cols(cols))
     launch(
         _multi_token_zero_kernel, images * cdiv(rows, tall), (y, rows, cols), (tall, k.block),
@@ -168,7 +174,7 @@ def _zero_(y: Tensor) -> Tensor:
     return y
 
 
-def _turn(x: Tensor, k: TurnKnobs, to_last: bool) -> Tensor:
+def _transpose(x: Tensor, k: TransposeConfig, to_last: bool) -> Tensor:
     """The lower triangle of ``x`` with heads adjacent, or with columns adjacent again."""
     (batch, heads, rows, cols), pieces = x.shape, cdiv(x.shape[3], k.block)
     layout = torch.channels_last if to_last else torch.contiguous_format
@@ -189,9 +195,11 @@ def _turn(x: Tensor, k: TurnKnobs, to_last: bool) -> Tensor:
     return made
 
 
-def _turning(weight: Tensor, p: Tensor, unit: int) -> TurnKnobs:
+def _transposing(weight: Tensor, p: Tensor, unit: int) -> TransposeConfig:
     sizes = {"heads": p.shape[1], "others": weight.shape[0], "size": p.element_size()}
-    found: TurnKnobs = knobs("multi_token_attention.turn", turn_knobs, p.device, **sizes, unit=unit)
+    found: TransposeConfig = launch_config(
+        "multi_token_attention.transpose", transpose_config, p.device, **sizes, unit=unit
+    )
     return found
 
 
@@ -201,9 +209,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
-    how, k = (stride, padding, dilation, groups), _turning(weight, p, 16)
+    how, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
     if k.block:
-        return _turn(conv2d(_turn(p, k, True), weight, bias, *how), k, False), p
+        return _transpose(conv2d(_transpose(p, k, True), weight, bias, *how), k, False), p
     return _zero_(conv2d(p, weight, bias, *how).contiguous()), p
 
 
@@ -213,8 +221,8 @@ def backward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The convolution's gradients, then in place of the probabilities' that of the scores."""
-    k = _turning(weight, p, 8)
-    sides = (_turn(dy, k, True), _turn(p, k, True)) if k.block else (_lower(dy, False), p)
+    k = _transposing(weight, p, 8)
+    sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
     found = torch.ops.aten.convolution_backward(
         *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
         [padding] * 2, [dilation] * 2, False, [0, 0], groups,
@@ -222,6 +230,6 @@ def backward(
     )  # fmt: skip
     dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in found)
     if needs_scores:
-        dp = _turn(dp, k, False) if k.block else dp.contiguous()
+        dp = _transpose(dp, k, False) if k.block else dp.contiguous()
         _softmax_backward_(p.contiguous(), dp, sparse)
     return dp, dweight.contiguous(), dbias

@@ -1,9 +1,9 @@
-"""Attention to neighbours on a line: the kernels of attention, whose tiles skip all other keys."""
+"""Attention to neighbors on a line: the kernels of attention, whose tiles skip all other keys."""
 
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.attention.attention import supports
-from liger_multi.reference.attention.neighborhood_attention import halves
+from liger_multi.reference.attention.neighborhood_attention import forward_and_backward
 
 __all__ = ["backward", "forward", "supports"]
 
-forward, backward = halves(attention)
+forward, backward = forward_and_backward(attention)

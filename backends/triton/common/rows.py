@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -22,7 +22,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "
 
 
 @dataclass(frozen=True)
-class ReduceKnobs:
+class ReduceConfig:
     """Tile of the sum over partials: ``block_rows`` partials by ``block`` columns."""
 
     block_rows: int = 32
@@ -160,9 +160,9 @@ def _sum_partials_kernel(
         tl.store(other_ptr + col, round_to(total, other_ptr.dtype.element_ty), mask=col < cols)
 
 
-def reduce_knobs(info: DeviceInfo, rows: int, cols: int) -> ReduceKnobs:
+def reduce_config(info: DeviceInfo, rows: int, cols: int) -> ReduceConfig:
     """Few columns: narrower tiles, so that more programs share the work."""
-    return ReduceKnobs() if cols > 2048 else ReduceKnobs(128, 16)
+    return ReduceConfig() if cols > 2048 else ReduceConfig(128, 16)
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,7 +174,7 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
     """The same of one or two sets of partials (sets, programs, cols), with a dtype for each."""
     count, cols = partial.shape[-2:]
     outs = tuple([partial.new_empty(cols, dtype=d) for d in dtypes])
-    k = knobs("sum_partials", reduce_knobs, partial.device, rows=count, cols=cols)
+    k = launch_config("sum_partials", reduce_config, partial.device, rows=count, cols=cols)
     launch(
         _sum_partials_kernel, cdiv(cols, k.block),
         (partial, outs[0], outs[1] if len(outs) > 1 else None, count, checked_cols(cols)),
@@ -210,7 +210,7 @@ def with_stride(x: Tensor) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
-def room(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous tensor of the shape of ``x``; ``x.new_empty(x.shape)`` costs the host twice."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 

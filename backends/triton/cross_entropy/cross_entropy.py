@@ -8,11 +8,11 @@ With z = cap * tanh(scale * raw / cap), p = softmax(z), lse = logsumexp(z) and t
     d zl / dz[j] = 2 z_loss_weight lse p[j]
     dz / draw = scale * (1 - (z / cap)^2)
 
-One program walks one row of any width. The sum of exponentials is anchored at the target's logit,
+One program passes one row of any width. The sum of exponentials is anchored at the target's logit,
 which is known before the first column: no running maximum, no barrier in the loop, and the loss is
 the logarithm of a sum that is at least 1. Where that sum overflows (a loss above 88) or the anchor
-is not finite, the row is walked again from its maximum. The same walk can be followed by one that
-overwrites the row by its gradient, while the row is still in the cache.
+is not finite, the row is processed again from its maximum. The same pass can be followed by one
+that overwrites the row by its gradient, while the row is still in the cache.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import (
     fill_zero,
     logit,
     row_maximum,
-    walk,
+    row_pass,
     write_gradient,
 )
 from liger_multi.backends.triton.cross_entropy.cross_entropy_reduce import filled, finish
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 @dataclass(frozen=True)
-class RowKnobs:
+class RowConfig:
     """Columns a step, warps a program, and how often the compiler unrolls the loop over steps."""
 
     block: int
@@ -55,13 +55,13 @@ class RowKnobs:
     unroll: int
 
 
-def row_knobs(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowKnobs:
+def row_config(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowConfig:
     """16 columns a thread, fewer where more than one sum a column must stay in registers."""
     block = min(power_of_2(checked_cols(cols)), 16384 if cols > 65536 else 8192)
     if sums > 1:  # with 4096 columns and 5 values each, sm100 spills (triton 3.6)
         block = min(block, 4096 if sums < 5 else 2048)
     threads = info.max_threads if block > 8192 else max(32, min(512, block // 8))
-    return RowKnobs(block, warps(threads, info.warp_size), 1)
+    return RowConfig(block, warps(threads, info.warp_size), 1)
 
 
 @triton.jit
@@ -107,14 +107,14 @@ def _cross_entropy_forward_kernel(
     anchor = own
     ENTROPY: tl.constexpr = entropy_ptr is not None
     ARGMAX: tl.constexpr = argmax_ptr is not None
-    total, spread, smooth, argmax = walk(
+    total, spread, smooth, argmax = row_pass(
         row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
         BLOCK, UNROLL,
     )  # fmt: skip
     # entropy is a difference, which loses digits where the anchor lies far below the maximum
     if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
         anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
-        total, spread, smooth, argmax = walk(
+        total, spread, smooth, argmax = row_pass(
             row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
             BLOCK, 1,
         )  # fmt: skip
@@ -199,14 +199,16 @@ def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]
 
 def _launch_rows(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], total: Optional[Tensor],
-    options: Objective, rows: Rows, scales: Optional[Tensor], add_zl: bool, inverse: bool = False,
+    options: Objective, rows: RowStats, scales: Optional[Tensor], add_zl: bool, inverse: bool = False,
 ) -> None:  # fmt: skip
     count, cols = logits.shape
     if not count:
         return
-    # each of these keeps one or two more fp32 values a column through the walk
+    # each of these keeps one or two more fp32 values a column through the pass
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
-    k = knobs("cross_entropy.forward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    k = launch_config(
+        "cross_entropy.forward", row_config, logits.device, rows=count, cols=cols, sums=sums
+    )
     launch(
         _cross_entropy_forward_kernel, count,
         (logits, target, weight, total, scales, *(filled(r) for r in rows), logits.stride(0),
@@ -217,7 +219,7 @@ def _launch_rows(
 
 
 def statistics(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: Rows
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats
 ) -> None:
     """Fill ``rows`` with the statistics of logits whose columns are adjacent."""
     total = weight_sum(weight, options)
@@ -225,7 +227,7 @@ def statistics(
 
 
 def loss_and_gradient_(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: Rows,
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats,
     scales: Tensor, *, add_zl: bool = False, inverse: bool = False,
 ) -> None:  # fmt: skip
     """Fill ``rows``, then overwrite raw logits by the gradient, in one launch.
@@ -253,7 +255,9 @@ def gradient_into(
     if not logits.numel():
         return
     sums = _sums(options)
-    k = knobs("cross_entropy.backward", row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+    k = launch_config(
+        "cross_entropy.backward", row_config, logits.device, rows=count, cols=cols, sums=sums
+    )
     launch(
         _cross_entropy_backward_kernel, count,
         (dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
@@ -280,7 +284,7 @@ def forward(
     check_targets(target, cols, ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()
-    rows = Rows.room(count, options, outputs, logits)
+    rows = RowStats.empty(count, options, outputs, logits)
     total = weight_sum(weight, options)
     add_zl = reduction == "none" and z_loss_weight != 0.0
     _launch_rows(_columns(logits), target, weight, total, options, rows, None, add_zl)

@@ -17,22 +17,22 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import checked_cols, power_of_2, round_to, warps
 from liger_multi.backends.triton.cross_entropy import cross_entropy as rows_of
 from liger_multi.backends.triton.cross_entropy.cross_entropy_reduce import finish, reduce_rows
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 @dataclass(frozen=True)
-class ScaleKnobs:
+class ScaleConfig:
     """Columns a step and warps a program."""
 
     block: int
     num_warps: int
 
 
-def scale_knobs(info: DeviceInfo, rows: int, cols: int) -> ScaleKnobs:
+def scale_config(info: DeviceInfo, rows: int, cols: int) -> ScaleConfig:
     """8 columns a thread."""
-    return ScaleKnobs(
+    return ScaleConfig(
         min(8192, power_of_2(checked_cols(cols))), warps(min(8192, cols) // 8, info.warp_size)
     )
 
@@ -75,7 +75,7 @@ def forward(
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()
     *_, by = reduce_rows(target, weight, None, logits.shape[1], ignore_index, reduction, "")
-    rows = Rows.room(logits.shape[0], options, outputs, logits)
+    rows = RowStats.empty(logits.shape[0], options, outputs, logits)
     wide = logits if logits.stride(1) == 1 else logits.contiguous()
     add_zl = reduction == "none" and z_loss_weight != 0.0
     rows_of.loss_and_gradient_(wide, target, weight, options, rows, by, add_zl=add_zl, inverse=True)
@@ -90,7 +90,9 @@ def backward(dloss: Tensor, logits: Tensor) -> None:
     rows, cols = logits.shape
     if not logits.numel():
         return
-    k = knobs("cross_entropy_inplace.backward", scale_knobs, logits.device, rows=rows, cols=cols)
+    k = launch_config(
+        "cross_entropy_inplace.backward", scale_config, logits.device, rows=rows, cols=cols
+    )
     strides = (dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1))
     launch(
         _cross_entropy_inplace_backward_kernel, rows, (dloss, logits, *strides, cols),

@@ -1,4 +1,4 @@
-"""Walks over one row of logits, of any width: its sums, its maximum and its gradient.
+"""Passes over one row of logits, of any width: its sums, its maximum and its gradient.
 
 The pieces of the kernels in cross_entropy.py; ``z`` is a logit after scale and softcap, in fp32.
 Both are None or run-time numbers: a temperature that changes with the steps compiles nothing.
@@ -22,7 +22,7 @@ def logit(raw, scale, softcap):
 
 
 @triton.jit
-def walk(
+def row_pass(
     row_ptr, weight_ptr, cols, anchor, scale, softcap,
     SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -86,7 +86,7 @@ def write_gradient(
     """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
 
     From the last columns to the first: of rows that do not fit into the cache together, what the
-    walk before has read last is still there (8192x128256 on an H200: 1381 to 1248 us).
+    pass before has read last is still there (8192x128256 on an H200: 1381 to 1248 us).
     """
     own = (1.0 - SMOOTHING) * ce_scale
     if weight_ptr is not None:

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import power_of_2, warps
-from liger_multi.dispatch.launch import DeviceInfo, knobs
-from liger_multi.reference.cross_entropy.rows import Rows
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.cross_entropy.rows import RowStats
 
 
 @dataclass(frozen=True)
-class ReduceKnobs:
+class ReduceConfig:
     """Rows a step and warps of the one program."""
 
     block: int
     num_warps: int
 
 
-def reduce_knobs(info: DeviceInfo, rows: int) -> ReduceKnobs:
+def reduce_config(info: DeviceInfo, rows: int) -> ReduceConfig:
     """One program for all rows, 8 of them a thread."""
     block = min(4096, power_of_2(rows))
-    return ReduceKnobs(block, warps(block // 8, info.warp_size))
+    return ReduceConfig(block, warps(block // 8, info.warp_size))
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def filled(x: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def reduce_rows(
-    target: Tensor, weight: Optional[Tensor], rows: Optional[Rows], cols: int, ignore_index: int,
+    target: Tensor, weight: Optional[Tensor], rows: Optional[RowStats], cols: int, ignore_index: int,
     reduction: str, outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, z_loss, token_accuracy (scalars, empty where unwanted) and the two denominators.
@@ -92,14 +92,14 @@ def reduce_rows(
     """
     wanted = outputs.split(",") if rows is not None else []
 
-    def room(keep: bool) -> Tensor:
+    def empty(keep: bool) -> Tensor:
         return target.new_empty(() if keep else (0,), dtype=torch.float32)
 
-    loss, by = room(rows is not None), target.new_empty(2, dtype=torch.float32)
-    z_loss, accuracy = room("z_loss" in wanted), room("token_accuracy" in wanted)
+    loss, by = empty(rows is not None), target.new_empty(2, dtype=torch.float32)
+    z_loss, accuracy = empty("z_loss" in wanted), empty("token_accuracy" in wanted)
     ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
     count = target.shape[0]
-    k = knobs("cross_entropy.reduce", reduce_knobs, target.device, rows=count)
+    k = launch_config("cross_entropy.reduce", reduce_config, target.device, rows=count)
     launch(
         _cross_entropy_reduce_kernel, 1,
         (target, weight, filled(ce), filled(zl), filled(argmax), filled(loss),
@@ -110,7 +110,7 @@ def reduce_rows(
 
 
 def finish(
-    rows: Rows, target: Tensor, weight: Optional[Tensor], cols: int, ignore_index: int,
+    rows: RowStats, target: Tensor, weight: Optional[Tensor], cols: int, ignore_index: int,
     reduction: str, outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import assume_rows, cdiv, warps
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.cross_entropy.float8 import FACTOR, PLAIN, Rounded, scale_for
 
 PROGRAMS = 8  # of the search for the largest element, a core
@@ -34,7 +34,7 @@ FORMATS = {  # bits of mantissa, bias
 
 
 @dataclass(frozen=True)
-class FlatKnobs:
+class FlatConfig:
     """Elements and warps of a program, and how many programs look for the largest element."""
 
     block: int
@@ -43,7 +43,7 @@ class FlatKnobs:
 
 
 @dataclass(frozen=True)
-class TileKnobs:
+class TileConfig:
     """Rows, columns and warps of a tile that is written in both layouts."""
 
     rows: int
@@ -51,14 +51,14 @@ class TileKnobs:
     num_warps: int
 
 
-def flat_knobs(info: DeviceInfo) -> FlatKnobs:
+def flat_config(info: DeviceInfo) -> FlatConfig:
     """8 elements a thread: one 16-byte access of a 16-bit dtype."""
-    return FlatKnobs(2048, PROGRAMS * info.cores, warps(256, info.warp_size))
+    return FlatConfig(2048, PROGRAMS * info.cores, warps(256, info.warp_size))
 
 
-def tile_knobs(info: DeviceInfo) -> TileKnobs:
+def tile_config(info: DeviceInfo) -> TileConfig:
     """Lines of 64 bytes in both layouts, 16 elements a thread."""
-    return TileKnobs(64, 64, warps(256, info.warp_size))
+    return TileConfig(64, 64, warps(256, info.warp_size))
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _round_both_ways_kernel(
     tl.store(across_ptr + turned + at, tl.trans(code), mask=mask)
 
 
-def _scale(x: Tensor, dtype: torch.dtype, k: FlatKnobs) -> Tensor:
+def _scale(x: Tensor, dtype: torch.dtype, k: FlatConfig) -> Tensor:
     """The scale of a tensor without gaps; nothing is read back."""
     steps = cdiv(x.numel(), k.block * k.programs)
     partial = torch.zeros(k.programs, dtype=torch.float32, device=x.device)
@@ -145,7 +145,7 @@ class TritonRounding:
         """The nearest values, by the smallest power of two under which none overflows."""
         if not x.numel():
             return PLAIN.rounded(x, dtype)
-        x, k = x.contiguous(), knobs("float8", flat_knobs, x.device)
+        x, k = x.contiguous(), launch_config("float8", flat_config, x.device)
         scale = _scale(x, dtype, k)
         data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         args = (x, scale, data, x.numel())
@@ -159,8 +159,8 @@ class TritonRounding:
         if not x.numel():
             return PLAIN.both_ways(x, dtype)
         x = x.contiguous()
-        scale = _scale(x, dtype, knobs("float8", flat_knobs, x.device))
-        k, (rows, cols) = knobs("float8.both_ways", tile_knobs, x.device), x.shape
+        scale = _scale(x, dtype, launch_config("float8", flat_config, x.device))
+        k, (rows, cols) = launch_config("float8.both_ways", tile_config, x.device), x.shape
         data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
         across = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(

@@ -13,8 +13,8 @@ from liger_multi.backends.triton.common.scaling import scale
 from liger_multi.backends.triton.cross_entropy import cross_entropy as rows_of
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.reference.cross_entropy.float8 import Rounding
-from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import halves
-from liger_multi.reference.cross_entropy.rows import Objective, Rows
+from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import forward_and_backward
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 def _contiguous(weight: Tensor | None) -> Tensor | None:
@@ -30,9 +30,9 @@ class TritonRows:
     @staticmethod
     def statistics(
         raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
-    ) -> Rows:
+    ) -> RowStats:
         """Statistics of every row; ``raw`` is left alone."""
-        rows = Rows.room(raw.shape[0], objective, outputs, raw)
+        rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
         rows_of.statistics(raw, target, _contiguous(weight), objective, rows)
         return rows
 
@@ -44,9 +44,9 @@ class TritonRows:
         objective: Objective,
         scales: Tensor,
         outputs: str,
-    ) -> Rows:
+    ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
-        rows = Rows.room(raw.shape[0], objective, outputs, raw)
+        rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
         rows_of.loss_and_gradient_(raw, target, _contiguous(weight), objective, rows, scales)
         return rows
 
@@ -66,4 +66,4 @@ class TritonRows:
         )
 
 
-forward, backward = halves(TritonRows())
+forward, backward = forward_and_backward(TritonRows())

@@ -6,7 +6,8 @@ it by its gradient, each element read once and written once: with log p = z - ls
     dz[j] = p[j] (share - entropy log p[j]) + [j = t] own
     dz / draw = scale * (1 - (z / cap)^2)
 
-where ``own``, ``share`` and ``entropy`` are numbers of the row, all 0 where it gets no gradient.
+where ``grad_target``, ``grad_lse`` and ``entropy`` are numbers of the row, all 0 where it gets no
+gradient.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import LOG2E, assume_cols, round_to
-from liger_multi.backends.triton.cross_entropy.cross_entropy import curve, row_knobs
+from liger_multi.backends.triton.cross_entropy.cross_entropy import curve, row_config
 from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import fill_zero, logit
 from liger_multi.backends.triton.cross_entropy.fused_linear_cross_entropy import TritonRows
-from liger_multi.dispatch.launch import knobs
-from liger_multi.reference.cross_entropy.fused_linear_log_prob import halves
+from liger_multi.dispatch.launch import launch_config
+from liger_multi.reference.cross_entropy.fused_linear_log_prob import forward_and_backward
 from liger_multi.reference.cross_entropy.log_prob import Upstream
 from liger_multi.reference.cross_entropy.rows import Objective
 
 
 @triton.jit
 def _log_prob_gradient_kernel(
-    raw_ptr, target_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, row_stride, target_stride, cols,
+    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride, target_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
     assume_cols(cols)
-    own = tl.load(own_ptr + row)
-    share = tl.load(share_ptr + row)
+    grad_target = tl.load(grad_target_ptr + row)
+    grad_lse = tl.load(grad_lse_ptr + row)
     ENTROPY: tl.constexpr = entropy_ptr is not None
     entropy = tl.load(entropy_ptr + row) if ENTROPY else 0.0
-    if (own == 0.0) & (share == 0.0) & (entropy == 0.0):
+    if (grad_target == 0.0) & (grad_lse == 0.0) & (entropy == 0.0):
         fill_zero(row_ptr, cols, BLOCK)
         return
     lse = tl.load(lse_ptr + row)
@@ -51,10 +52,10 @@ def _log_prob_gradient_kernel(
         log_p = z - lse
         dz = tl.exp2(log_p * LOG2E)
         if ENTROPY:
-            dz *= share - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
+            dz *= grad_lse - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
         else:
-            dz *= share
-        dz = tl.where(col == target, dz + own, dz)
+            dz *= grad_lse
+        dz = tl.where(col == target, dz + grad_target, dz)
         if softcap is not None:
             part = z * (1.0 / softcap)
             dz *= 1.0 - part * part
@@ -74,10 +75,10 @@ class TritonLogProbRows(TritonRows):
         count, cols = raw.shape
         if not raw.numel():
             return
-        # the walks of the cross entropy keep as many values a column in registers
+        # the passes of the cross entropy keep as many values a column in registers
         sums = 1 + (upstream.entropy is not None) + (objective.softcap is not None)
         name = "fused_linear_log_prob.backward"
-        k = knobs(name, row_knobs, raw.device, rows=count, cols=cols, sums=sums)
+        k = launch_config(name, row_config, raw.device, rows=count, cols=cols, sums=sums)
         strides = (raw.stride(0), target.stride(0))
         launch(
             _log_prob_gradient_kernel, count,
@@ -86,4 +87,4 @@ class TritonLogProbRows(TritonRows):
         )  # fmt: skip
 
 
-forward, backward = halves(TritonLogProbRows())
+forward, backward = forward_and_backward(TritonLogProbRows())

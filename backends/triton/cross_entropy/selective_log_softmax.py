@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen classes of a row: one walk forward, one backward.
+"""Log-probabilities of chosen classes of a row: one pass forward, one backward.
 
     log_prob[k] = z[index[k]] - lse,  z = scale * logits
     dz[j] = sum_k d[k] ([j = index[k]] - p[j])
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import LN2, LOG2E, assume_cols, round_to
-from liger_multi.backends.triton.cross_entropy.cross_entropy import row_knobs
+from liger_multi.backends.triton.cross_entropy.cross_entropy import row_config
 from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import (
     fill_zero,
     row_maximum,
-    walk,
+    row_pass,
 )
-from liger_multi.dispatch.launch import knobs
+from liger_multi.dispatch.launch import launch_config
 from liger_multi.reference.cross_entropy.reduction import check_targets
 
 
@@ -36,12 +36,12 @@ def _selective_log_softmax_forward_kernel(
     row_ptr = logits_ptr + row * row_stride
     assume_cols(cols)
     anchor = row_maximum(row_ptr, tl.minimum(cols, BLOCK), scale, None, BLOCK)
-    total, _, _, _ = walk(
+    total, _, _, _ = row_pass(
         row_ptr, None, cols, anchor, scale, None, False, False, False, BLOCK, UNROLL
     )
     if (total == float("inf")) | (total != total):
         anchor = row_maximum(row_ptr, cols, scale, None, BLOCK)
-        total, _, _, _ = walk(
+        total, _, _, _ = row_pass(
             row_ptr, None, cols, anchor, scale, None, False, False, False, BLOCK, 1
         )
     log_total = tl.log2(total) * LN2
@@ -111,14 +111,14 @@ def _columns(logits: Tensor) -> Tensor:
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and the normaliser of every row."""
+    """Log-probabilities and the normalizer of every row."""
     (count, cols), choices = logits.shape, index.shape[1]
     check_targets(index, cols, ignore_index, validate, "index")
     found = logits.new_empty(index.shape, dtype=torch.float32)
     lse, logits = logits.new_empty(count, dtype=torch.float32), _columns(logits)
     if count:
         name = "selective_log_softmax.forward"
-        k = knobs(name, row_knobs, logits.device, rows=count, cols=cols, sums=1)
+        k = launch_config(name, row_config, logits.device, rows=count, cols=cols, sums=1)
         args = (logits, index.contiguous(), found, lse, logits.stride(0), choices, cols)
         launch(
             _selective_log_softmax_forward_kernel, count,
@@ -137,7 +137,7 @@ def backward(
     if out.numel():
         name = "selective_log_softmax.backward"
         sums = 1 + (choices > 1)  # the loop over choices takes registers
-        k = knobs(name, row_knobs, logits.device, rows=count, cols=cols, sums=sums)
+        k = launch_config(name, row_config, logits.device, rows=count, cols=cols, sums=sums)
         args = (dlog_prob.contiguous(), logits, index.contiguous(), lse.contiguous(), out)
         launch(
             _selective_log_softmax_backward_kernel, count,

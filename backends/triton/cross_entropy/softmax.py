@@ -3,10 +3,10 @@
     y = exp(x - max) / sum exp(x - max)
     dx = y (dy - sum y dy)              of sparsemax, with s = [y > 0]: s (dy - sum s dy / sum s)
 
-Tiles of whole rows are read once. Wider rows are walked twice, the second time from their end, as
-what was read last may still be in the cache. The sum of exponentials is anchored at the maximum of
-the first step, so that no walk waits for a running maximum, and taken again from the row's maximum
-where it overflows.
+Tiles of whole rows are read once. Wider rows are processed twice, the second time from their end,
+as what was read last may still be in the cache. The sum of exponentials is anchored at the maximum
+of the first step, so that no pass waits for a running maximum, and taken again from the row's
+maximum where it overflows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import row_maximum, walk
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import row_maximum, row_pass
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 @dataclass(frozen=True)
-class TileKnobs:
+class TileConfig:
     """``rows`` whole rows a tile, or one row in steps of ``block`` columns where it is wider."""
 
     rows: int
@@ -42,14 +42,14 @@ class TileKnobs:
     num_warps: int
 
 
-def tile_knobs(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileKnobs:
+def tile_config(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileConfig:
     """Tiles of about 4096 elements, 16 of all ``arrays`` inputs a thread, of wide ones more."""
     block = power_of_2(checked_cols(cols))
     if block * arrays > 32768:
-        return TileKnobs(1, 8192, warps(info.max_threads, info.warp_size))
+        return TileConfig(1, 8192, warps(info.max_threads, info.warp_size))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
     threads = min(max(per_tile * block * arrays // 16, 32), info.max_threads)
-    return TileKnobs(per_tile, block, warps(threads, info.warp_size))
+    return TileConfig(per_tile, block, warps(threads, info.warp_size))
 
 
 @triton.jit
@@ -78,10 +78,12 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
     y_ptr += row * cols
     assume_cols(cols)
     anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows are wider than a step
-    total, _, _, _ = walk(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
+    total, _, _, _ = row_pass(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
     if (total == float("inf")) | (total != total):
         anchor = row_maximum(x_ptr, cols, None, None, BLOCK)
-        total, _, _, _ = walk(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
+        total, _, _, _ = row_pass(
+            x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1
+        )
     log2_total = tl.log2(total)
     last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
     for start in tl.range(0, cols, BLOCK):
@@ -167,7 +169,7 @@ def forward(x: Tensor) -> Tensor:
     count, cols = rows.shape
     if not y.numel():
         return y
-    k = knobs("softmax.forward", tile_knobs, x.device, rows=count, cols=cols, arrays=1)
+    k = launch_config("softmax.forward", tile_config, x.device, rows=count, cols=cols, arrays=1)
     if k.block < cols:
         args = (rows, y, rows.stride(0), cols)
         launch(_softmax_forward_wide_kernel, count, args, (k.block,), k.num_warps)
@@ -185,7 +187,7 @@ def backward_of(dy: Tensor, y: Tensor, sparse: bool) -> Tensor:
     count, cols = upstream.shape
     if not dx.numel():
         return dx
-    k = knobs("softmax.backward", tile_knobs, dy.device, rows=count, cols=cols, arrays=2)
+    k = launch_config("softmax.backward", tile_config, dy.device, rows=count, cols=cols, arrays=2)
     strides = (upstream.stride(0), given.stride(0))
     if k.block < cols:
         launch(

@@ -28,23 +28,23 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import row_maximum
 from liger_multi.backends.triton.cross_entropy.softmax import backward_of
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 @dataclass(frozen=True)
-class StepKnobs:
+class StepConfig:
     """Columns a step, one step where they hold the row, and warps a program."""
 
     block: int
     num_warps: int
 
 
-def row_knobs(info: DeviceInfo, rows: int, cols: int) -> StepKnobs:
+def row_config(info: DeviceInfo, rows: int, cols: int) -> StepConfig:
     """16 columns a thread, up to 16384 in registers."""
     block = power_of_2(checked_cols(cols))
     if block > 16384:
-        return StepKnobs(8192, warps(info.max_threads, info.warp_size))
-    return StepKnobs(block, warps(min(max(block // 16, 32), info.max_threads), info.warp_size))
+        return StepConfig(8192, warps(info.max_threads, info.warp_size))
+    return StepConfig(block, warps(min(max(block // 16, 32), info.max_threads), info.warp_size))
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def forward(x: Tensor) -> Tensor:
     count, cols = rows.shape
     if not y.numel():
         return y
-    k = knobs("sparsemax.forward", row_knobs, x.device, rows=count, cols=cols)
+    k = launch_config("sparsemax.forward", row_config, x.device, rows=count, cols=cols)
     wide = k.block < cols
     kernel = _sparsemax_forward_wide_kernel if wide else _sparsemax_forward_kernel
     launch(kernel, count, (rows, y, rows.stride(0), cols), (k.block,), k.num_warps)

@@ -1,9 +1,9 @@
 """Divergences of rows of two distributions: Kullback-Leibler, Jensen-Shannon, total variation.
 
-The equations are those of reference/divergences/divergence.py. One program walks one row of any
-width. Logits are read once for both normalisers, anchored at the maximum of the row's first step,
-so that no walk waits for a running maximum; KL comes out of that walk, the other losses and
-``slope`` out of a second one, which starts where the first ended. The gradient is a last walk, and
+The equations are those of reference/divergences/divergence.py. One program passes one row of any
+width. Logits are read once for both normalizers, anchored at the maximum of the row's first step,
+so that no pass waits for a running maximum; KL comes out of that pass, the other losses and
+``slope`` out of a second one, which starts where the first ended. The gradient is a last pass, and
 may overwrite the student. Log-probabilities and probabilities are read once for both loss and
 gradient.
 """
@@ -25,12 +25,12 @@ from liger_multi.backends.triton.divergences.divergence_passes import (
     FORWARD,
     LOGITS,
     REVERSE,
-    normalise,
+    normalize,
     sums,
     write_gradient,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
-from liger_multi.reference.divergences.row_stats import Goal, Rows
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
@@ -38,27 +38,29 @@ LEAST = 32  # columns a step, of which 4 are summed at once
 
 
 @dataclass(frozen=True)
-class PairKnobs:
+class PairConfig:
     """Columns a step and warps a program."""
 
     block: int
     num_warps: int
 
 
-def sum_knobs(info: DeviceInfo, rows: int, cols: int, logits: int, element_bytes: int) -> PairKnobs:
+def sum_config(
+    info: DeviceInfo, rows: int, cols: int, logits: int, element_bytes: int
+) -> PairConfig:
     """64 bytes a thread, with ``element_bytes`` of both a column: loads hide what is computed.
 
-    ``logits`` says whether rows are walked more than once: few rows at a time stay in the cache.
+    ``logits`` says whether rows are processed more than once: few rows at a time stay in the cache.
     """
     block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192 if logits else 4096)
     threads = min(info.max_threads, max(32, block * element_bytes // 64))
-    return PairKnobs(block, warps(threads, info.warp_size))
+    return PairConfig(block, warps(threads, info.warp_size))
 
 
-def gradient_knobs(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairKnobs:
+def gradient_config(info: DeviceInfo, rows: int, cols: int, logits: int) -> PairConfig:
     """8 columns of both a thread, which has one to write as well."""
     block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192)
-    return PairKnobs(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
+    return PairConfig(block, warps(min(info.max_threads, max(32, block // 8)), info.warp_size))
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _divergence_forward_kernel(
     loss = 0.0
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
-        s_shift, t_shift, loss = normalise(
+        s_shift, t_shift, loss = normalize(
             student_ptr, teacher_ptr, cols, scale, KIND, FORM, TEACHER_FORM, BLOCK
         )
     DONE: tl.constexpr = (FORM == LOGITS and TEACHER_FORM == LOGITS) and KIND <= REVERSE
@@ -160,32 +162,32 @@ def _step(x: Tensor | None) -> int:
     return x.stride(0) if x is not None and x.dim() else 0
 
 
-def _beta(goal: Goal) -> float | None:
+def _beta(spec: DivergenceSpec) -> float | None:
     """None for the usual half: constants, of which kernels need not choose one a class."""
-    return None if goal.beta == 0.5 else goal.beta
+    return None if spec.beta == 0.5 else spec.beta
 
 
-def _constants(goal: Goal, block: int) -> tuple[int, ...]:
-    return KINDS[goal.kind], FORMS[goal.form], FORMS[goal.teacher_form], block
+def _constants(spec: DivergenceSpec, block: int) -> tuple[int, ...]:
+    return KINDS[spec.kind], FORMS[spec.form], FORMS[spec.teacher_form], block
 
 
 def _rows(
-    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal,
+    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec,
     factor: Tensor | None,
-) -> Rows:  # fmt: skip
-    rows, (count, cols) = Rows.room(student.shape[0], goal, student), student.shape
+) -> DivergenceStats:  # fmt: skip
+    rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
     if not count:
         return rows
     kept = rows if factor is None else (rows.loss, None, None, None)
-    shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
+    shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
     shape["element_bytes"] = student.element_size() + teacher.element_size()
-    k = knobs(f"{name}.forward", sum_knobs, student.device, **shape)
+    k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
         (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
-         teacher.stride(0), _step(target), _step(factor), cols, goal.ignore_index, goal.scale,
-         _beta(goal)),
-        _constants(goal, k.block), k.num_warps,
+         teacher.stride(0), _step(target), _step(factor), cols, spec.ignore_index, spec.scale,
+         _beta(spec)),
+        _constants(spec, k.block), k.num_warps,
     )  # fmt: skip
     return rows
 
@@ -201,36 +203,41 @@ class TritonPairs:
         self.name = name
 
     def statistics(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal
-    ) -> Rows:
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
+    ) -> DivergenceStats:
         """Losses and residuals of rows."""
-        return _rows(self.name, _columns(student), _columns(teacher), target, goal, None)
+        return _rows(self.name, _columns(student), _columns(teacher), target, spec, None)
 
     def gradient_into(
-        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: Rows,
-        goal: Goal, factor: Tensor,
+        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats,
+        spec: DivergenceSpec, factor: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient times ``factor``."""
         count, cols = student.shape
         if not student.numel():
             return
         student, teacher = _columns(student), _columns(teacher)
-        shape = {"rows": count, "cols": cols, "logits": int(goal.form == "logits")}
-        k = knobs(f"{self.name}.backward", gradient_knobs, student.device, **shape)
+        shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
+        k = launch_config(f"{self.name}.backward", gradient_config, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
             (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
              student.stride(0), teacher.stride(0), _step(target), _step(factor), out.stride(0),
-             cols, goal.ignore_index, goal.scale, _beta(goal)),
-            _constants(goal, k.block), k.num_warps,
+             cols, spec.ignore_index, spec.scale, _beta(spec)),
+            _constants(spec, k.block), k.num_warps,
         )  # fmt: skip
 
     def loss_and_gradient_(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, goal: Goal, factor: Tensor
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        spec: DivergenceSpec,
+        factor: Tensor,
     ) -> Tensor:
         """Losses of rows; the student becomes its gradient."""
         wide = _columns(student)
-        loss = _rows(self.name, wide, _columns(teacher), target, goal, factor).loss
+        loss = _rows(self.name, wide, _columns(teacher), target, spec, factor).loss
         if wide is not student:
             student.copy_(wide)
         return loss

@@ -1,4 +1,4 @@
-"""Walks over one row of two distributions: normalisers, the sums of a loss, and the gradient.
+"""Passes over one row of two distributions: normalizers, the sums of a loss, and the gradient.
 
 The pieces of the kernels in divergence.py. ``s``, to base 2, and ``q`` are the student's logarithms
 and probabilities, ``t`` and ``p`` the teacher's. What is subtracted from logits is natural: of a
@@ -57,7 +57,7 @@ def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
 
 
 @triton.jit
-def _slopes(s, q, t, p, a, b, theirs, mine, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: tl.constexpr):
     """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
     if KIND == TVD:
         return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
@@ -67,8 +67,8 @@ def _slopes(s, q, t, p, a, b, theirs, mine, KIND: tl.constexpr, CONSTANT: tl.con
     if KIND == REVERSE:
         return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
-    x = -tl.log2(mine + theirs * tl.exp2(gap))  # log q - log m
-    return theirs * p * (gap + x) + q * (mine * x), mine * x * LN2
+    x = -tl.log2(students + teachers * tl.exp2(gap))  # log q - log m
+    return teachers * p * (gap + x) + q * (students * x), students * x * LN2
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def _both(
     student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
-    s, q, mine = _distribution(student_ptr, mask, scale, s_shift, FORM)
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
     if FORM == TEACHER_FORM:
-        return s, q, t, p, mine, other
+        return s, q, t, p, students, other
     return s, q, t, p, q, p
 
 
@@ -93,7 +93,7 @@ def _weights(beta):
 
 
 @triton.jit
-def _jensen_terms(s, t, theirs, mine):
+def _jensen_terms(s, t, teachers, students):
     """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
 
     By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
@@ -103,7 +103,7 @@ def _jensen_terms(s, t, theirs, mine):
     large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
     e = tl.exp2(far * -1.0)
     up = t > s
-    of_large = log2_near(tl.where(up, theirs, mine) + tl.where(up, mine, theirs) * e)
+    of_large = log2_near(tl.where(up, teachers, students) + tl.where(up, students, teachers) * e)
     of_small = e * (far + of_large)
     return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
 
@@ -121,7 +121,7 @@ def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _folded(x, BLOCK: tl.constexpr):
-    """Sums of 4 neighbours, which one thread holds: accumulators of a quarter of a step."""
+    """Sums of 4 neighbors, which one thread holds: accumulators of a quarter of a step."""
     return tl.sum(tl.reshape(x, [BLOCK // 4, 4]), axis=1)
 
 
@@ -155,11 +155,11 @@ def _totals(
 
 
 @triton.jit
-def normalise(
+def normalize(
     student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lse of logits (0 of other forms) and, of logits on both sides, KL in one walk."""
+    """The lse of logits (0 of other forms) and, of logits on both sides, KL in one pass."""
     s_anchor = 0.0
     t_anchor = 0.0
     first = tl.minimum(cols, BLOCK)
@@ -201,7 +201,7 @@ def sums(
 ):  # fmt: skip
     """Loss and slope of a row, from its end: what was read last may still be in the cache."""
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
-    theirs, mine = _weights(beta)
+    teachers, students = _weights(beta)
     lane = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK // 4], tl.float32)
     slope = tl.zeros([BLOCK // 4], tl.float32)
@@ -214,7 +214,7 @@ def sums(
         if LOGS:
             s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
-            of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
+            of_teacher, of_student = _jensen_terms(s, t, teachers, students)
             loss += _folded(of_teacher, BLOCK)
             slope += _folded(of_student, BLOCK)
         else:
@@ -222,7 +222,7 @@ def sums(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0)
+            each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND, 0.0)
             loss += _folded(each, BLOCK)
             if FORM == LOGITS:
                 if KIND == FORWARD:
@@ -234,8 +234,8 @@ def sums(
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
-        weighted *= -mine * LN2
-        return weighted - theirs * LN2 * total, weighted
+        weighted *= -students * LN2
+        return weighted - teachers * LN2 * total, weighted
     return total * (0.5 if KIND == TVD else LN2), weighted
 
 
@@ -245,10 +245,10 @@ def write_gradient(
     KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient times ``factor``; the loss of the same walk is returned if ``SUM``."""
+    """Write the gradient times ``factor``; the loss of the same pass is returned if ``SUM``."""
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
-    theirs, mine = _weights(beta)
-    by_log = -mine * LN2 * factor
+    teachers, students = _weights(beta)
+    by_log = -students * LN2 * factor
     lane = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK // 4], tl.float32)
     for start in tl.range(0, cols, BLOCK):
@@ -258,19 +258,21 @@ def write_gradient(
             s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
             if SUM:
-                of_teacher, of_student = _jensen_terms(s, t, theirs, mine)
-                loss -= _folded(theirs * of_teacher + mine * of_student, BLOCK)
+                of_teacher, of_student = _jensen_terms(s, t, teachers, students)
+                loss -= _folded(teachers * of_teacher + students * of_student, BLOCK)
                 dz = of_student * by_log
             else:
                 gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
-                log_m = log2_near(mine + theirs * tl.exp2(gap))  # over q
+                log_m = log2_near(students + teachers * tl.exp2(gap))  # over q
                 dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
         else:
             s, q, t, p, a, b = _both(
                 student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
                 TEACHER_FORM,
             )  # fmt: skip
-            each, r = _slopes(s, q, t, p, a, b, theirs, mine, KIND, 0.0 if FORM == LOGITS else 1.0)
+            each, r = _slopes(
+                s, q, t, p, a, b, teachers, students, KIND, 0.0 if FORM == LOGITS else 1.0
+            )
             if SUM:
                 loss += _folded(each, BLOCK)
             if KIND == FORWARD:

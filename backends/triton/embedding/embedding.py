@@ -27,13 +27,13 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.embedding.embedding import rounded
 
 
 @dataclass(frozen=True)
-class GatherKnobs:
+class GatherConfig:
     """``rows`` rows by ``block`` columns a tile."""
 
     rows: int
@@ -41,11 +41,11 @@ class GatherKnobs:
     num_warps: int
 
 
-def gather_knobs(info: DeviceInfo, rows: int, cols: int) -> GatherKnobs:
+def gather_config(info: DeviceInfo, rows: int, cols: int) -> GatherConfig:
     """Tiles of about 4096 elements, 16 a thread."""
     block = min(4096, power_of_2(checked_cols(cols)))
     per_tile = max(1, min(4096 // block, power_of_2(rows)))
-    return GatherKnobs(per_tile, block, warps(max(32, per_tile * block // 16), info.warp_size))
+    return GatherConfig(per_tile, block, warps(max(32, per_tile * block // 16), info.warp_size))
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def forward(
     y, weight = weight.new_empty(count, cols), _columns(weight)
     if not y.numel():
         return y
-    k = knobs("embedding.forward", gather_knobs, weight.device, rows=count, cols=cols)
+    k = launch_config("embedding.forward", gather_config, weight.device, rows=count, cols=cols)
     steps, factor = cdiv(cols, k.block), rounded(scale, weight.dtype)
     launch(
         _embedding_forward_kernel, cdiv(count, k.rows) * steps,
@@ -194,7 +194,7 @@ def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: f
     ids, order = torch.sort(_narrow(index, classes), stable=True)
     every = torch.arange(classes + 1, device=device, dtype=ids.dtype)
     bounds = torch.searchsorted(ids, every, out_int32=True)
-    k = knobs("embedding.backward", gather_knobs, device, rows=count, cols=cols)
+    k = launch_config("embedding.backward", gather_config, device, rows=count, cols=cols)
     # about as many windows in the longest run as rows in a window
     window, steps = max(64, power_of_2(math.isqrt(count)) // 2), cdiv(cols, k.block)
     partial = dy.new_empty(count // window, cols, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A mixture of experts: slots sorted by expert, grouped products, sums in one order.
+"""A mixture of experts: pairs sorted by expert, grouped products, sums in one order.
 
 Forward: two products; the first gathers tokens while it reads them and ends in the activation.
 Backward: the gradient of act(gate) * up first without the routing weight, so that the gradient of
@@ -25,25 +25,25 @@ from liger_multi.backends.triton.experts.fused_moe_kernels import (
     _moe_up_kernel,
 )
 from liger_multi.backends.triton.experts.grouped import (
-    ProductKnobs,
+    ProductConfig,
     choice,
-    library_product,
+    library_gemm,
     product,
-    product_knobs,
+    product_config,
 )
 from liger_multi.backends.triton.experts.grouped_weight import weight_gradient
-from liger_multi.backends.triton.experts.groups import Groups, Rows
-from liger_multi.backends.triton.experts.pairs import piece, sorted_slots
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.backends.triton.experts.pairs import piece, sorted_pairs
 from liger_multi.dispatch.launch import DeviceInfo
 
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
 
-def up_knobs(
+def up_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
-) -> ProductKnobs:
+) -> ProductConfig:
     """As other products; ``block_n`` columns of gate and as many of up are one tile."""
-    return product_knobs(info, rows, groups, cols, inner, element_bytes, factors=2)
+    return product_config(info, rows, groups, cols, inner, element_bytes, factors=2)
 
 
 def supports(x: Optional[Tensor], gate_up: Optional[Tensor] = None) -> str | None:
@@ -58,19 +58,19 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def activated(
-    x: Rows, weight: Tensor, bias: Optional[Tensor], index: Tensor, groups: Groups, keep: bool,
+    x: RowOperand, weight: Tensor, bias: Optional[Tensor], index: Tensor, groups: Groups, keep: bool,
     how: tuple[str, Numbers, bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """act(gate) * up of every row, and gate and up where they are kept."""
     activation, numbers, interleaved = how
     source, (_, wide, inner) = x.source, weight.shape
     cols = wide // 2
-    k = choice("fused_moe.up", up_knobs, source, groups, cols, inner)
+    k = choice("fused_moe.up", up_config, source, groups, cols, inner)
     made = source.new_empty(groups.rows, cols)
     if interleaved:
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
-        gate_up = library_product(k, x, weight, groups)
+        gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
         step = piece("activation", source, cols)
         pieces = cdiv(cols, step.block)
@@ -98,7 +98,7 @@ def combined(
     rows: Tensor, groups: Groups, routing: Optional[Tensor], bias: Optional[Tensor], index: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The sum over the slots of every token."""
+    """The sum over the pairs of every token."""
     cols = rows.shape[1]
     y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype)
     k = piece("combine", rows, cols)
@@ -143,18 +143,18 @@ def forward(
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
     keep = keep or needs_gate_up_bias or needs_down_bias
     index = index.contiguous()
-    order, inverse, offsets = sorted_slots(index, first.shape[0])
+    order, inverse, offsets = sorted_pairs(index, first.shape[0])
     if not order.numel() or not x.numel():
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
-    rows = Rows(_columns(x), gather=True)
+    rows = RowOperand(_columns(x), gather=True)
     made, gate_up = activated(
         rows, first, _dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
-    slots = product("fused_moe.down", Rows(made), second, groups)
-    y = combined(slots, groups, routing.contiguous(), _dense(down_bias), index, y_dtype)
+    pairs = product("fused_moe.down", RowOperand(made), second, groups)
+    y = combined(pairs, groups, routing.contiguous(), _dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
 
@@ -194,7 +194,7 @@ def backward(
     dx, dfirst, ddown, dbias, dother = (dy.new_empty(0) for _ in range(5))  # none is another
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
-    upstream = Rows(_columns(dy), gather=True)
+    upstream = RowOperand(_columns(dy), gather=True)
     dgate_up, drouting = None, routing.new_empty(0)
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
@@ -204,7 +204,7 @@ def backward(
             dproduct, gate_up, routing, groups, how, needs_routing, inner
         )
         if needs_down_weight:
-            sides = (upstream, Rows(dproduct))
+            sides = (upstream, RowOperand(dproduct))
             ddown = weight_gradient("fused_moe.ddown_weight", *sides, groups, transposed)
         del dproduct
     if needs_routing and down_bias is not None:
@@ -215,13 +215,13 @@ def backward(
     if needs_gate_up_bias and dgate_up is not None:
         dbias = _bias_gradient(dgate_up, groups, None)
     if needs_gate_up_weight and dgate_up is not None and x is not None:
-        sides = (Rows(dgate_up), Rows(_columns(x), gather=True))
+        sides = (RowOperand(dgate_up), RowOperand(_columns(x), gather=True))
         dfirst = weight_gradient("fused_moe.dgate_up_weight", *sides, groups, transposed)
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
         turned = gate_up_weight if transposed else gate_up_weight.mT
-        slots = product("fused_moe.dx", Rows(dgate_up), turned, groups)
-        dx = combined(slots, groups, None, None, index, dy.dtype)
+        pairs = product("fused_moe.dx", RowOperand(dgate_up), turned, groups)
+        dx = combined(pairs, groups, None, None, index, dy.dtype)
     return dx, dfirst, ddown, drouting, dbias, dother
 
 

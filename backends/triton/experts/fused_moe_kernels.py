@@ -1,4 +1,4 @@
-"""Kernels of a mixture of experts beside its products: activation both ways, and sums over slots.
+"""Kernels of a mixture of experts beside its products: activation both ways, and sums over pairs.
 
 The first product ends in the activation: a tile has the columns of gate and those of up, in two
 accumulators; where they alternate, a pass of its own follows. Backward gets the gradient of
@@ -7,7 +7,7 @@ act(gate) * up before the routing weight, d, and makes of it in one pass
     drouting = sum of d act(gate) up,  the gradient of gate and up of (routing d),
 
 and routing act(gate) up, which the gradient of the second weight needs, in the place of d. The sum
-over the slots of a token reads each from its sorted row: every sum has one order.
+over the pairs of a token reads each from its sorted row: every sum has one order.
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ def _moe_activation_backward_kernel(
 ):  # fmt: skip
     """One row a program; routing act(gate) up takes the place of d."""
     row = tl.program_id(0)
-    slot = tl.load(order_ptr + row).to(tl.int64)
-    if row >= tl.load(offsets_ptr + groups):  # a slot of no expert
+    pair = tl.load(order_ptr + row).to(tl.int64)
+    if row >= tl.load(offsets_ptr + groups):  # a pair of no expert
         if drouting_ptr is not None:
-            tl.store(drouting_ptr + slot, tl.zeros([], drouting_ptr.dtype.element_ty))
+            tl.store(drouting_ptr + pair, tl.zeros([], drouting_ptr.dtype.element_ty))
         return
-    routing = tl.load(routing_ptr + slot).to(tl.float32)
+    routing = tl.load(routing_ptr + pair).to(tl.float32)
     d_ptr += row.to(tl.int64) * cols
     gate_up_ptr += row.to(tl.int64) * (2 * cols)
     DTYPE: tl.constexpr = d_ptr.dtype.element_ty
@@ -197,7 +197,7 @@ def _moe_activation_backward_kernel(
             _store_pair(room, dgate, dup, start, cols, INTERLEAVED, BLOCK)
     if drouting_ptr is not None:
         total = round_to(tl.sum(share, axis=0), drouting_ptr.dtype.element_ty)
-        tl.store(drouting_ptr + slot, total)
+        tl.store(drouting_ptr + pair, total)
 
 
 @triton.jit
@@ -231,20 +231,20 @@ def _moe_combine_kernel(
 def _moe_bias_share_kernel(
     dy_ptr, bias_ptr, index_ptr, drouting_ptr, dy_stride, groups, cols, top_k, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """drouting[slot] += dy[token] . bias[expert]; one slot a program."""
-    slot = tl.program_id(0).to(tl.int64)
-    expert = tl.load(index_ptr + slot)
+    """drouting[pair] += dy[token] . bias[expert]; one pair a program."""
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(index_ptr + pair)
     if (expert < 0) | (expert >= groups):
         return
     share = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         assume_cols(start)
         col = start + tl.arange(0, BLOCK)
-        dy = tl.load(dy_ptr + slot // top_k * dy_stride + col, mask=col < cols, other=0.0)
+        dy = tl.load(dy_ptr + pair // top_k * dy_stride + col, mask=col < cols, other=0.0)
         bias = tl.load(bias_ptr + expert * cols + col, mask=col < cols, other=0.0)
         share += dy.to(tl.float32) * bias.to(tl.float32)
-    total = tl.load(drouting_ptr + slot).to(tl.float32) + tl.sum(share, axis=0)
-    tl.store(drouting_ptr + slot, round_to(total, drouting_ptr.dtype.element_ty))
+    total = tl.load(drouting_ptr + pair).to(tl.float32) + tl.sum(share, axis=0)
+    tl.store(drouting_ptr + pair, round_to(total, drouting_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -264,8 +264,8 @@ def _moe_bias_gradient_kernel(
         row = at + r
         inside = row < stop
         if routing_ptr is not None:
-            slot = tl.load(order_ptr + row, mask=inside, other=0).to(tl.int64)
-            ptrs = rows_ptr + (slot // per)[:, None] * row_stride + col[None, :]
+            pair = tl.load(order_ptr + row, mask=inside, other=0).to(tl.int64)
+            ptrs = rows_ptr + (pair // per)[:, None] * row_stride + col[None, :]
         else:  # rows without gaps, a scalar base
             assume_rows(rows_ptr, row_stride, 2 * ROWS)
             ptrs = rows_ptr + at.to(tl.int64) * row_stride
@@ -273,7 +273,7 @@ def _moe_bias_gradient_kernel(
         mask = inside[:, None] & (col < cols)[None, :]
         found = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if routing_ptr is not None:
-            found *= tl.load(routing_ptr + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+            found *= tl.load(routing_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += found
     out = round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty)
     tl.store(out_ptr + group.to(tl.int64) * cols + col, out, mask=col < cols)

@@ -28,15 +28,15 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.backends.triton.experts.groups import Groups, Rows
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 MOST_ROWS = 128  # of a tile, all formulas and tables
 _forced: list[bool] = []  # not of a context: backward runs on a thread of autograd's
 
 
 @dataclass(frozen=True)
-class ProductKnobs:
+class ProductConfig:
     """A tile of ``block_m`` by ``block_n``, ``block_k`` of the sum at a time; or the library's."""
 
     block_m: int
@@ -47,10 +47,10 @@ class ProductKnobs:
     library: bool = False
 
 
-def product_knobs(
+def product_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
     factors: int = 1,
-) -> ProductKnobs:  # fmt: skip
+) -> ProductConfig:  # fmt: skip
     """Tiles that most groups fit in, in stages that half the on-chip memory holds.
 
     Groups are uneven: a tile as large as their average reads the weights of every other one twice.
@@ -61,7 +61,7 @@ def product_knobs(
 
 def fitted(
     info: DeviceInfo, m: int, cols: int, inner: int, element_bytes: int, factors: int = 1
-) -> ProductKnobs:
+) -> ProductConfig:
     """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left.
 
     In fp32, waves of 64 with much memory would copy ahead of the sum 4 bytes at a time, and cores
@@ -81,7 +81,7 @@ def fitted(
     room = info.shared_bytes // (2 if large else 1)
     stages = max(1, min(most, room // stage))
     threads = max(info.warp_size, min(256, m * n * factors // share))
-    return ProductKnobs(m, n, k, stages, warps(threads, info.warp_size))
+    return ProductConfig(m, n, k, stages, warps(threads, info.warp_size))
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def products_by(library: bool) -> Iterator[None]:
         _forced.pop()
 
 
-def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
+def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
     """Whether PyTorch's grouped product serves this call: what it wants is not written anywhere."""
     wanted = _forced[-1] if _forced else k.library
     return wanted and all(
@@ -174,7 +174,9 @@ def by_library(k: ProductKnobs, *tensors: Tensor) -> bool:
     )
 
 
-def library_product(k: ProductKnobs, a: Rows, weight: Tensor, groups: Groups) -> Optional[Tensor]:
+def library_gemm(
+    k: ProductConfig, a: RowOperand, weight: Tensor, groups: Groups
+) -> Optional[Tensor]:
     """PyTorch's grouped product, or None where this call is not for it."""
     dense = weight if weight.stride(2) == 1 else weight.mT
     if by_library(k, a.source, dense) and dense.is_contiguous():
@@ -182,11 +184,11 @@ def library_product(k: ProductKnobs, a: Rows, weight: Tensor, groups: Groups) ->
     return None
 
 
-def product(name: str, a: Rows, weight: Tensor, groups: Groups) -> Tensor:
+def product(name: str, a: RowOperand, weight: Tensor, groups: Groups) -> Tensor:
     """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N)."""
     x, (_, cols, inner) = a.source, weight.shape
-    k = choice(name, product_knobs, x, groups, cols, inner)
-    found = library_product(k, a, weight, groups)
+    k = choice(name, product_config, x, groups, cols, inner)
+    found = library_gemm(k, a, weight, groups)
     if found is not None:
         return found
     out, tiles = x.new_empty(groups.rows, cols), groups.tiles(k.block_m)
@@ -203,15 +205,15 @@ def product(name: str, a: Rows, weight: Tensor, groups: Groups) -> Tensor:
 
 def choice(
     name: str,
-    formula: Callable[..., ProductKnobs],
+    formula: Callable[..., ProductConfig],
     a: Tensor,
     groups: Groups,
     cols: int,
     inner: int,
-) -> ProductKnobs:
-    """Knobs of a product; rows to the next power of two, so that lengths do not fill the cache."""
+) -> ProductConfig:
+    """Launch configuration of a product; rows to the next power of two, so that lengths do not fill the cache."""
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
-    found: ProductKnobs = knobs(
+    found: ProductConfig = launch_config(
         name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,
         inner=inner, element_bytes=a.element_size(),
     )  # fmt: skip

@@ -14,20 +14,20 @@ from torch import Tensor
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import assume_rows, cdiv, power_of_2, round_to
 from liger_multi.backends.triton.experts.grouped import (
-    ProductKnobs,
+    ProductConfig,
     by_library,
     choice,
     dot,
     fitted,
     source_rows,
 )
-from liger_multi.backends.triton.experts.groups import Groups, Rows
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
 from liger_multi.dispatch.launch import DeviceInfo
 
 
-def weight_knobs(
+def weight_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
-) -> ProductKnobs:
+) -> ProductConfig:
     """The same for gradients of weights, whose tiles are columns of both and sums go over rows."""
     m, factors = max(16, min(128, power_of_2(cols))), 2 if element_bytes > 2 else 1
     return fitted(info, m, inner, cdiv(rows, groups), element_bytes, factors)
@@ -76,13 +76,15 @@ def _zero_groups_kernel(out_ptr, offsets_ptr, size, steps, BLOCK: tl.constexpr):
             tl.store(out_ptr + place, zero, mask=place < size)
 
 
-def weight_gradient(name: str, left: Rows, right: Rows, groups: Groups, turned: bool) -> Tensor:
+def weight_gradient(
+    name: str, left: RowOperand, right: RowOperand, groups: Groups, turned: bool
+) -> Tensor:
     """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``."""
     if turned:
         left, right = right, left
     p, q = left.source, right.source
     m, n = p.shape[1], q.shape[1]
-    k = choice(name, weight_knobs, p, groups, m, n)
+    k = choice(name, weight_config, p, groups, m, n)
     if by_library(k, p, q):
         columns = left.written(groups).mT
         found = torch._grouped_mm(columns, right.written(groups), groups.offsets[1:])

@@ -2,7 +2,7 @@
 
 Groups are rows ``offsets[e]`` to ``offsets[e + 1]``. A table made on the device says for every tile
 of rows its group and its first row; the grid is the largest that any partition needs, and programs
-past the table's end leave at once. ``order`` is the slot of every row, of which ``per`` share a row
+past the table's end leave at once. ``order`` is the pair of every row, of which ``per`` share a row
 of the source.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, power_of_2
-from liger_multi.backends.triton.experts.pairs import inverse_of, rows_of_slots
+from liger_multi.backends.triton.experts.pairs import inverse_of, rows_of_pairs
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _group_tiles_kernel(
 
 @dataclass
 class Groups:
-    """Sorted rows: where groups begin, the slot of every row, and how many slots share a source."""
+    """Sorted rows: where groups begin, the pair of every row, and how many pairs share a source."""
 
     offsets: Tensor
     order: Tensor
@@ -65,7 +65,7 @@ class Groups:
 
     @property
     def inverse(self) -> Tensor:
-        """The sorted row of every slot; found once."""
+        """The sorted row of every pair; found once."""
         if self.placed is None:
             self.placed = inverse_of(self.order)
         return self.placed
@@ -87,7 +87,7 @@ class Groups:
 
 
 @dataclass
-class Rows:
+class RowOperand:
     """Rows of groups, or with ``gather`` what they are gathered from; columns are adjacent."""
 
     source: Tensor
@@ -100,5 +100,5 @@ class Rows:
             return self.source
         if self.made is None:
             at = (groups.inverse, groups.offsets, groups.per)
-            self.made = rows_of_slots(self.source, *at)
+            self.made = rows_of_pairs(self.source, *at)
         return self.made

@@ -36,11 +36,11 @@ from liger_multi.backends.triton.common.rows import (
     tile_rows,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 @dataclass(frozen=True)
-class DytKnobs:
+class DytConfig:
     """Tiles of ``rows`` x ``block`` columns; ``groups`` programs share the rows of a block."""
 
     rows: int
@@ -50,14 +50,14 @@ class DytKnobs:
     stages: int
 
 
-def dyt_knobs(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> DytKnobs:
+def dyt_config(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> DytConfig:
     """Tiles of 2048 elements, 8 a thread, of which three sums stay in registers."""
     block = max(16, min(512, power_of_2(cols)))
     per_tile = max(1, min(2048 // block, power_of_2(rows)))
     num_warps = warps(max(32, block * per_tile // 8), info.warp_size)
     groups = max(1, min(cdiv(rows, per_tile), cdiv(8 * info.cores, cdiv(cols, block))))
     stages = max(1, min(3, info.shared_bytes // (4 * per_tile * block * element_bytes)))
-    return DytKnobs(per_tile, block, num_warps, groups, stages)
+    return DytConfig(per_tile, block, num_warps, groups, stages)
 
 
 @triton.jit
@@ -152,7 +152,9 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         rows, cols = x.shape
         size = x.element_size()
-        k = knobs("dyt.forward", dyt_knobs, x.device, rows=rows, cols=cols, element_bytes=size)
+        k = launch_config(
+            "dyt.forward", dyt_config, x.device, rows=rows, cols=cols, element_bytes=size
+        )
         tiles, each = cdiv(cols, k.block), tile_rows(k.rows, x.stride(0), cols)
         launch(
             _dyt_forward_kernel, cdiv(rows, each) * tiles,
@@ -193,7 +195,9 @@ def _gradients(
     dy, x, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     rows, cols = x.shape
     size = dy.element_size() + x.element_size()
-    k = knobs("dyt.backward", dyt_knobs, x.device, rows=rows, cols=cols, element_bytes=size)
+    k = launch_config(
+        "dyt.backward", dyt_config, x.device, rows=rows, cols=cols, element_bytes=size
+    )
     programs = k.groups * cdiv(cols, k.block)
     partial = x.new_empty((len(wanted), k.groups, cols), dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]

@@ -26,9 +26,9 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
 )
 from liger_multi.backends.triton.norms import fused_add_rms_norm
-from liger_multi.backends.triton.norms.launch_config import forward_knobs
 from liger_multi.backends.triton.norms.rms_norm_kernels import _load_weight, _normalized
-from liger_multi.dispatch.launch import knobs
+from liger_multi.backends.triton.norms.row_config import forward_config
+from liger_multi.dispatch.launch import launch_config
 
 
 @triton.jit
@@ -118,7 +118,9 @@ def forward(
     rows, cols = x.shape
     by = (None if x_scale == 1.0 else x_scale, None if residual_scale == 1.0 else residual_scale)
     how = (offset, casting == "gemma", rounds)
-    k = knobs("fused_scaled_add_rms_norm.forward", forward_knobs, x.device, rows=rows, cols=cols)
+    k = launch_config(
+        "fused_scaled_add_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols
+    )
     tensors = (x, residual, weight, y, s, rstd, x.stride(0), residual.stride(0))
     if k.block >= cols:
         launch(

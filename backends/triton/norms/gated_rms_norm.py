@@ -20,28 +20,28 @@ from liger_multi.backends.triton.norms.gated_rms_norm_kernels import (
     _gated_rms_norm_forward_kernel,
     _gated_rms_norm_forward_wide_kernel,
 )
-from liger_multi.backends.triton.norms.launch_config import (
-    BackwardKnobs,
-    RowKnobs,
-    backward_knobs,
-    forward_knobs,
+from liger_multi.backends.triton.norms.row_config import (
+    BackwardConfig,
+    RowConfig,
+    backward_config,
+    forward_config,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
-def gated_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
+def gated_forward_config(info: DeviceInfo, rows: int, cols: int) -> RowConfig:
     """As the plain norm's, with two values a lane."""
-    return forward_knobs(info, rows, cols, sums=2)
+    return forward_config(info, rows, cols, sums=2)
 
 
-def gated_backward_knobs(
+def gated_backward_config(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
-) -> BackwardKnobs:
+) -> BackwardConfig:
     """As the layer norm's: a third input takes the registers of its second sum, and more.
 
     So there are 8 elements a thread and not 16.
     """
-    k = backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
+    k = backward_config(info, rows, cols, element_bytes, sums=2, widest=4096)
     threads = min(max(32, k.rows * k.block // 8), info.max_threads)
     return replace(k, num_warps=warps(threads, info.warp_size))
 
@@ -72,7 +72,9 @@ def forward(
     x, gate = as_rows(x, group_size), None if gate is None else as_rows(gate, group_size)
     weight = None if weight is None else weight.contiguous()
     rows = x.shape[0]
-    k = knobs("gated_rms_norm.forward", gated_forward_knobs, x.device, rows=rows, cols=group_size)
+    k = launch_config(
+        "gated_rms_norm.forward", gated_forward_config, x.device, rows=rows, cols=group_size
+    )
     strides = (x.stride(0), 0 if gate is None else gate.stride(0))
     tensors = (x, gate, weight, y, rstd)
     if k.block >= group_size:
@@ -122,16 +124,16 @@ def _launch(
     """Fill dx and dgate where there is room; the partial sums of the weight's gradient."""
     (rows, cols), groups = x.shape, x.shape[1] // size
     read = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())
-    k = knobs(
-        "gated_rms_norm.backward", gated_backward_knobs, x.device, rows=rows * groups, cols=size,
+    k = launch_config(
+        "gated_rms_norm.backward", gated_backward_config, x.device, rows=rows * groups, cols=size,
         element_bytes=read,
     )  # fmt: skip
-    walkers = max(1, min(cdiv(k.programs, groups), cdiv(rows, k.rows)))
-    partial = x.new_empty((walkers, cols), dtype=torch.float32) if needs_weight else None
+    row_programs = max(1, min(cdiv(k.programs, groups), cdiv(rows, k.rows)))
+    partial = x.new_empty((row_programs, cols), dtype=torch.float32) if needs_weight else None
     strides = (dy.stride(0), x.stride(0), 0 if gate is None else gate.stride(0))
     if k.block >= size:
         launch(
-            _gated_rms_norm_backward_kernel, walkers * groups,
+            _gated_rms_norm_backward_kernel, row_programs * groups,
             (dy, x, gate, weight, rstd, *made, partial, *strides, rows, size, groups),
             (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages), k.num_warps,
         )  # fmt: skip
@@ -145,8 +147,8 @@ def _launch(
     if partial is not None:
         launch(
             _gated_rms_norm_backward_wide_weight_kernel,
-            walkers * groups * cdiv(size, k.block),
-            (dy, x, gate, rstd, partial, *strides, rows, size, groups, walkers),
+            row_programs * groups * cdiv(size, k.block),
+            (dy, x, gate, rstd, partial, *strides, rows, size, groups, row_programs),
             (*how[2:], k.block, k.stages), k.num_warps,
         )  # fmt: skip
     return partial

@@ -8,7 +8,7 @@ With a = act(gate), w = weight + offset, and u = x a where the gate comes FIRST,
 
 n is rounded to the dtype of x under the llama casting, and so is w n before a gate. A program takes
 one group of columns, of a tile of rows; backward keeps to its group over strided tiles, so that the
-weight's gradient stays in registers. Groups too wide for registers are walked in steps.
+weight's gradient stays in registers. Groups too wide for registers are processed in steps.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _gated_rms_norm_backward_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % groups
-    walker = tl.program_id(0) // groups
+    row_program = tl.program_id(0) // groups
     row = tl.arange(0, ROWS)
     inner = tl.arange(0, BLOCK)
     col = group * size + inner
@@ -157,8 +157,8 @@ def _gated_rms_norm_backward_kernel(
     gate_offset = row[:, None] * gate_stride + inner[None, :]
     out_offset = row[:, None] * width + inner[None, :]
     partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    walkers = tl.num_programs(0) // groups
-    for tile in tl.range(walker, tl.cdiv(rows, ROWS), walkers, num_stages=STAGES):
+    row_programs = tl.num_programs(0) // groups
+    for tile in tl.range(row_program, tl.cdiv(rows, ROWS), row_programs, num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * ROWS
         out = first * width + place
         row_mask = first + row < rows
@@ -193,7 +193,7 @@ def _gated_rms_norm_backward_kernel(
                 du = round_to(du, dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + out + out_offset, du, mask=mask)
     if partial_ptr is not None:
-        partial_ptr += tl.cast(walker, tl.int64) * width + place
+        partial_ptr += tl.cast(row_program, tl.int64) * width + place
         tl.store(partial_ptr + inner, tl.sum(partial, axis=0), mask=inner < size)
 
 
@@ -255,18 +255,18 @@ def _gated_rms_norm_backward_wide_kernel(
 @triton.jit
 def _gated_rms_norm_backward_wide_weight_kernel(
     dy_ptr, x_ptr, gate_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, gate_stride, rows, size,
-    groups, walkers, ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr,
+    groups, row_programs, ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    walker = tl.program_id(0) % walkers
-    place = tl.program_id(0) // walkers
+    row_program = tl.program_id(0) % row_programs
+    place = tl.program_id(0) // row_programs
     group = place % groups
     start = (place // groups) * BLOCK
     lane = tl.arange(0, BLOCK)
     mask = start + lane < size
     start += group * size
     partial = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(walker, rows, walkers, num_stages=STAGES):
+    for index in tl.range(row_program, rows, row_programs, num_stages=STAGES):
         row = tl.cast(index, tl.int64)
         g = tl.load(dy_ptr + (row * dy_stride + start) + lane, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + (row * x_stride + start) + lane, mask=mask, other=0.0).to(tl.float32)
@@ -279,5 +279,5 @@ def _gated_rms_norm_backward_wide_weight_kernel(
             else:
                 g *= act
         partial += g * _scaled(n, 1.0, x_ptr, x_ptr, ROUND)
-    partial_ptr += tl.cast(walker, tl.int64) * (size * groups) + start
+    partial_ptr += tl.cast(row_program, tl.int64) * (size * groups) + start
     tl.store(partial_ptr + lane, partial, mask=mask)

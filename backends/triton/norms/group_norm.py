@@ -31,13 +31,13 @@ from liger_multi.backends.triton.norms.group_norm_kernels import (
     _group_norm_statistics_kernel,
     _group_norm_sums_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 JOIN_BLOCK = 1024  # channels of a group that are joined at a time
 
 
 @dataclass(frozen=True)
-class GroupKnobs:
+class GroupConfig:
     """``rows`` channels x ``block`` positions a tile, a whole group where ``whole`` is 1."""
 
     rows: int
@@ -46,24 +46,24 @@ class GroupKnobs:
     whole: int
 
 
-def forward_knobs(info: DeviceInfo, each: int, cols: int) -> GroupKnobs:
+def forward_config(info: DeviceInfo, each: int, cols: int) -> GroupConfig:
     """Groups up to 16384 values are one tile, 16 values a thread; of others, tiles of 4096."""
-    return _knobs(info, each, cols, 16384)
+    return _config(info, each, cols, 16384)
 
 
-def backward_knobs(info: DeviceInfo, each: int, cols: int) -> GroupKnobs:
+def backward_config(info: DeviceInfo, each: int, cols: int) -> GroupConfig:
     """The same with groups up to 8192 values, since two tensors are read."""
-    return _knobs(info, each, cols, 8192)
+    return _config(info, each, cols, 8192)
 
 
-def _knobs(info: DeviceInfo, each: int, cols: int, largest: int) -> GroupKnobs:
+def _config(info: DeviceInfo, each: int, cols: int, largest: int) -> GroupConfig:
     rows, block = power_of_2(checked_cols(each)), power_of_2(checked_cols(cols))
     if rows * block <= largest:
         threads = min(max(32, rows * block // 16), info.max_threads)
-        return GroupKnobs(rows, block, warps(threads, info.warp_size), 1)
+        return GroupConfig(rows, block, warps(threads, info.warp_size), 1)
     block = min(block, 2048)
     rows = tile_rows(4096 // block, cols)
-    return GroupKnobs(rows, block, warps(256, info.warp_size), 0)
+    return GroupConfig(rows, block, warps(256, info.warp_size), 0)
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
@@ -83,7 +83,7 @@ def forward(
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     x = x.contiguous()
     rows, channels, each, cols = _sizes(x, num_groups)
-    k = knobs("group_norm.forward", forward_knobs, x.device, each=each, cols=cols)
+    k = launch_config("group_norm.forward", forward_config, x.device, each=each, cols=cols)
     scale = 1.0 / (each * cols)
     if k.whole:
         launch(
@@ -139,7 +139,7 @@ def _launch(
     """Fill dx; the sums of dy * n and of dy of every sample and channel."""
     rows, channels, each, cols = _sizes(x, num_groups)
     sums = x.new_empty((2, x.shape[0], channels), dtype=torch.float32)
-    k = knobs("group_norm.backward", backward_knobs, x.device, each=each, cols=cols)
+    k = launch_config("group_norm.backward", backward_config, x.device, each=each, cols=cols)
     scale, tile = 1.0 / (each * cols), (k.rows, k.block)
     if k.whole:
         launch(

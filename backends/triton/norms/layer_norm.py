@@ -26,17 +26,17 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     assume_rows,
     cdiv,
-    room,
+    empty_contiguous,
     round_to,
     sum_all_partials,
     with_stride,
 )
-from liger_multi.backends.triton.norms.launch_config import (
-    BackwardKnobs,
-    backward_knobs,
-    forward_knobs,
+from liger_multi.backends.triton.norms.row_config import (
+    BackwardConfig,
+    backward_config,
+    forward_config,
 )
-from liger_multi.dispatch.launch import knobs
+from liger_multi.dispatch.launch import launch_config
 
 
 @triton.jit
@@ -218,14 +218,14 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize the last axis; return y, mean and rstd (fp32)."""
-    y, shape, cols = room(x), [*x.shape[:-1]], x.shape[-1]
+    y, shape, cols = empty_contiguous(x), [*x.shape[:-1]], x.shape[-1]
     mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
     x, stride = with_stride(x)
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
-    k = knobs("layer_norm.forward", forward_knobs, x.device, rows=rows, cols=cols, sums=2)
+    k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
@@ -246,7 +246,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     weight_dtype = None if weight is None else weight.dtype
-    dx = room(x) if needs_x else x.new_empty(0)
+    dx = empty_contiguous(x) if needs_x else x.new_empty(0)
     wanted = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
     if x.numel() == 0 or not (needs_x or wanted):
         sums = [x.new_zeros(x.shape[-1], dtype=d) for d in wanted]
@@ -267,8 +267,8 @@ def _gradients(
     weight = None if weight is None else weight.contiguous()
     cols, size = x.shape[-1], dy.element_size() + x.element_size()
     rows = x.numel() // cols
-    k = knobs(
-        "layer_norm.backward", backward_knobs, x.device, rows=rows, cols=cols,
+    k = launch_config(
+        "layer_norm.backward", backward_config, x.device, rows=rows, cols=cols,
         element_bytes=size, sums=2,
     )  # fmt: skip
     partial = x.new_empty(len(wanted), k.programs, cols, dtype=torch.float32)
@@ -288,7 +288,7 @@ def _gradients(
 def _wide(
     dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
     dx: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], strides: tuple[int, int],
-    rows: int, k: BackwardKnobs,
+    rows: int, k: BackwardConfig,
 ) -> None:  # fmt: skip
     cols = x.shape[-1]
     if dx is not None:

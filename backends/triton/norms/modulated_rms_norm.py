@@ -20,11 +20,6 @@ from liger_multi.backends.triton.common.rows import (
     sum_partials,
     warps,
 )
-from liger_multi.backends.triton.norms.launch_config import (
-    BackwardKnobs,
-    backward_knobs,
-    forward_knobs,
-)
 from liger_multi.backends.triton.norms.modulated_rms_norm_kernels import (
     _modulated_rms_norm_backward_kernel,
     _modulated_rms_norm_backward_wide_kernel,
@@ -32,28 +27,33 @@ from liger_multi.backends.triton.norms.modulated_rms_norm_kernels import (
     _modulated_rms_norm_forward_kernel,
     _modulated_rms_norm_forward_wide_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.backends.triton.norms.row_config import (
+    BackwardConfig,
+    backward_config,
+    forward_config,
+)
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 @dataclass(frozen=True)
-class ModulatedKnobs(BackwardKnobs):
-    """As BackwardKnobs; ``splits`` programs share the rows of a modulation."""
+class ModulatedConfig(BackwardConfig):
+    """As BackwardConfig; ``splits`` programs share the rows of a modulation."""
 
     splits: int
 
 
-def modulated_backward_knobs(
+def modulated_backward_config(
     info: DeviceInfo, rows: int, cols: int, modulations: int, element_bytes: int
-) -> ModulatedKnobs:
+) -> ModulatedConfig:
     """As the layer norm's, in tiles that no modulation's rows overlap."""
-    k = backward_knobs(info, rows, cols, element_bytes, sums=2, widest=4096)
+    k = backward_config(info, rows, cols, element_bytes, sums=2, widest=4096)
     each = max(1, rows // modulations)
     per_tile = min(k.rows, power_of_2(each))
     splits = max(1, min(k.programs // modulations, cdiv(each, per_tile)))
     programs = modulations * splits if splits > 1 else min(modulations, k.programs)
     threads = k.num_warps * info.warp_size * per_tile // k.rows
     num_warps = warps(max(32, threads), info.warp_size)
-    return ModulatedKnobs(per_tile, k.block, num_warps, programs, k.stages, splits)
+    return ModulatedConfig(per_tile, k.block, num_warps, programs, k.stages, splits)
 
 
 def forward(
@@ -75,7 +75,9 @@ def forward(
     rows, cols = x.shape
     each = rows * cols // scale.numel()
     how = (offset, casting == "gemma", casting == "llama" and weight is not None)
-    k = knobs("modulated_rms_norm.forward", forward_knobs, x.device, rows=rows, cols=cols, sums=2)
+    k = launch_config(
+        "modulated_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2
+    )
     tensors = (x, scale, shift, weight, y, rstd, x.stride(0))
     if k.block >= cols:
         launch(
@@ -123,8 +125,8 @@ def _launch(
     weight = None if weight is None else weight.contiguous()
     (rows, cols), count = x.shape, scale.numel() // x.shape[1]
     size = dy.element_size() + x.element_size()
-    k = knobs(
-        "modulated_rms_norm.backward", modulated_backward_knobs, x.device, rows=rows, cols=cols,
+    k = launch_config(
+        "modulated_rms_norm.backward", modulated_backward_config, x.device, rows=rows, cols=cols,
         modulations=count, element_bytes=size,
     )  # fmt: skip
     partial = x.new_empty((len(wanted), k.splits, count * cols), dtype=torch.float32)

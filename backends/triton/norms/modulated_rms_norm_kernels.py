@@ -8,7 +8,7 @@ With n = x * rstd, m = 1 + scale of the row's modulation, and w = weight + offse
 Forward gives a program a tile of rows. Backward gives a program some modulations, or, where there
 are few, some rows of one: its sums stay in registers. They leave in the dtype of the gradient, or
 as fp32 partials that another kernel adds in a fixed order. How many rows a modulation serves is a
-run-time number. Rows too wide for registers are walked in steps.
+run-time number. Rows too wide for registers are processed in steps.
 """
 
 from __future__ import annotations

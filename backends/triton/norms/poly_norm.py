@@ -8,7 +8,7 @@ With n_k = x^k r_k, r_k = (mean(x^(2 k)) + eps)^(-1/2), and w_k the weight of th
 
 Forward gives a program a tile of rows. Backward runs persistent programs, so that the sums over
 rows stay in a few registers; they leave as one fp32 partial a program. Rows too wide for registers
-are walked in steps.
+are processed in steps.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     sum_all_partials,
 )
-from liger_multi.backends.triton.norms.launch_config import (
-    BackwardKnobs,
-    RowKnobs,
-    backward_knobs,
-    forward_knobs,
+from liger_multi.backends.triton.norms.row_config import (
+    BackwardConfig,
+    RowConfig,
+    backward_config,
+    forward_config,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 PLACES: tl.constexpr = tl.constexpr(16)  # of a partial sum, three of them used: whole lines
 
 
-def poly_forward_knobs(info: DeviceInfo, rows: int, cols: int) -> RowKnobs:
-    """As the plain norm's, with three values a lane where a row is walked."""
-    return forward_knobs(info, rows, cols, sums=4)
+def poly_forward_config(info: DeviceInfo, rows: int, cols: int) -> RowConfig:
+    """As the plain norm's, with three values a lane where a row is processed."""
+    return forward_config(info, rows, cols, sums=4)
 
 
-def poly_backward_knobs(
+def poly_backward_config(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
-) -> BackwardKnobs:
+) -> BackwardConfig:
     """As the layer norm's: products of three powers take the registers of its second sum."""
-    return backward_knobs(info, rows, cols, element_bytes, sums=2)
+    return backward_config(info, rows, cols, element_bytes, sums=2)
 
 
 @triton.jit
@@ -242,7 +242,7 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
         return y, rstd.fill_(float("nan"))  # the mean of no column
     x, weight = as_rows(x), weight.contiguous()
     rows, cols = x.shape
-    k = knobs("poly_norm.forward", poly_forward_knobs, x.device, rows=rows, cols=cols)
+    k = launch_config("poly_norm.forward", poly_forward_config, x.device, rows=rows, cols=cols)
     tensors = (x, weight, bias, y, rstd, x.stride(0))
     if k.block >= cols:
         launch(
@@ -266,8 +266,8 @@ def backward(
         dy, x, rstd, weight = as_rows(dy), as_rows(x), rstd.contiguous(), weight.contiguous()
         rows, cols = x.shape
         size = dy.element_size() + x.element_size()
-        k = knobs(
-            "poly_norm.backward", poly_backward_knobs, x.device, rows=rows, cols=cols,
+        k = launch_config(
+            "poly_norm.backward", poly_backward_config, x.device, rows=rows, cols=cols,
             element_bytes=size,
         )  # fmt: skip
         # the second set has the bias in its first place

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv, room, sum_partials, with_stride
-from liger_multi.backends.triton.norms.launch_config import (
-    BackwardKnobs,
-    backward_knobs,
-    forward_knobs,
+from liger_multi.backends.triton.common.rows import (
+    cdiv,
+    empty_contiguous,
+    sum_partials,
+    with_stride,
 )
 from liger_multi.backends.triton.norms.rms_norm_kernels import (
     _rms_norm_backward_kernel,
@@ -24,7 +24,12 @@ from liger_multi.backends.triton.norms.rms_norm_kernels import (
     _rms_norm_forward_kernel,
     _rms_norm_forward_wide_kernel,
 )
-from liger_multi.dispatch.launch import knobs
+from liger_multi.backends.triton.norms.row_config import (
+    BackwardConfig,
+    backward_config,
+    forward_config,
+)
+from liger_multi.dispatch.launch import launch_config
 
 
 def forward(
@@ -57,15 +62,15 @@ def normalize(
     rounds = _rounds(casting, weight)
     dtype = torch.promote_types(kind, weight.dtype) if weight is not None and rounds else kind
     *lead, cols = x.shape
-    y, rstd = room(x, dtype), x.new_empty(lead, dtype=torch.float32)
-    s = None if residual is None else room(x, kind)
+    y, rstd = empty_contiguous(x, dtype), x.new_empty(lead, dtype=torch.float32)
+    s = None if residual is None else empty_contiguous(x, kind)
     if x.numel() == 0:
         return y, x if s is None else s, rstd.fill_(float("nan"))  # the mean of no column
     x, x_stride = with_stride(x)
     residual, residual_stride = (None, 0) if residual is None else with_stride(residual)
     weight = None if weight is None else weight.contiguous()
     rows = x.numel() // cols
-    k = knobs(f"{name}.forward", forward_knobs, x.device, rows=rows, cols=cols)
+    k = launch_config(f"{name}.forward", forward_config, x.device, rows=rows, cols=cols)
     constants = (offset, casting == "gemma", rounds)
     tensors = (x, residual, weight, y, s, rstd)
     strides = (x_stride, residual_stride)
@@ -88,7 +93,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of what was normalized and of weight; ``ds``, from other uses of x, is added."""
     needs_weight = needs_weight and weight is not None
-    dx = room(x) if needs_x else x.new_empty(0)
+    dx = empty_contiguous(x) if needs_x else x.new_empty(0)
     if x.numel() == 0 or not (needs_x or needs_weight):
         dweight = x.new_empty(0) if weight is None else torch.zeros_like(weight)
         return dx, dweight if needs_weight else dweight.new_empty(0)
@@ -98,8 +103,8 @@ def gradients(
     cols = x.shape[-1]
     rows = x.numel() // cols
     read = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
-    k = knobs(
-        f"{name}.backward", backward_knobs, x.device, rows=rows, cols=cols, element_bytes=read
+    k = launch_config(
+        f"{name}.backward", backward_config, x.device, rows=rows, cols=cols, element_bytes=read
     )
     partial = x.new_empty(k.programs, cols, dtype=torch.float32) if needs_weight else None
     strides = (dy_stride, ds_stride, x_stride)
@@ -120,7 +125,7 @@ def gradients(
 def _wide(
     dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
     dx: Optional[Tensor], partial: Optional[Tensor], strides: tuple[int, int, int], rows: int,
-    offset: float, casting: str, k: BackwardKnobs,
+    offset: float, casting: str, k: BackwardConfig,
 ) -> None:  # fmt: skip
     cols = x.shape[-1]
     if dx is not None:

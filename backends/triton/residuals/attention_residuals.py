@@ -27,15 +27,15 @@ from liger_multi.backends.triton.residuals.attention_residuals_kernels import (
     _attention_residuals_forward_kernel,
     _attention_residuals_forward_wide_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.residuals import attention_residuals as reference
 
-WIDEST = 8192  # columns; beyond, a row is walked in steps
+WIDEST = 8192  # columns; beyond, a row is processed in steps
 TILE_BYTES = 16384  # of a few blocks of a token, at a time
 
 
 @dataclass(frozen=True)
-class ResidualKnobs:
+class ResidualConfig:
     """``group`` blocks of ``rows`` tokens a tile, whole or in steps of ``block`` columns.
 
     Loads go ``stages`` - 1 tiles ahead; backward has ``programs`` persistent programs.
@@ -49,7 +49,7 @@ class ResidualKnobs:
     programs: int
 
 
-def backward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualKnobs:
+def backward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualConfig:
     """Tiles of 16 KiB; a thread has all blocks of 8 columns, of 16 where a tile has one or two.
 
     Narrow tokens are several, a block of each at a time. About two programs a core: what they have
@@ -59,20 +59,20 @@ def backward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> Residua
     if block > WIDEST:
         checked_cols(2 * cols)  # of two rows, a block apart
         programs = min(rows, 4 * info.cores)
-        return ResidualKnobs(1, 2, 2048, 1, warps(256, info.warp_size), programs)
+        return ResidualConfig(1, 2, 2048, 1, warps(256, info.warp_size), programs)
     tile = max(1, min(4096 // block, power_of_2(rows))) if block < 512 else 1
     group = 1 if block < 512 else max(1, min(8, TILE_BYTES // size // block))
     threads = max(32, min(tile * block // 8, 256 if block <= 4096 else 512))
     programs = min(cdiv(rows, tile), info.cores * max(1, 512 // threads))
-    return ResidualKnobs(tile, group, block, 1, warps(threads, info.warp_size), programs)
+    return ResidualConfig(tile, group, block, 1, warps(threads, info.warp_size), programs)
 
 
-def forward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualKnobs:
+def forward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualConfig:
     """The same tiles, of a program each; three of them on chip where there is room for 12.
 
     A thread has 32 columns, of two blocks: programs of few warps wait less for each other's sums.
     """
-    k = backward_knobs(info, rows, cols, size)
+    k = backward_config(info, rows, cols, size)
     stages = max(1, min(3, info.shared_bytes // (4 * TILE_BYTES)))
     if size == 2 and k.rows == 1 and k.block <= WIDEST:
         threads = max(32, k.block // 32)
@@ -80,9 +80,9 @@ def forward_knobs(info: DeviceInfo, rows: int, cols: int, size: int) -> Residual
     return replace(k, stages=stages, programs=0)
 
 
-def _knobs(half: str, formula: Callable[..., ResidualKnobs], v: Tensor) -> ResidualKnobs:
-    return knobs(
-        f"attention_residuals.{half}", formula, v.device, rows=v.shape[1], cols=v.shape[2],
+def _config(direction: str, formula: Callable[..., ResidualConfig], v: Tensor) -> ResidualConfig:
+    return launch_config(
+        f"attention_residuals.{direction}", formula, v.device, rows=v.shape[1], cols=v.shape[2],
         size=v.element_size(),
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def forward(
     count, rows, cols = v.shape
     y = v.new_empty(blocks.shape[1:])
     p, rstd = (v.new_empty(blocks.shape[:-1], dtype=torch.float32) for _ in range(2))
-    k = _knobs("forward", forward_knobs, v)
+    k = _config("forward", forward_config, v)
     weight = None if weight is None else weight.contiguous()
     tensors = (v, query.contiguous(), weight, y, p, rstd)
     numbers = (v.stride(0), v.stride(1), count, rows, cols, eps)
@@ -142,7 +142,7 @@ def backward(
         return reference.backward(dy, blocks, query, weight, p, rstd, *needs)
     v, (dy, dy_stride) = _view(blocks), with_stride(dy)
     count, rows, cols = v.shape
-    k = _knobs("backward", backward_knobs, v)
+    k = _config("backward", backward_config, v)
     tile, group = tile_rows(k.rows, v.stride(1), dy_stride), _near(k.group, v)
     dv = v.new_empty(blocks.shape) if needs_blocks else None
     weight = None if weight is None else weight.contiguous()

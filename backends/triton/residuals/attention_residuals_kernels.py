@@ -10,10 +10,10 @@ With w = query * weight, and for block i of a token r_i = (mean(v_i^2) + eps)^(-
 Memory is the bound. Forward reads every block once: a few blocks of a token (or of some narrow
 tokens) are a tile, whose two sums over columns are one reduction, and the softmax runs along as
 its maximum grows. Scores wait in the buffer of p for the last maximum. Backward runs persistent
-programs over strided tokens: they walk through the blocks for the products with dy, then back
+programs over strided tokens: they pass through the blocks for the products with dy, then back
 through them, from the cache, for the gradients. dw stays in registers and leaves as one fp32
 partial a program. The numbers of rows and of blocks are run-time numbers. Rows too wide for
-registers are walked in steps of columns, by kernels that read twice.
+registers are processed in steps of columns, by kernels that read twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Coefficients of hyper-connections: sigmoids and Sinkhorn's iteration in one launch each way.
 
 A program has some rows, each with its N by N matrix in registers. Backward computes the iterates
-again, writes them to a buffer of its own and walks back through them. Sums of rows and columns
+again, writes them to a buffer of its own and passes back through them. Sums of rows and columns
 that are masked are 1. The product that reads the streams stands in :mod:`.hyper_mixes`.
 """
 
@@ -27,22 +27,22 @@ from liger_multi.backends.triton.common.rows import (
     sum_partials,
 )
 from liger_multi.backends.triton.residuals import hyper_mixes
-from liger_multi.dispatch.launch import DeviceInfo, knobs
-from liger_multi.reference.residuals.hyper_connections import halves
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.residuals.hyper_connections import forward_and_backward
 from liger_multi.reference.residuals.sinkhorn import How
 
 
 @dataclass(frozen=True)
-class SquashKnobs:
+class SquashConfig:
     """``rows`` rows a program."""
 
     rows: int
     num_warps: int
 
 
-def squash_knobs(info: DeviceInfo, streams: int) -> SquashKnobs:
+def squash_config(info: DeviceInfo, streams: int) -> SquashConfig:
     """Matrices of about 256 elements together for one warp: their sums need no other."""
-    return SquashKnobs(max(1, 256 // power_of_2(streams) ** 2), 1)
+    return SquashConfig(max(1, 256 // power_of_2(streams) ** 2), 1)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _logits(m, bias_ptr, scale_ptr, at, mask, PART: tl.constexpr):
 
 
 @triton.jit
-def _squash_kernel(
+def _sinkhorn_kernel(
     m_ptr, bias_ptr, scale_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale,
     N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _undivide(d, m, total, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _squash_backward_kernel(
+def _sinkhorn_backward_kernel(
     m_ptr, bias_ptr, scale_ptr, rstd_ptr, dpre_ptr, dpost_ptr, dmix_ptr, d_ptr, own_ptr, sums_ptr,
     kept_ptr, rows, steps, eps, post_scale, length, wide_sums, N: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -207,10 +207,10 @@ class TritonParts:
         pre, post = m.new_empty(rows, count), m.new_empty(rows, count)
         mix = m.new_empty(rows, count, count)
         if rows:
-            k = knobs("hyper_connections.forward", squash_knobs, m.device, streams=count)
+            k = launch_config("hyper_connections.forward", squash_config, m.device, streams=count)
             args = (m.contiguous(), bias.contiguous(), scale.contiguous(), pre, post, mix, rows)
             constants = (count, power_of_2(count), k.rows)
-            launch(_squash_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
+            launch(_sinkhorn_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
         return pre, post, mix
 
     @staticmethod
@@ -226,7 +226,7 @@ class TritonParts:
                 t.new_zeros(t.shape if n else 0) for t, n in zip((bias, scale), needs, strict=True)
             )
             return d, own, dbias, dscale
-        k = knobs("hyper_connections.backward", squash_knobs, m.device, streams=count)
+        k = launch_config("hyper_connections.backward", squash_config, m.device, streams=count)
         checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
         programs = cdiv(rows, k.rows)
         wide = cdiv(outputs + 3, 16) * 16  # what is past them is not used
@@ -236,7 +236,7 @@ class TritonParts:
         given = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
         args = (*given, *dense, d, own, sums, kept, rows, *how[1:], length, wide)
         constants = (count, power_of_2(count), k.rows)
-        launch(_squash_backward_kernel, programs, args, constants, k.num_warps)
+        launch(_sinkhorn_backward_kernel, programs, args, constants, k.num_warps)
         total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)
         dbias = total[:outputs].to(bias.dtype) if needs[0] else bias.new_empty(0)
         dscale = (
@@ -247,7 +247,7 @@ class TritonParts:
         return d, own, dbias, dscale
 
 
-forward, backward = halves(TritonParts())
+forward, backward = forward_and_backward(TritonParts())
 
 
 def supports(x: Tensor) -> str | None:

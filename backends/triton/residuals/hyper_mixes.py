@@ -28,7 +28,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.backends.triton.experts.grouped import dot
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.residuals import hyper_mixes as reference
 
 SUMMED = 512  # logits of a program that adds chunks
@@ -38,7 +38,7 @@ MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 
 
 @dataclass(frozen=True)
-class MixKnobs:
+class MixConfig:
     """``rows`` rows by ``block`` columns a step; ``chunks`` parts of a row, backward of the rows.
 
     ``library``: PyTorch's products, as in the reference.
@@ -65,7 +65,7 @@ def _threads(outputs: int) -> int:
     return 256 if _tall(outputs) > 32 else 128
 
 
-def mix_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
+def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixConfig:
     """Steps of 8 KiB of streams, at most four under way; of 4 KiB where outputs are many.
 
     About eight programs a core, of eight steps at least. A fourth step of fp32 under way would
@@ -76,10 +76,10 @@ def mix_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -
     block, most = max(32, block), 4 if size == 2 else 3
     stages = _stages(info, tile, outputs, block, most)
     chunks = max(1, min(cdiv(cols, 8 * block), 8 * info.cores // cdiv(rows, tile)))
-    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
+    return MixConfig(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
-def gradient_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixKnobs:
+def gradient_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixConfig:
     """Tiles of the weight's gradient as large as registers hold, about eight programs a core.
 
     Cores of little memory would keep steps under way in registers, which then spill.
@@ -91,7 +91,7 @@ def gradient_knobs(info: DeviceInfo, rows: int, cols: int, outputs: int, size: i
     # fp32 has three times the parts
     tile, most = 16 if tall > 32 else 64 // size, 4 if size == 2 else 3
     stages = _stages(info, tile, 0, block, most if large else 1)
-    return MixKnobs(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
+    return MixConfig(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     found = rows.new_empty(count, outputs, dtype=torch.float32)
     rstd = rows.new_empty(count, dtype=torch.float32)
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
-    k = knobs("hyper_mixes.forward", mix_knobs, rows.device, **shape)
+    k = launch_config("hyper_mixes.forward", mix_config, rows.device, **shape)
     if k.library:
         return reference.mixes(rows, weight, rms_eps)
     tiles, per = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
@@ -269,7 +269,7 @@ def gradients(
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
-    k = knobs("hyper_mixes.backward", gradient_knobs, rows.device, **shape)
+    k = launch_config("hyper_mixes.backward", gradient_config, rows.device, **shape)
     if k.library:
         return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
     per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)

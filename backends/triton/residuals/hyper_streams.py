@@ -27,31 +27,31 @@ from liger_multi.backends.triton.common.rows import (
     tile_rows,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 LARGEST = 4096  # elements of a tile
 MOST_KEPT = 8  # streams whose sums of all pairs a thread keeps
 
 
 @dataclass(frozen=True)
-class StreamKnobs:
+class StreamConfig:
     """All streams of ``block`` columns a step."""
 
     block: int
     num_warps: int
 
 
-def stream_knobs(info: DeviceInfo, streams: int, cols: int, size: int) -> StreamKnobs:
+def stream_config(info: DeviceInfo, streams: int, cols: int, size: int) -> StreamConfig:
     """Columns that 128 threads load by 16 bytes each; fewer of both where streams are many."""
     each = 16 // size
     most = min(128 * each, LARGEST // power_of_2(streams))
     block = max(16, min(power_of_2(checked_cols(cols)), most))
-    return StreamKnobs(block, warps(max(32, block // each), info.warp_size))
+    return StreamConfig(block, warps(max(32, block // each), info.warp_size))
 
 
 @triton.jit
 def _partly(x, TALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of neighbours in a row, which one thread holds where WIDTH is the number of threads."""
+    """Sums of neighbors in a row, which one thread holds where WIDTH is the number of threads."""
     return tl.sum(tl.reshape(x, [TALL, WIDTH, BLOCK // WIDTH]), axis=2)
 
 
@@ -193,7 +193,7 @@ def tile(name: str, rows: Tensor) -> tuple[tuple[int, int, int], int, int]:
     """Constants of a launch over rows of streams (rows, N, C), its warps, and pieces of a row."""
     _, streams, cols = rows.shape
     sizes = {"streams": streams, "cols": cols, "size": rows.element_size()}
-    k = knobs(name, stream_knobs, rows.device, **sizes)
+    k = launch_config(name, stream_config, rows.device, **sizes)
     return (streams, power_of_2(streams), k.block), k.num_warps, cdiv(cols, k.block)
 
 

@@ -37,12 +37,14 @@ class ComplexRope:
         k_order: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Rotate q and k; products and sums in fp32, rounded once."""
-        orders, dtypes, turn = (
+        orders, dtypes, turning = (
             (q_order, k_order),
             (q.dtype, k.dtype),
             _complex_angles(freqs, rotary_dim),
         )
-        return rotate("rope_complex", (q, k), orders, dtypes, head_axis, turn, (True, True), False)
+        return rotate(
+            "rope_complex", (q, k), orders, dtypes, head_axis, turning, (True, True), False
+        )
 
     @staticmethod
     def backward(
@@ -52,12 +54,12 @@ class ComplexRope:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
         given = (dq_out if needs_q else None, dk_out if needs_k else None)
-        orders, dtypes, turn = (
+        orders, dtypes, turning = (
             (q_order, k_order),
             (q_dtype, k_dtype),
             _complex_angles(freqs, rotary_dim),
         )
-        return rotate("rope_complex", given, orders, dtypes, head_axis, turn, (True, True), True)
+        return rotate("rope_complex", given, orders, dtypes, head_axis, turning, (True, True), True)
 
 
 class MultimodalRope:
@@ -74,10 +76,12 @@ class MultimodalRope:
         """Rotate q and k; products and sums in fp32, rounded once."""
         beside = style == "interleaved"
         dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
-        turn = angles("", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked)
+        turning = angles(
+            "", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked
+        )
         orders = (q_order, k_order)
         return rotate(
-            "rope_multimodal", (q, k), orders, dtypes, head_axis, turn, (beside, beside), False
+            "rope_multimodal", (q, k), orders, dtypes, head_axis, turning, (beside, beside), False
         )
 
     @staticmethod
@@ -89,9 +93,11 @@ class MultimodalRope:
         """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
         beside = style == "interleaved"
         given = (dq_out if needs_q else None, dk_out if needs_k else None)
-        turn = angles("", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked)
+        turning = angles(
+            "", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked
+        )
         return rotate(
-            "rope_multimodal", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turn,
+            "rope_multimodal", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turning,
             (beside, beside), True,
         )  # fmt: skip
 
@@ -110,7 +116,7 @@ class PositionRope:
         """Rotate q and k; products and sums in fp32, rounded once."""
         beside, orders = style == "interleaved", (q_order, k_order)
         kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
-        turn = _position_angles(
+        turning = _position_angles(
             q.dtype, position_ids, inv_freq, scaling, sections, chunked, casting
         )
         return rotate(
@@ -119,7 +125,7 @@ class PositionRope:
             orders,
             (q.dtype, kind),
             head_axis,
-            turn,
+            turning,
             (beside, beside),
             False,
         )
@@ -136,11 +142,11 @@ class PositionRope:
             style == "interleaved",
             (dq_out if needs_q else None, dk_out if needs_k else None),
         )
-        turn = _position_angles(
+        turning = _position_angles(
             q_dtype, position_ids, inv_freq, scaling, sections, chunked, casting
         )
         return rotate(
-            "rope_positions", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turn,
+            "rope_positions", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turning,
             (beside, beside), True,
         )  # fmt: skip
 
@@ -158,8 +164,10 @@ class SortedRope:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Rotate q and k; products and sums in fp32, rounded once."""
         dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
-        orders, turn = (q_order, k_order), angles("", cos, sin, rotary_dim)
-        return rotate("rope_sorted", (q, k), orders, dtypes, head_axis, turn, (True, False), False)
+        orders, turning = (q_order, k_order), angles("", cos, sin, rotary_dim)
+        return rotate(
+            "rope_sorted", (q, k), orders, dtypes, head_axis, turning, (True, False), False
+        )
 
     @staticmethod
     def backward(
@@ -169,12 +177,12 @@ class SortedRope:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
         given = (dq_out if needs_q else None, dk_out if needs_k else None)
-        orders, dtypes, turn = (
+        orders, dtypes, turning = (
             (q_order, k_order),
             (q_dtype, k_dtype),
             angles("", cos, sin, rotary_dim),
         )
-        return rotate("rope_sorted", given, orders, dtypes, head_axis, turn, (False, True), True)
+        return rotate("rope_sorted", given, orders, dtypes, head_axis, turning, (False, True), True)
 
 
 OPERATORS = {

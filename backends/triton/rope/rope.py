@@ -6,9 +6,9 @@ For a pair of channels (a, b) of a token, which the values of cos and sin need n
 
 Backward is the transposed matrix: the same with sin_a and sin_b exchanged and negated.
 
-A program takes some tokens and walks over blocks of heads, those of q first; cos and sin of its
+A program takes some tokens and iterates over blocks of heads, those of q first; cos and sin of its
 tokens stay in registers. Strides say where everything stands, so no layout is copied. The two
-channels of a pair are loaded as two tiles, or, where they are neighbours, as one that is split in
+channels of a pair are loaded as two tiles, or, where they are neighbors, as one that is split in
 registers. Sizes of batch and sequence are plain arguments: a new length compiles nothing.
 """
 
@@ -33,13 +33,13 @@ from liger_multi.backends.triton.rope.rope_tiles import (
     place,
     strides,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.rope.rope import dense, output_dtype
 
 
 @dataclass(frozen=True)
-class RopeKnobs:
-    """Tiles of ``heads`` x ``tokens``; a program walks over ``share`` of them with its tokens."""
+class RopeConfig:
+    """Tiles of ``heads`` x ``tokens``; a program iterates over ``share`` of them with its tokens."""
 
     tokens: int
     heads: int
@@ -47,10 +47,10 @@ class RopeKnobs:
     num_warps: int
 
 
-def rope_knobs(
+def rope_config(
     info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, plain: bool
-) -> RopeKnobs:
-    """Tiles of 4096 elements; many programs a core before long walks.
+) -> RopeConfig:
+    """Tiles of 4096 elements; many programs a core before long passes.
 
     32 elements a thread keep more loads on their way than 16. Where a call is not plain (pairs
     side by side, one angle for both channels, channels that pass), the compiler then trades a few
@@ -63,7 +63,9 @@ def rope_knobs(
     threads = block * per_tile * width // (32 if plain and block > 1 else 16)
     blocks = max(1, (q_heads + k_heads) // block)
     groups = min(blocks, cdiv(8 * info.cores, cdiv(rows, per_tile)))
-    return RopeKnobs(per_tile, block, cdiv(blocks, groups), warps(max(threads, 32), info.warp_size))
+    return RopeConfig(
+        per_tile, block, cdiv(blocks, groups), warps(max(threads, 32), info.warp_size)
+    )
 
 
 @triton.jit
@@ -210,8 +212,8 @@ def _launch(
         return
     plain = style == "half" and cos.shape[-1] == width
     key = "rope.backward" if inverse else "rope.forward"
-    n = knobs(
-        key, rope_knobs, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
+    n = launch_config(
+        key, rope_config, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
         plain=plain,
     )  # fmt: skip
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]

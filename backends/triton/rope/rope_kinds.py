@@ -18,15 +18,15 @@ from liger_multi.backends.triton.rope.rope_tiles import (
     near_tile,
     strides,
 )
-from liger_multi.dispatch.launch import DeviceInfo, knobs
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.rope.rope import dense
 
 ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class KindKnobs:
-    """Tiles of ``heads`` x ``tokens``; a program walks over ``share`` of them with its tokens."""
+class KindConfig:
+    """Tiles of ``heads`` x ``tokens``; a program iterates over ``share`` of them with its tokens."""
 
     tokens: int
     heads: int
@@ -34,10 +34,10 @@ class KindKnobs:
     num_warps: int
 
 
-def kind_knobs(
+def kind_config(
     info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, element_bytes: int
-) -> KindKnobs:
-    """Tiles of 4096 elements, 16 a thread; many programs a core before long walks.
+) -> KindConfig:
+    """Tiles of 4096 elements, 16 a thread; many programs a core before long passes.
 
     ``element_bytes`` of queries and keys is for launch tables.
     """
@@ -48,7 +48,7 @@ def kind_knobs(
     threads = max(32, block * per_tile * width // 16)
     blocks = max(1, (q_heads + k_heads) // block)
     groups = min(blocks, cdiv(8 * info.cores, cdiv(rows, per_tile)))
-    return KindKnobs(per_tile, block, cdiv(blocks, groups), warps(threads, info.warp_size))
+    return KindConfig(per_tile, block, cdiv(blocks, groups), warps(threads, info.warp_size))
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def _step(x: Tensor, axis: int) -> int:
 
 def rotate(
     op: str, given: tuple[Optional[Tensor], Optional[Tensor]], orders: tuple[str, str],
-    dtypes: tuple[torch.dtype, torch.dtype], head_axis: int, turn: Angles,
+    dtypes: tuple[torch.dtype, torch.dtype], head_axis: int, turning: Angles,
     beside: tuple[bool, bool], inverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q and k, either of which may be absent; ``beside`` says how pairs come and go."""
     made = [
-        turn.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
+        turning.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
         for x, order, dtype in zip(given, orders, dtypes, strict=True)
     ]
     near = [None if x is None else near_channels(x) for x in given]
@@ -121,22 +121,22 @@ def rotate(
     pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, made, strict=True)]
     (q, q_out), (k, k_out) = pairs
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
-    n = knobs(
-        f"{op}.{'backward' if inverse else 'forward'}", kind_knobs, some.device, rows=tokens,
+    n = launch_config(
+        f"{op}.{'backward' if inverse else 'forward'}", kind_config, some.device, rows=tokens,
         cols=width, q_heads=heads[0], k_heads=heads[1], element_bytes=some.element_size(),
     )  # fmt: skip
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
-    rotary, first = turn.rotary, turn.first
+    rotary, first = turning.rotary, turning.first
     tiles = cdiv(first.shape[2], n.tokens)
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turn.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
+        (q, k, first, turning.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
          *steps[3][:3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
-         first.shape[2], tiles, groups, n.share, turn.scaling),
-        (width, rotary, turn.kind, turn.beside, *beside, turn.round, *turn.constants(), inverse,
+         first.shape[2], tiles, groups, n.share, turning.scaling),
+        (width, rotary, turning.kind, turning.beside, *beside, turning.round, *turning.constants(), inverse,
          n.tokens, n.heads, power_of_2(rotary // 2), passed), n.num_warps,
     )  # fmt: skip
     return made[0], made[1]

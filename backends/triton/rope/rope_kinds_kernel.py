@@ -1,4 +1,4 @@
-"""The kernel of the rotary kinds beside the plain one, whose maths and walk over heads it shares.
+"""The kernel of the rotary kinds beside the plain one, whose maths and pass over heads it shares.
 
     a' = a cos_a - b sin_a,  b' = b cos_b + a sin_b
 

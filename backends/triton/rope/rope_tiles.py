@@ -46,7 +46,7 @@ def _fits(count: int, stride: int, item: int, most: int) -> bool:
 
 
 def near_tile(
-    knobs: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
+    launch_config: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
 ) -> Any:
     """Knobs whose tiles keep their elements near: one head, or one token, where they stand apart.
 
@@ -56,12 +56,12 @@ def near_tile(
     sizes = [x.element_size() for x in tensors]
     head = max([step[1] * size for step, size in zip(steps, sizes, strict=True)])
     token = max([step[2] * size for step, size in zip(steps, sizes, strict=True)])
-    if not _fits(knobs.heads, head, 1, HEADS_APART):
-        tokens = min(knobs.heads * knobs.tokens, 32)
-        knobs = dataclasses.replace(knobs, heads=1, tokens=tokens)
-    if not _fits(knobs.tokens, token, 1, APART):
-        knobs = dataclasses.replace(knobs, tokens=1)
-    return knobs
+    if not _fits(launch_config.heads, head, 1, HEADS_APART):
+        tokens = min(launch_config.heads * launch_config.tokens, 32)
+        launch_config = dataclasses.replace(launch_config, heads=1, tokens=tokens)
+    if not _fits(launch_config.tokens, token, 1, APART):
+        launch_config = dataclasses.replace(launch_config, tokens=1)
+    return launch_config
 
 
 def near_channels(x: Tensor) -> Tensor:

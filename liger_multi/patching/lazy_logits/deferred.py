@@ -1,6 +1,6 @@
 """How to get logits that were not computed: hidden states, head, and what was done since.
 
-A recipe is immutable. Row operations act on its hidden states (autograd sees them there),
+deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
 elementwise ones are kept as steps. From it come the real logits, or the loss without them.
 """
 
@@ -49,20 +49,20 @@ class Job:
 class Recorded:
     """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self.deferred = deferred
         self.weight: Tensor
         self.bias: Tensor | None
-        self.weight, self.bias = recipe.weights[:2]  # type: ignore[assignment]
+        self.weight, self.bias = deferred.weights[:2]  # type: ignore[assignment]
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward of a linear layer with its adapters; the call of one that is sharded."""
-        if self.recipe.sharded:
-            return self.recipe.head(hidden)  # type: ignore[no-any-return]
-        return self.recipe.product(hidden, *self.recipe.weights)
+        if self.deferred.sharded:
+            return self.deferred.head(hidden)  # type: ignore[no-any-return]
+        return self.deferred.product(hidden, *self.deferred.weights)
 
 
-class Recipe:
+class DeferredLogits:
     """Logits of ``head(hidden)`` after ``steps``."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Recipe:
         self.grad = grad
         self.vocabulary: int = head.out_features
         self.guard = guard
-        self._detached: Recipe | None = None
-        self._packed: Recipe | None = None
+        self._detached: DeferredLogits | None = None
+        self._packed: DeferredLogits | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -107,27 +107,27 @@ class Recipe:
         """Bytes of the logits."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def step(self, name: str, value: Any = None) -> Recipe:
-        """The recipe after one more elementwise step."""
+    def step(self, name: str, value: Any = None) -> DeferredLogits:
+        """The deferred logits after one more elementwise step."""
         dtype = value if name in ("to", "softmax", "log_softmax") else self.dtype
         return self._with(self.hidden, dtype, (*self.steps, (name, value)), self.grad)
 
-    def undone(self) -> Recipe:
-        """The recipe without its last step, which kept or widened the dtype."""
+    def undone(self) -> DeferredLogits:
+        """The deferred logits without its last step, which kept or widened the dtype."""
         return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
 
-    def rows(self, hidden: Tensor) -> Recipe:
-        """The recipe of other rows."""
+    def rows(self, hidden: Tensor) -> DeferredLogits:
+        """The deferred logits of other rows."""
         return self._with(hidden, self.dtype, self.steps, self.grad)
 
-    def detached(self) -> Recipe:
-        """The same values, cut off from autograd; the same recipe each time."""
+    def detached(self) -> DeferredLogits:
+        """The same values, cut off from autograd; the same deferred logits each time."""
         if self._detached is None:
             self._detached = self._with(self.hidden.detach(), self.dtype, self.steps, False)
         return self._detached
 
-    def packed(self) -> Recipe:
-        """The same values on hidden states without gaps; the same recipe each time.
+    def packed(self) -> DeferredLogits:
+        """The same values on hidden states without gaps; the same deferred logits each time.
 
         The rows of hidden states lie in memory as those of the logits would, so that views of them
         tell which operations on logits would share memory. Results of elementwise operations have
@@ -145,14 +145,14 @@ class Recipe:
         width = self.hidden.shape[-1]
         return (*(s // width * self.vocabulary for s in self.hidden.stride()[:-1]), 1)
 
-    def copy(self) -> Recipe:
-        """An equal recipe that is another object."""
+    def copy(self) -> DeferredLogits:
+        """An equal deferred logits that is another object."""
         return self._with(self.hidden, self.dtype, self.steps, self.grad)
 
     def _with(
         self, hidden: Tensor, dtype: torch.dtype, steps: tuple[Step, ...], grad: bool
-    ) -> Recipe:
-        return Recipe(
+    ) -> DeferredLogits:
+        return DeferredLogits(
             self.head,
             self.weights,
             hidden,
@@ -201,7 +201,7 @@ class Recipe:
         return logits
 
     def compute(self) -> Tensor:
-        """The real logits, differentiable where the recipe is."""
+        """The real logits, differentiable where the deferred logits is."""
         with self.mode():
             job = Job(lambda head, hidden: head.stock_forward(hidden))
             logits = self.finish(self.run(job, self.hidden))
@@ -211,8 +211,8 @@ class Recipe:
         """Apply the steps to raw logits."""
         return finished(logits, self.steps)
 
-    def joined(self, name: str, other: Recipe) -> Recipe | None:
-        """The recipe of ``times`` or ``plus`` another one of the same rows, else None."""
+    def joined(self, name: str, other: DeferredLogits) -> DeferredLogits | None:
+        """The deferred logits of ``times`` or ``plus`` another one of the same rows, else None."""
         same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
         if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
             return None
@@ -288,8 +288,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _is_softcap(last: list[Step]) -> bool:
-    (divide, by), (squash, _), (multiply, back) = last
-    return (divide, squash, multiply) == ("div", "tanh", "mul") and by == back
+    (divide, by), (sinkhorn, _), (multiply, back) = last
+    return (divide, sinkhorn, multiply) == ("div", "tanh", "mul") and by == back
 
 
 class _Circumstances:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.dispatch.primitive import constant_in_graphs
-from liger_multi.patching.lazy_logits.deferred import Job, Recipe, finished
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, finished
 from liger_multi.patching.lazy_logits.loss import (
     CrossEntropyCall,
     fused,
@@ -95,7 +95,7 @@ class Slot:
     """How the values of one lazy tensor come about.
 
     Args:
-        recipe: How to compute them from hidden states.
+        deferred: How to compute them from hidden states.
         parents: The slots that this one was derived from.
         derive: From the parents' real logits to this one's.
         shares: Whether the result shares memory with that of the first parent.
@@ -103,12 +103,12 @@ class Slot:
 
     def __init__(
         self,
-        recipe: Recipe,
+        deferred: DeferredLogits,
         parents: tuple[Slot, ...] = (),
         derive: Derive | None = None,
         shares: bool = False,
     ) -> None:
-        self.recipe, self.parents, self.derive = recipe, parents, derive
+        self.deferred, self.parents, self.derive = deferred, parents, derive
         self.group: Group = parents[0].group if parents else Group()
         self.memory: object = parents[0].memory if shares else object()
         # a view taken under no_grad: it requires grad, by its base, and has no history
@@ -121,17 +121,17 @@ class Slot:
         self.exposed: Tensor | None = None
 
     def compute(self, made: dict[Slot, Tensor]) -> Tensor:
-        """The real logits, by those of the parents; differentiable where the recipe is.
+        """The real logits, by those of the parents; differentiable where the deferred logits is.
 
         Args:
             made: What was computed already; the result is added.
         """
         if self not in made:
             if self.derive is None:
-                warn_above_budget(self.recipe)
-            with torch.set_grad_enabled(self.recipe.grad):
+                warn_above_budget(self.deferred)
+            with torch.set_grad_enabled(self.deferred.grad):
                 if self.derive is None:
-                    made[self] = loss_logits(self.recipe.compute(), self.recipe)
+                    made[self] = loss_logits(self.deferred.compute(), self.deferred)
                 else:
                     made[self] = self.derive(*[parent.compute(made) for parent in self.parents])
         return made[self]
@@ -142,15 +142,15 @@ class Slot:
             p is other or p.needs(other) for p in self.parents
         )
 
-    def unwritten(self) -> Recipe:
-        """The recipe, for the gradients that arrive at :class:`_Connect`.
+    def unwritten(self) -> DeferredLogits:
+        """The deferred logits, for the gradients that arrive at :class:`_Connect`.
 
         Raises:
             RuntimeError: Logits that an autograd.Function saved were written since.
         """
         if self.cached is not None and self.cached._version != self.version:
             raise RuntimeError(WRITTEN_SINCE)
-        return self.recipe
+        return self.deferred
 
 
 def _promote(member: LazyLogits, real: Tensor) -> None:
@@ -240,11 +240,11 @@ class _Connect(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (1 + len(ctx.inputs))
-        recipe: Recipe = ctx.slot.unwritten()
+        deferred: DeferredLogits = ctx.slot.unwritten()
         # cut off, since a tied weight has a part in the hidden states as well
-        hidden = recipe.hidden.detach().requires_grad_(recipe.hidden.requires_grad)
+        hidden = deferred.hidden.detach().requires_grad_(deferred.hidden.requires_grad)
         with torch.enable_grad():
-            real = recipe.rows(hidden).compute()
+            real = deferred.rows(hidden).compute()
         inputs = (hidden, *ctx.inputs[1:])
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         grads = torch.autograd.grad(
@@ -269,13 +269,13 @@ class LazyLogits(Tensor):
     @staticmethod
     def __new__(cls: type[LazyLogits], slot: Slot) -> LazyLogits:
         """A tensor with the metadata of the logits and no storage."""
-        recipe = slot.recipe
+        deferred = slot.deferred
         made = Tensor._make_wrapper_subclass(
             cls,
-            recipe.shape,
-            strides=recipe.strides,
-            dtype=recipe.dtype,
-            device=recipe.hidden.device,
+            deferred.shape,
+            strides=deferred.strides,
+            dtype=deferred.dtype,
+            device=deferred.hidden.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
         made._slot = slot
@@ -311,16 +311,16 @@ class LazyLogits(Tensor):
 
         Its weight is a function, which runs a loss in the head's own call.
         """
-        recipe = self._slot.recipe
-        options, epilogue = recipe.settings.fused, recipe.epilogue
+        deferred = self._slot.deferred
+        options, epilogue = deferred.settings.fused, deferred.epilogue
         if options is None or epilogue is None or not is_lazy(self):
             return None
-        if recipe.sharded or recipe.scales:  # a head is one whole weight there
+        if deferred.sharded or deferred.scales:  # a head is one whole weight there
             return None
         self._slot.group.consumed = True
         return {
-            "hidden": recipe.hidden,
-            "weight": functools.partial(_run, recipe),
+            "hidden": deferred.hidden,
+            "weight": functools.partial(_run, deferred),
             "logit_scale": epilogue[0],
             "softcap": epilogue[1],
             "chunk": options.chunk,
@@ -329,28 +329,28 @@ class LazyLogits(Tensor):
         }
 
 
-def _run(recipe: Recipe, hidden: Tensor, loss: Callable[..., Any]) -> Any:
+def _run(deferred: DeferredLogits, hidden: Tensor, loss: Callable[..., Any]) -> Any:
     def run(head: Any, rows: Tensor) -> Any:
         return loss(rows, head.weight, head.bias)
 
-    options = recipe.settings.fused
+    options = deferred.settings.fused
     assert options is not None
-    with recipe.mode():
-        return recipe.run(
+    with deferred.mode():
+        return deferred.run(
             Job(lambda *args: run_bound(options, ("fused_linear_log_prob",), run, *args)), hidden
         )
 
 
 def lazy_logits(
-    recipe: Recipe,
+    deferred: DeferredLogits,
     parents: tuple[Slot, ...] = (),
     derive: Derive | None = None,
     shares: bool = False,
 ) -> LazyLogits:
-    """Lazy logits of a recipe; the other arguments as in :class:`Slot`."""
-    slot = Slot(recipe, parents, derive, shares)
-    connected = recipe.grad and torch.is_grad_enabled()
-    made = _connect(slot, recipe.hidden, *recipe.weights) if connected else LazyLogits(slot)
+    """Lazy logits of deferred logits; the other arguments as in :class:`Slot`."""
+    slot = Slot(deferred, parents, derive, shares)
+    connected = deferred.grad and torch.is_grad_enabled()
+    made = _connect(slot, deferred.hidden, *deferred.weights) if connected else LazyLogits(slot)
     slot.group.members.append(weakref.ref(made))
     return cast(LazyLogits, made)
 
@@ -405,7 +405,7 @@ def _values(value: Any) -> Any:
         return slot.exposed
     if slot.cached is None:
         with torch.no_grad():
-            return slot.recipe.compute()
+            return slot.deferred.compute()
     return slot.cached.detach().as_subclass(Tensor)
 
 
@@ -489,14 +489,14 @@ def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
     call = CrossEntropyCall(*args, **kwargs)
-    loss = fused(call.input._slot.recipe, call) if is_lazy(call.input) else None
+    loss = fused(call.input._slot.deferred, call) if is_lazy(call.input) else None
     return _consumed(call.input, loss)
 
 
 def _nll_loss(input: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_lazy(input):
         return NotImplemented
-    return _consumed(input, negative_log_likelihood(input._slot.recipe, *args, **kwargs))
+    return _consumed(input, negative_log_likelihood(input._slot.deferred, *args, **kwargs))
 
 
 def _consumed(logits: Any, result: Any) -> Any:
@@ -524,28 +524,28 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 # --- operations that stay lazy ---
 
 
-def _current(recipe: Recipe) -> Recipe:
-    """The recipe as an operation sees it that is called now: under no_grad without a history."""
-    return recipe if torch.is_grad_enabled() or not recipe.grad else recipe.detached()
+def _current(deferred: DeferredLogits) -> DeferredLogits:
+    """The deferred logits as an operation sees it that is called now: under no_grad without a history."""
+    return deferred if torch.is_grad_enabled() or not deferred.grad else deferred.detached()
 
 
 def _joined(func: Any, one: LazyLogits, other: LazyLogits) -> Any:
     """Two lazy logits of the same rows as one."""
     if one._slot.group is not other._slot.group:
         return NotImplemented
-    recipes = _current(one._slot.recipe).packed(), _current(other._slot.recipe).packed()
-    recipe = recipes[0].joined(JOINS[func], recipes[1])
-    if recipe is None:
+    several = _current(one._slot.deferred).packed(), _current(other._slot.deferred).packed()
+    deferred = several[0].joined(JOINS[func], several[1])
+    if deferred is None:
         return NotImplemented
-    return lazy_logits(recipe, (one._slot, other._slot), func)
+    return lazy_logits(deferred, (one._slot, other._slot), func)
 
 
 def _print(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
-    recipe = logits._slot.recipe
-    if recipe.bytes <= _PRINTED_BYTES:
+    deferred = logits._slot.deferred
+    if deferred.bytes <= _PRINTED_BYTES:
         return NotImplemented
     name = type(logits).__name__
-    return f"{name}(shape={tuple(recipe.shape)}, dtype={recipe.dtype}, not computed)"
+    return f"{name}(shape={tuple(deferred.shape)}, dtype={deferred.dtype}, not computed)"
 
 
 def _hook(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
@@ -563,23 +563,25 @@ def _base(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 
 def _reduced(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
-    recipe = logits._slot.recipe
-    if recipe.sharded:
+    deferred = logits._slot.deferred
+    if deferred.sharded:
         return NotImplemented
-    return _consumed(logits, called(REDUCTIONS[func], (recipe, *args), kwargs))
+    return _consumed(logits, called(REDUCTIONS[func], (deferred, *args), kwargs))
 
 
 def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     """A write of which nobody else can know, remembered: the tensor becomes another lazy one."""
     slot = logits._slot
-    unseen = slot.recipe.grad and not torch.is_grad_enabled()  # autograd does not see such a write
+    unseen = (
+        slot.deferred.grad and not torch.is_grad_enabled()
+    )  # autograd does not see such a write
     others = [m for m in slot.group.living() if m is not logits]
     if unseen or any(other._slot.needs(slot) for other in others):
         return NotImplemented
-    recipe = called(WRITES[func], (slot.recipe, *args), kwargs)
-    if recipe is NotImplemented:
-        return recipe
-    after = lazy_logits(recipe, (slot,), lambda real: func(real, *args, **kwargs))
+    deferred = called(WRITES[func], (slot.deferred, *args), kwargs)
+    if deferred is NotImplemented:
+        return deferred
+    after = lazy_logits(deferred, (slot,), lambda real: func(real, *args, **kwargs))
     members = slot.group.members
     members.clear()  # weak references forbid the swap
     swapped = _swapped(logits, after)
@@ -589,32 +591,32 @@ def _written(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 def _recorded(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
-    recipe = _current(slot.recipe)
-    step = called(RECORDED[func], (recipe, *args), kwargs)
+    deferred = _current(slot.deferred)
+    step = called(RECORDED[func], (deferred, *args), kwargs)
     if step is NotImplemented:
         return step
-    if step is recipe:
+    if step is deferred:
         return logits  # as PyTorch does, under no_grad as well
-    added = step.steps[len(recipe.steps) :]
+    added = step.steps[len(deferred.steps) :]
     if not added:  # clone or contiguous
         return lazy_logits(step, (slot,), lambda real: func(real, *args, **kwargs))
-    step = called(RECORDED[func], (recipe.packed(), *args), kwargs)
+    step = called(RECORDED[func], (deferred.packed(), *args), kwargs)
     return lazy_logits(step, (slot,), lambda real: finished(real, added))
 
 
 def _detach(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
-    return lazy_logits(slot.recipe.detached(), (slot,), lambda real: real.detach(), shares=True)
+    return lazy_logits(slot.deferred.detached(), (slot,), lambda real: real.detach(), shares=True)
 
 
 def _iterated(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
-    return iter(Tensor.unbind(logits)) if logits._slot.recipe.hidden.ndim > 1 else NotImplemented
+    return iter(Tensor.unbind(logits)) if logits._slot.deferred.hidden.ndim > 1 else NotImplemented
 
 
 def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
-    recipe = _current(slot.recipe)
-    hidden = called(ROWS[func], (recipe.hidden, recipe.vocabulary, *args), kwargs)
+    deferred = _current(slot.deferred)
+    hidden = called(ROWS[func], (deferred.hidden, deferred.vocabulary, *args), kwargs)
     if hidden is NotImplemented:
         return hidden
     args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
@@ -623,19 +625,19 @@ def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
         return func(real, *args, **kwargs)
 
     if isinstance(hidden, Tensor):
-        memory = recipe.hidden.untyped_storage()._cdata
+        memory = deferred.hidden.untyped_storage()._cdata
         if hidden.untyped_storage()._cdata != memory:
-            return lazy_logits(recipe.rows(hidden), (slot,), derive)
-        return _view(recipe.rows(hidden), slot, derive)
+            return lazy_logits(deferred.rows(hidden), (slot,), derive)
+        return _view(deferred.rows(hidden), slot, derive)
     return tuple(
-        _view(recipe.rows(h), slot, functools.partial(_part, derive, i))
+        _view(deferred.rows(h), slot, functools.partial(_part, derive, i))
         for i, h in enumerate(hidden)
     )
 
 
-def _view(recipe: Recipe, base: Slot, derive: Derive) -> LazyLogits:
-    made = lazy_logits(recipe, (base,), derive, shares=True)
-    if (base.recipe.grad or base.bound) and not torch.is_grad_enabled():
+def _view(deferred: DeferredLogits, base: Slot, derive: Derive) -> LazyLogits:
+    made = lazy_logits(deferred, (base,), derive, shares=True)
+    if (base.deferred.grad or base.bound) and not torch.is_grad_enabled():
         made._slot.bound = True
         with torch._C.DisableTorchFunctionSubclass():
             made.requires_grad = True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.lazy_logits.deferred import Job, Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
 from liger_multi.patching.options import FusedOptions, LossOptions, Options
 
 
@@ -84,24 +84,24 @@ class CrossEntropyCall:
         }
 
 
-def fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
-    """The loss of ``recipe`` without its logits, or None when it takes the real ones."""
-    loss = _fused(recipe, call)
+def fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
+    """The loss of ``deferred`` without its logits, or None when it takes the real ones."""
+    loss = _fused(deferred, call)
     if loss is None:
         return None
-    loss = _of_dtype(loss, recipe.dtype)
-    return loss if recipe.grad else loss.detach()  # under a compiler nothing else cuts it off
+    loss = _of_dtype(loss, deferred.dtype)
+    return loss if deferred.grad else loss.detach()  # under a compiler nothing else cuts it off
 
 
-def _fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
-    options, epilogue = recipe.settings.fused, recipe.epilogue
+def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
+    options, epilogue = deferred.settings.fused, deferred.epilogue
     if options is None or epilogue is None or not call.plain:
         return None
-    grad = recipe.grad and torch.is_grad_enabled()
-    if recipe.sharded:
-        return _of_shards(recipe, call, epilogue, options.chunk, options.z_loss if grad else 0.0)
-    if recipe.scales:
-        return _through_adapters(recipe, call, options, call.keywords(options, grad))
+    grad = deferred.grad and torch.is_grad_enabled()
+    if deferred.sharded:
+        return _of_shards(deferred, call, epilogue, options.chunk, options.z_loss if grad else 0.0)
+    if deferred.scales:
+        return _through_adapters(deferred, call, options, call.keywords(options, grad))
     scale, cap = epilogue
 
     def loss(head: Any, hidden: Tensor) -> Any:
@@ -124,8 +124,8 @@ def _fused(recipe: Recipe, call: CrossEntropyCall) -> Tensor | None:
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_cross_entropy",), loss, head, hidden)
 
-    with recipe.mode():
-        return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
+    with deferred.mode():
+        return deferred.run(Job(run), deferred.hidden)  # type: ignore[no-any-return]
 
 
 def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
@@ -135,7 +135,7 @@ def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
 
 
 def _of_shards(
-    recipe: Recipe,
+    deferred: DeferredLogits,
     call: CrossEntropyCall,
     epilogue: tuple[float, float | None],
     chunk: int | str,
@@ -156,7 +156,7 @@ def _of_shards(
             head.weight.to_local(),
             call.target,
             head.weight.device_mesh.get_group(),
-            vocabulary=recipe.vocabulary,
+            vocabulary=deferred.vocabulary,
             bias=None if head.bias is None else head.bias.to_local(),
             ignore_index=call.ignore_index,
             label_smoothing=call.label_smoothing,
@@ -166,12 +166,15 @@ def _of_shards(
             chunk=chunk,
         )
 
-    with recipe.mode():
-        return recipe.run(Job(run), recipe.hidden)  # type: ignore[no-any-return]
+    with deferred.mode():
+        return deferred.run(Job(run), deferred.hidden)  # type: ignore[no-any-return]
 
 
 def _through_adapters(
-    recipe: Recipe, call: CrossEntropyCall, options: FusedOptions, keywords: dict[str, Any]
+    deferred: DeferredLogits,
+    call: CrossEntropyCall,
+    options: FusedOptions,
+    keywords: dict[str, Any],
 ) -> Tensor | None:
     """The loss of a head with adapters: its logits a chunk of rows at a time, twice.
 
@@ -187,7 +190,7 @@ def _through_adapters(
     reduction, target = keywords.pop("reduction"), call.target
     if options.compact and reduction != "none":
         rows = (target != call.ignore_index).nonzero().squeeze(1)
-        recipe, target = recipe.rows(recipe.hidden[rows]), target[rows]
+        deferred, target = deferred.rows(deferred.hidden[rows]), target[rows]
 
     def losses(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         found: Tensor = run_bound(
@@ -200,8 +203,10 @@ def _through_adapters(
     step, budget = rows_and_budget("fused_linear_cross_entropy", options.chunk)
     if not step:
         # besides the logits there are those in fp32 and two gradients
-        step = max(1, chunk_rows(target.numel(), recipe.hidden, recipe.vocabulary, 0, budget) // 4)
-    found = by_rows(recipe, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
+        step = max(
+            1, chunk_rows(target.numel(), deferred.hidden, deferred.vocabulary, 0, budget) // 4
+        )
+    found = by_rows(deferred, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
     if reduction == "none":
         return found
     if reduction == "sum":
@@ -210,11 +215,11 @@ def _through_adapters(
     return found.sum() / count
 
 
-def negative_log_likelihood(recipe: Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
+def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor | None:
     """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy, or None when it is none."""
-    if not recipe.steps or recipe.steps[-1][0] != "log_softmax":
+    if not deferred.steps or deferred.steps[-1][0] != "log_softmax":
         return None
-    before = recipe.undone()
+    before = deferred.undone()
     call = CrossEntropyCall(_Rows(before), *args, **kwargs)
     return fused(before, call)
 
@@ -222,8 +227,8 @@ def negative_log_likelihood(recipe: Recipe, *args: Any, **kwargs: Any) -> Tensor
 class _Rows:
     """The shape of logits, for checks of a call."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.shape, self.ndim = recipe.shape, len(recipe.shape)
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self.shape, self.ndim = deferred.shape, len(deferred.shape)
 
     def size(self, dim: int) -> int:
         """Length of an axis."""

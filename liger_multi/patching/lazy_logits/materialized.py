@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.patching.lazy_logits.deferred import Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 from liger_multi.patching.lazy_logits.loss import CrossEntropyCall, on_real
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
@@ -68,10 +68,10 @@ _UNWRAP = {
 }
 
 
-def loss_logits(logits: Tensor, recipe: Recipe) -> Tensor:
+def loss_logits(logits: Tensor, deferred: DeferredLogits) -> Tensor:
     """Real logits with our loss, where the head's settings make it differ from PyTorch's."""
-    options = recipe.settings.on_real
-    if options is None or not recipe.grad or hasattr(logits, "placements"):
+    options = deferred.settings.on_real
+    if options is None or not deferred.grad or hasattr(logits, "placements"):
         return logits
     return LossLogits.wrap(logits, options)
 

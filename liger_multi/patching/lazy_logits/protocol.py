@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from liger_multi.patching.lazy_logits.deferred import Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_cpu is_meta "
@@ -124,12 +124,12 @@ def warn_once(message: str, key: str | None = None) -> None:
         warnings.warn(message.replace("{place}", place), stacklevel=level, category=UserWarning)
 
 
-def warn_above_budget(recipe: Recipe) -> None:
+def warn_above_budget(deferred: DeferredLogits) -> None:
     """Say, once a line, that large logits are being computed whole."""
-    fused = recipe.settings.fused
-    if fused is not None and recipe.bytes > fused.materialize_bytes:
+    fused = deferred.settings.fused
+    if fused is not None and deferred.bytes > fused.materialize_bytes:
         warn_once(
-            f"{{place}} needs the whole logits {tuple(recipe.shape)}, {recipe.bytes / 2**20:.0f} "
+            f"{{place}} needs the whole logits {tuple(deferred.shape)}, {deferred.bytes / 2**20:.0f} "
             "MiB, which the fused loss "
             "had avoided. The loss itself, argmax, max, topk, gather, logsumexp and slices of "
             "rows do without; see materialize_bytes "

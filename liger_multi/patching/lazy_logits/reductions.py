@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.double_backward import first_derivatives_only
-from liger_multi.patching.lazy_logits.deferred import Job, Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of fp32 logits that a reduction may hold at a time."""
@@ -51,16 +51,20 @@ _TopK: Any = torch.return_types.topk
 
 class _Plan:
     def __init__(
-        self, recipe: Recipe, function: RowFunction, extras: tuple[Tensor, ...], step: int = 0
+        self,
+        deferred: DeferredLogits,
+        function: RowFunction,
+        extras: tuple[Tensor, ...],
+        step: int = 0,
     ) -> None:
-        self.recipe, self.function, self.extras = recipe, function, extras
-        self.step = step or max(1, CHUNK_BYTES // (4 * recipe.vocabulary))
-        self.device_type = recipe.hidden.device.type
+        self.deferred, self.function, self.extras = deferred, function, extras
+        self.step = step or max(1, CHUNK_BYTES // (4 * deferred.vocabulary))
+        self.device_type = deferred.hidden.device.type
         self.autocast_dtype = autocast_dtype(self.device_type)  # the caller's
 
     def chunk(self, start: int, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         rows = slice(start, start + self.step)
-        logits = self.recipe.finish(self.recipe.product(hidden, *weights))
+        logits = self.deferred.finish(self.deferred.product(hidden, *weights))
         with self.called():
             return self.function(logits, *(e[rows] for e in self.extras))
 
@@ -91,7 +95,7 @@ class _Plan:
                 for x, n in zip(saved, needs, strict=True)
             ]
             leaves[0] = saved[0][rows].detach().requires_grad_(needs[0])
-            with torch.enable_grad(), self.recipe.circumstances():
+            with torch.enable_grad(), self.deferred.circumstances():
                 outs = self.chunk(start, *leaves)
             pairs = [(o, g[rows]) for o, g in zip(outs, grads, strict=True) if g is not None]
             found = torch.autograd.grad(
@@ -107,17 +111,19 @@ class _Plan:
         return [s if s is None else s.to(x.dtype) for s, x in zip(sums, saved, strict=True)]
 
 
-def by_rows(recipe: Recipe, function: RowFunction, *extras: Tensor, step: int = 0) -> list[Tensor]:
+def by_rows(
+    deferred: DeferredLogits, function: RowFunction, *extras: Tensor, step: int = 0
+) -> list[Tensor]:
     """Results of ``function`` on the rows of the logits, each of shape (rows..., k).
 
     Args:
-        recipe: The logits.
+        deferred: The logits.
         function: From logits (n, V) and the rows of ``extras`` to tensors (n, k).
         extras: Tensors (rows..., k) that go along.
         step: Rows in a chunk; 0 takes those whose logits fit into 64 MiB.
     """
-    shape = recipe.hidden.shape[:-1]
-    flat = recipe.rows(recipe.hidden.reshape(-1, recipe.hidden.shape[-1]))
+    shape = deferred.hidden.shape[:-1]
+    flat = deferred.rows(deferred.hidden.reshape(-1, deferred.hidden.shape[-1]))
     plan = _Plan(
         flat, function, tuple(e.reshape(flat.hidden.shape[0], e.shape[-1]) for e in extras), step
     )
@@ -134,9 +140,9 @@ def by_rows(recipe: Recipe, function: RowFunction, *extras: Tensor, step: int = 
     return [r.reshape(*shape, r.shape[-1]) for r in results]
 
 
-def _last(recipe: Recipe, dim: Any) -> bool:
+def _last(deferred: DeferredLogits, dim: Any) -> bool:
     return (
-        isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, recipe.hidden.ndim - 1)
+        isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, deferred.hidden.ndim - 1)
     )
 
 
@@ -144,65 +150,71 @@ def _shaped(result: Tensor, keepdim: bool) -> Tensor:
     return result if keepdim else result.squeeze(-1)
 
 
-def argmax(recipe: Recipe, dim: Any = None, keepdim: bool = False) -> Any:
+def argmax(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """``logits.argmax(-1)``."""
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    (indices,) = by_rows(recipe.detached(), lambda z: (z.argmax(-1, keepdim=True),))
+    (indices,) = by_rows(deferred.detached(), lambda z: (z.argmax(-1, keepdim=True),))
     return _shaped(indices, keepdim)
 
 
-def maximum(recipe: Recipe, dim: Any = None, keepdim: bool = False) -> Any:
+def maximum(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """``logits.max(-1)``: values and indices."""
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    values, indices = by_rows(recipe, lambda z: tuple(z.max(-1, keepdim=True)))
+    values, indices = by_rows(deferred, lambda z: tuple(z.max(-1, keepdim=True)))
     return torch.return_types.max((_shaped(values, keepdim), _shaped(indices, keepdim)))
 
 
-def amax(recipe: Recipe, dim: Any = (), keepdim: bool = False) -> Any:
+def amax(deferred: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
     """``logits.amax(-1)``."""
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    return _shaped(by_rows(recipe, lambda z: (z.amax(-1, keepdim=True),))[0], keepdim)
+    return _shaped(by_rows(deferred, lambda z: (z.amax(-1, keepdim=True),))[0], keepdim)
 
 
-def logsumexp(recipe: Recipe, dim: Any, keepdim: bool = False) -> Any:
+def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     """``logits.logsumexp(-1)``."""
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    return _shaped(by_rows(recipe, lambda z: (z.logsumexp(-1, keepdim=True),))[0], keepdim)
+    return _shaped(by_rows(deferred, lambda z: (z.logsumexp(-1, keepdim=True),))[0], keepdim)
 
 
-def topk(recipe: Recipe, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
+def topk(
+    deferred: DeferredLogits, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True
+) -> Any:
     """``logits.topk(k)``."""
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    return _TopK(by_rows(recipe, lambda z: tuple(z.topk(k, -1, largest, sorted))))
+    return _TopK(by_rows(deferred, lambda z: tuple(z.topk(k, -1, largest, sorted))))
 
 
-def gather(recipe: Recipe, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
+def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """``logits.gather(-1, index)`` with an index for every row; after ``log_softmax`` as well."""
-    if not _last(recipe, dim) or index.shape[:-1] != recipe.hidden.shape[:-1]:
+    if not _last(deferred, dim) or index.shape[:-1] != deferred.hidden.shape[:-1]:
         return NotImplemented
-    return by_rows(recipe, lambda z, i: (z.gather(-1, i),), index)[0]
+    return by_rows(deferred, lambda z, i: (z.gather(-1, i),), index)[0]
 
 
-def total(recipe: Recipe, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def total(
+    deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     """``logits.sum(-1)``: of an entropy, or of probabilities."""
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    sums = by_rows(recipe, lambda z: (z.sum(-1, keepdim=True, dtype=dtype),))[0]
+    sums = by_rows(deferred, lambda z: (z.sum(-1, keepdim=True, dtype=dtype),))[0]
     return _shaped(sums, keepdim)
 
 
-def mean(recipe: Recipe, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def mean(
+    deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     """``logits.mean(-1)``."""
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not _last(recipe, dim):
+    if not _last(deferred, dim):
         return NotImplemented
-    means = by_rows(recipe, lambda z: (z.mean(-1, keepdim=True, dtype=dtype),))[0]
+    means = by_rows(deferred, lambda z: (z.mean(-1, keepdim=True, dtype=dtype),))[0]
     return _shaped(means, keepdim)
 
 

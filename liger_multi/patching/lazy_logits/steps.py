@@ -1,7 +1,7 @@
-"""Elementwise operations that a recipe can remember, by the PyTorch function that asks for them.
+"""Elementwise operations that deferred logits can remember, by the PyTorch function that asks for them.
 
-Every function answers for ``func(logits, ...)`` with the recipe of the result, with the same recipe
-when nothing changes, or with None when the operation cannot be remembered.
+Every function answers for ``func(logits, ...)`` with the deferred logits of the result, with the
+same deferred logits when nothing changes, or with None when the operation cannot be remembered.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.lazy_logits.deferred import Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def multiply(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+def multiply(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
     """``logits * number``."""
-    return recipe.step("mul", other) if _number(other) and not rest else None
+    return deferred.step("mul", other) if _number(other) and not rest else None
 
 
-def divide(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+def divide(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
     """``logits / number``."""
-    return recipe.step("div", other) if _number(other) and other != 0 and not rest else None
+    return deferred.step("div", other) if _number(other) and other != 0 and not rest else None
 
 
-def add(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+def add(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
     """``logits + number``, for losses that are made of probabilities."""
-    return recipe.step("add", other) if _number(other) and not rest else None
+    return deferred.step("add", other) if _number(other) and not rest else None
 
 
-def subtract(recipe: Recipe, other: Any, **rest: Any) -> Recipe | None:
+def subtract(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
     """``logits - number``."""
-    return recipe.step("add", -other) if _number(other) and not rest else None
+    return deferred.step("add", -other) if _number(other) and not rest else None
 
 
-def negative(recipe: Recipe) -> Recipe:
+def negative(deferred: DeferredLogits) -> DeferredLogits:
     """``-logits``."""
-    return recipe.step("mul", -1)
+    return deferred.step("mul", -1)
 
 
-def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Recipe | None]:
+def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., DeferredLogits | None]:
     """A function of every element, without arguments."""
 
-    def run(recipe: Recipe, **rest: Any) -> Recipe | None:
-        kept = _dtype_of(function, recipe) == recipe.dtype
-        return recipe.step(name) if kept and not rest else None
+    def run(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+        kept = _dtype_of(function, deferred) == deferred.dtype
+        return deferred.step(name) if kept and not rest else None
 
     return run
 
 
-def _dtype_of(function: Callable[[Tensor], Tensor], recipe: Recipe) -> torch.dtype | None:
+def _dtype_of(function: Callable[[Tensor], Tensor], deferred: DeferredLogits) -> torch.dtype | None:
     """The dtype that autocast gives a result now; None where a graph cannot ask."""
-    device = recipe.hidden.device
+    device = deferred.hidden.device
     autocast = autocast_dtype(device.type)
     if autocast is None:
-        return recipe.dtype
+        return deferred.dtype
     if torch.compiler.is_compiling():
         return None
-    return _autocast_result(function, device, recipe.dtype, autocast)
+    return _autocast_result(function, device, deferred.dtype, autocast)
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,19 +80,19 @@ def _autocast_result(
         return function(torch.ones(1, device=device, dtype=dtype)).dtype
 
 
-def tanh(recipe: Recipe, **rest: Any) -> Recipe | None:
+def tanh(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
     """``tanh(logits)``."""
-    return None if rest else recipe.step("tanh")
+    return None if rest else deferred.step("tanh")
 
 
-def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe | None:
+def cast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits | None:
     """``logits.to(dtype)``."""
     if not dtype.is_floating_point:
         return None
-    return recipe if dtype == recipe.dtype else recipe.step("to", dtype)
+    return deferred if dtype == deferred.dtype else deferred.step("to", dtype)
 
 
-def to(recipe: Recipe, *args: Any, **kwargs: Any) -> Recipe | None:
+def to(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     """``logits.to(...)`` without a change of device."""
     dtype = kwargs.pop("dtype", None)
     device = kwargs.pop("device", None)
@@ -106,41 +106,45 @@ def to(recipe: Recipe, *args: Any, **kwargs: Any) -> Recipe | None:
             device = value
         elif value is not None:
             return None
-    if kwargs or (device is not None and torch.device(device) != recipe.hidden.device):
+    if kwargs or (device is not None and torch.device(device) != deferred.hidden.device):
         return None
-    return recipe if dtype is None else cast(recipe, dtype)
+    return deferred if dtype is None else cast(deferred, dtype)
 
 
-def contiguous(recipe: Recipe, memory_format: Any = torch.contiguous_format) -> Recipe | None:
+def contiguous(
+    deferred: DeferredLogits, memory_format: Any = torch.contiguous_format
+) -> DeferredLogits | None:
     """``logits.contiguous()``: themselves, or a copy without gaps."""
     if memory_format is not torch.contiguous_format:
         return None
-    return recipe if recipe.hidden.is_contiguous() else recipe.rows(recipe.hidden.contiguous())
+    return (
+        deferred if deferred.hidden.is_contiguous() else deferred.rows(deferred.hidden.contiguous())
+    )
 
 
-def clone(recipe: Recipe, **rest: Any) -> Recipe | None:
+def clone(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
     """``logits.clone()``."""
-    return None if rest else recipe.packed().copy()
+    return None if rest else deferred.packed().copy()
 
 
-def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., Recipe | None]:
+def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., DeferredLogits | None]:
     """``softmax`` or ``log_softmax`` over the vocabulary."""
 
     def function(logits: Tensor) -> Tensor:
         return along(logits, -1)
 
     def run(
-        recipe: Recipe, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
-    ) -> Recipe | None:
-        kept = dtype or _dtype_of(function, recipe)
-        if dim not in (-1, recipe.hidden.ndim - 1) or kept is None or not kept.is_floating_point:
+        deferred: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+    ) -> DeferredLogits | None:
+        kept = dtype or _dtype_of(function, deferred)
+        if dim not in (-1, deferred.hidden.ndim - 1) or kept is None or not kept.is_floating_point:
             return None
-        return recipe.step(name, kept)
+        return deferred.step(name, kept)
 
     return run
 
 
-RECORDED: dict[Any, Callable[..., Recipe | None]] = {
+RECORDED: dict[Any, Callable[..., DeferredLogits | None]] = {
     **dict.fromkeys(
         (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply), multiply
     ),
@@ -153,12 +157,12 @@ RECORDED: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), add),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), subtract),
-    Tensor.float: lambda recipe: cast(recipe, torch.float32),
-    Tensor.double: lambda recipe: cast(recipe, torch.float64),
-    Tensor.half: lambda recipe: cast(recipe, torch.float16),
-    Tensor.bfloat16: lambda recipe: cast(recipe, torch.bfloat16),
+    Tensor.float: lambda deferred: cast(deferred, torch.float32),
+    Tensor.double: lambda deferred: cast(deferred, torch.float64),
+    Tensor.half: lambda deferred: cast(deferred, torch.float16),
+    Tensor.bfloat16: lambda deferred: cast(deferred, torch.bfloat16),
     Tensor.to: to,
-    Tensor.type_as: lambda recipe, other: to(recipe, other),
+    Tensor.type_as: lambda deferred, other: to(deferred, other),
     Tensor.contiguous: contiguous,
     **dict.fromkeys((Tensor.clone, torch.clone), clone),
     **dict.fromkeys(
@@ -175,7 +179,7 @@ JOINS: dict[Any, str] = {
 }
 """Operations on two lazy logits of the same rows, as ``p * log(p)`` in an entropy is."""
 
-WRITES: dict[Any, Callable[..., Recipe | None]] = {
+WRITES: dict[Any, Callable[..., DeferredLogits | None]] = {
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), multiply),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), divide),
     **dict.fromkeys((Tensor.tanh_, torch.tanh_), tanh),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits import rows
-from liger_multi.patching.lazy_logits.deferred import Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 from liger_multi.patching.lazy_logits.loss import CrossEntropyCall, fused, on_real
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
@@ -50,21 +50,21 @@ class Shared:
 
 
 class TracedLogits:
-    """Logits of a recipe; attributes that are not here are those of the real logits.
+    """Logits of deferred logits; attributes that are not here are those of the real logits.
 
     Args:
-        recipe: How to compute them.
+        deferred: How to compute them.
         origin: Logits whose memory these share.
         how: The name of the method of the origin that gives these, and its arguments.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        deferred: DeferredLogits,
         origin: TracedLogits | None = None,
         how: tuple[str, tuple[Any, ...]] = ("", ()),
     ) -> None:
-        self.recipe, self.origin, self.how = recipe, origin, how
+        self.deferred, self.origin, self.how = deferred, origin, how
         self.shared: Shared = Shared() if origin is None else origin.shared
         self.cached: Tensor | None = None
 
@@ -81,9 +81,9 @@ class TracedLogits:
         return self.cached
 
     def _computed(self) -> Tensor:
-        with torch.set_grad_enabled(self.recipe.grad):
+        with torch.set_grad_enabled(self.deferred.grad):
             if self.origin is None:
-                return self.recipe.compute()
+                return self.deferred.compute()
             return getattr(self.origin.real(), self.how[0])(*self.how[1])  # type: ignore[no-any-return]
 
     def _check(self) -> None:
@@ -92,7 +92,7 @@ class TracedLogits:
         Raises:
             RuntimeError: The call is made in the forward of such a function.
         """
-        if not self.recipe.grad:
+        if not self.deferred.grad:
             return
         if torch.compiler.is_compiling():
             refused = _tracing_a_function()
@@ -125,11 +125,11 @@ class TracedLogits:
 
     def _loss(self, call: CrossEntropyCall) -> Tensor | None:
         self._check()
-        loss = None if self._is_real() else fused(self.recipe, call)
+        loss = None if self._is_real() else fused(self.deferred, call)
         if loss is not None:
             self.shared.consumed = True
             return loss
-        options = self.recipe.settings.on_real
+        options = self.deferred.settings.on_real
         return None if options is None else on_real(self.real(), options, call)
 
     def _is_real(self) -> bool:
@@ -142,71 +142,71 @@ class TracedLogits:
         It requires grad, by its base, and has no history.
         """
         base = self.origin
-        if base is None or self.recipe.grad or self.how[0] == "detach":
+        if base is None or self.deferred.grad or self.how[0] == "detach":
             return False
-        return base.recipe.grad or base._is_bound()
+        return base.deferred.grad or base._is_bound()
 
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_real():
             return func(self.real(), *args, **kwargs)
-        recipe = self._recipe
-        step = RECORDED[func](recipe, *args, **kwargs)
+        deferred = self._deferred
+        step = RECORDED[func](deferred, *args, **kwargs)
         if step is None:
             return func(self.real(), *args, **kwargs)
-        if step is recipe:
+        if step is deferred:
             return self  # as PyTorch does, under no_grad as well
-        if step.steps == recipe.steps:
+        if step.steps == deferred.steps:
             return type(self)(step)
         self.shared.consumed = True
-        return type(self)(RECORDED[func](recipe.packed(), *args, **kwargs))  # type: ignore[arg-type]
+        return type(self)(RECORDED[func](deferred.packed(), *args, **kwargs))  # type: ignore[arg-type]
 
     @property
-    def _recipe(self) -> Recipe:
-        """The recipe as an operation sees it that is called now."""
+    def _deferred(self) -> DeferredLogits:
+        """The deferred logits as an operation sees it that is called now."""
         self._check()
-        graph = torch.is_grad_enabled() or not self.recipe.grad
-        return self.recipe if graph else self.recipe.detached()
+        graph = torch.is_grad_enabled() or not self.deferred.grad
+        return self.deferred if graph else self.deferred.detached()
 
     def _rows(self, name: str, hidden: Any, copied: bool, *args: Any) -> Any:
         """These logits after a method that selects or shapes rows."""
         if hidden is None:
             return getattr(self.real(), name)(*args)
-        recipe = self._recipe.rows(hidden)
+        deferred = self._deferred.rows(hidden)
         if copied:
             self.shared.consumed = True
-            return type(self)(recipe)
-        return type(self)(recipe, self, (name, args))
+            return type(self)(deferred)
+        return type(self)(deferred, self, (name, args))
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the logits."""
-        return self.recipe.shape
+        return self.deferred.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the logits."""
-        return self.recipe.dtype
+        return self.deferred.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the logits."""
-        return self.recipe.hidden.device
+        return self.deferred.hidden.device
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return self.recipe.hidden.ndim
+        return self.deferred.hidden.ndim
 
     def size(self, dim: int | None = None) -> Any:
         """Shape, or the length of one axis."""
         if dim is None:
             return self.shape
         last = dim in (-1, self.ndim - 1)
-        return self.recipe.vocabulary if last else self.recipe.hidden.shape[dim]
+        return self.deferred.vocabulary if last else self.deferred.hidden.shape[dim]
 
     def dim(self) -> int:
         """Number of axes."""
-        return self.recipe.hidden.ndim
+        return self.deferred.hidden.ndim
 
     def float(self) -> Any:
         """As fp32."""
@@ -224,7 +224,7 @@ class TracedLogits:
         """The same values, cut off from autograd."""
         if self._is_real():
             return self.real().detach()
-        return type(self)(self.recipe.detached(), self, ("detach", ()))
+        return type(self)(self.deferred.detached(), self, ("detach", ()))
 
     def __mul__(self, other: Any) -> Any:
         return self._step(Tensor.mul, other)
@@ -250,23 +250,23 @@ class TracedLogits:
         if self._is_real():
             return getattr(self.real(), name)(*sizes)
         flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        recipe = self._recipe
-        wanted = rows.sizes_of_rows(recipe.hidden, recipe.vocabulary, tuple(flat))
+        deferred = self._deferred
+        wanted = rows.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
         if wanted is None:
             return getattr(self.real(), name)(*sizes)
-        whole = not may_copy or recipe.hidden.is_contiguous()
-        copied = not whole and not rows.is_view(recipe.hidden, wanted)
-        return self._rows(name, function(recipe.hidden, wanted), copied, *sizes)
+        whole = not may_copy or deferred.hidden.is_contiguous()
+        copied = not whole and not rows.is_view(deferred.hidden, wanted)
+        return self._rows(name, function(deferred.hidden, wanted), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
         if self._is_real():
             return self.real()[index]
         items = index if isinstance(index, tuple) else (index,)
         copied = any(isinstance(item, Tensor) for item in items)
-        return self._rows("__getitem__", rows.getitem(self._recipe.hidden, index), copied, index)
+        return self._rows("__getitem__", rows.getitem(self._deferred.hidden, index), copied, index)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("recipe", "cached", "origin", "how", "shared"):
+        if name.startswith("__") or name in ("deferred", "cached", "origin", "how", "shared"):
             raise AttributeError(name)
         if name in _HOOKS and self.shared.consumed:
             refuse_late_hook(_HOOKS[name], ())
@@ -372,9 +372,9 @@ def _real(value: Any) -> Any:
 class ReplicaLogits(TracedLogits):
     """Logits inside a replica of ``nn.DataParallel``: good for the loss there, not gathered."""
 
-    def __new__(cls, recipe: Any, *more: Any) -> Any:
+    def __new__(cls, deferred: Any, *more: Any) -> Any:
         """``gather`` calls the class with an iterator over what it took from the replicas."""
-        return super().__new__(cls) if isinstance(recipe, Recipe) else MissingLogits()
+        return super().__new__(cls) if isinstance(deferred, DeferredLogits) else MissingLogits()
 
     def __iter__(self) -> Iterator[Any]:
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parallel.scatter_gather":

@@ -213,11 +213,11 @@ def names_read(function: types.FunctionType) -> set[str]:
 @functools.lru_cache(maxsize=512)
 def _other_than_softmax(eager: types.FunctionType) -> str | None:
     """Why an eager attention function is not the softmax attention of the operator."""
-    from liger_multi.patching.recognize.probe import laboratory, random
+    from liger_multi.patching.recognize.probe import probe_context, random
 
     reason = ""
     # models are often built on the meta device and in half precision
-    with laboratory() as generator, torch.no_grad(), torch.device("cpu"):
+    with probe_context() as generator, torch.no_grad(), torch.device("cpu"):
         q, sinks = random(generator, 2, 4, 5, 8), random(generator, 4)
         seen = torch.ones(5, 5, dtype=torch.bool).tril()
         bias = q.new_zeros(1, 1, 5, 5).masked_fill(~seen, torch.finfo(q.dtype).min)

@@ -1,4 +1,4 @@
-"""Compare a stand-in with a formula in every mode, by its outputs and by its gradients.
+"""Compare a replica with a formula in every mode, by its outputs and by its gradients.
 
 A module that is patched in evaluation will train, and the other way round. So a formula has to hold
 in both modes, with gradients and without, and the forward may do nothing else: draw no random
@@ -22,16 +22,16 @@ Close: TypeAlias = Callable[[Tensor, Tensor], bool]
 
 
 class Watch:
-    """The attributes that a stand-in's forward asks for, and those that it sets."""
+    """The attributes that a replica's forward asks for, and those that it sets."""
 
     def __init__(self) -> None:
         self.read: set[str] = set()
         self.written: set[str] = set()
 
     @contextlib.contextmanager
-    def over(self, standin: nn.Module) -> Iterator[None]:
-        """Give the stand-in a class that notes them."""
-        kind, read, written = type(standin), self.read, self.written
+    def over(self, replica: nn.Module) -> Iterator[None]:
+        """Give the replica a class that notes them."""
+        kind, read, written = type(replica), self.read, self.written
 
         class Watched(kind):  # type: ignore[valid-type, misc]
             def __getattribute__(self, name: str) -> Any:
@@ -46,25 +46,25 @@ class Watch:
                 written.add(name)
                 super().__delattr__(name)
 
-        standin.__class__ = Watched
+        replica.__class__ = Watched
         try:
             yield
         finally:
-            object.__setattr__(standin, "__class__", kind)
+            object.__setattr__(replica, "__class__", kind)
 
 
 MODES = ((False, True), (True, True), (True, False), (False, False))
 """Training or not, with gradients or without."""
 
 
-def set_mode(standin: nn.Module, training: bool) -> None:
+def set_mode(replica: nn.Module, training: bool) -> None:
     """As ``train`` does, which a class may have replaced."""
-    for module in standin.modules():
+    for module in replica.modules():
         module.__dict__["training"] = training
 
 
 def disagreement(
-    standin: nn.Module,
+    replica: nn.Module,
     stock: Call,
     ours: Call,
     inputs: Sequence[Tensor],
@@ -74,7 +74,7 @@ def disagreement(
     """Where a formula leaves a forward: in a mode, in a gradient or in what else happens.
 
     Args:
-        standin: The module of both calls.
+        replica: The module of both calls.
         stock: Its own forward, called with the inputs.
         ours: The formula, called with the same.
         inputs: Tensors; gradients by those of floating point are compared.
@@ -82,17 +82,17 @@ def disagreement(
         generator: For upstream gradients.
     """
     for training, grad in MODES:
-        set_mode(standin, training)
+        set_mode(replica, training)
         mode = "training" if training else "evaluation"
         with torch.set_grad_enabled(grad):
-            found = _found(standin, stock, ours, inputs, close, generator)
+            found = _found(replica, stock, ours, inputs, close, generator)
         if found:
             return f"{found} in {mode}{'' if grad else ' without gradients'}"
     return None
 
 
 def _found(
-    standin: nn.Module,
+    replica: nn.Module,
     stock: Call,
     ours: Call,
     inputs: Sequence[Tensor],
@@ -119,7 +119,7 @@ def _found(
     if not wanted.requires_grad:
         return None
     upstream = random(generator, *wanted.shape, dtype=wanted.dtype)
-    weights = [p for p in standin.parameters() if p.requires_grad]
+    weights = [p for p in replica.parameters() if p.requires_grad]
     by_stock, by_ours = (
         torch.autograd.grad(
             y, [*(x for x in row if x.requires_grad), *weights], upstream, allow_unused=True

@@ -1,7 +1,7 @@
 """Experts: which instances compute a gated mixture that the operator serves.
 
 transformers keeps the weights of all experts in two tensors, states their layout by flags, and asks
-``_apply_gate`` for what is computed between the GEMMs. That method of a stand-in is compared with
+``_apply_gate`` for what is computed between the GEMMs. That method of a replica is compared with
 the formulas of the operator, and then its whole forward, so models that nobody listed are served.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
-from liger_multi.patching.recognize.probe import laboratory, random, scalars, shell
+from liger_multi.patching.recognize.probe import probe_context, random, scalars, skeleton
 from liger_multi.patching.recognize.signature import (
     Signature,
     code_of,
@@ -65,30 +65,30 @@ def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) 
 
 
 def _measure(module: nn.Module) -> ExpertsKind | str:
-    """Compare the gate of a stand-in with every formula, and the forward with the operator."""
+    """Compare the gate of a replica with every formula, and the forward with the operator."""
     own, watch = unpatched_class(module), Watch()
     try:
-        with laboratory() as generator:
-            standin, inputs = _standin(module, generator)
+        with probe_context() as generator:
+            replica, inputs = _replica(module, generator)
             x = (random(generator, 6, 48) * 4).requires_grad_()
-            with watch.over(standin):
+            with watch.over(replica):
                 for training, grad in MODES:
-                    set_mode(standin, training)
+                    set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
-                        standin.forward(*inputs)
-                stock = standin._apply_gate(x)
+                        replica.forward(*inputs)
+                stock = replica._apply_gate(x)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
-            if getattr(standin, "config", _Eager(None)).read:
+            if getattr(replica, "config", _Eager(None)).read:
                 return "its forward reads its configuration, which may change later"
             kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
             if kind is None:
                 return f"the gate of {own.__name__} is none that fused_moe has"
-            found = _disagreement(standin, inputs, kind, generator)
+            found = _disagreement(replica, inputs, kind, generator)
             if found:
                 return f"{own.__name__} is more than its gate and products: {found}"
     except Exception as error:  # somebody's forward: any failure means that it is not one of ours
-        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
     signature = _signature(module, own, watch.read)
     return signature if isinstance(signature, str) else replace(kind, signature=signature)
 
@@ -119,7 +119,7 @@ class _Eager:
         return getattr(self.config, name)
 
 
-def _standin(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
+def _replica(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
     """A small copy, and hidden states, indices and weights of experts."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
@@ -128,32 +128,32 @@ def _standin(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[T
     sizes = {wide // 2: 6, wide: 12}
     sizes.setdefault(hidden, 8)
     sizes.setdefault(experts, 4)
-    standin: Any = shell(module, sizes)
+    replica: Any = skeleton(module, sizes)
     for name, whole in shapes.items():
         small = random(generator, *(sizes[n] for n in whole)) * 0.5
-        standin._parameters[name] = nn.Parameter(small)
+        replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
-        standin._modules[name] = None if part is None else shell(part)
-    if "config" in vars(standin):
-        standin.__dict__["config"] = _Eager(standin.config)
+        replica._modules[name] = None if part is None else skeleton(part)
+    if "config" in vars(replica):
+        replica.__dict__["config"] = _Eager(replica.config)
     scores = random(generator, 7, sizes[experts])
     routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
-    return standin, [random(generator, 7, sizes[hidden]), index, routing]
+    return replica, [random(generator, 7, sizes[hidden]), index, routing]
 
 
 def _disagreement(
-    standin: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
 ) -> str | None:
     def stock(*given: Tensor) -> Any:
-        return standin.forward(*given)
+        return replica.forward(*given)
 
     def ours(*given: Tensor) -> Tensor:
-        return apply_experts(standin, kind, *given)
+        return apply_experts(replica, kind, *given)
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
-    return disagreement(standin, stock, ours, inputs, close, generator)
+    return disagreement(replica, stock, ours, inputs, close, generator)
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

@@ -55,7 +55,7 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
         return f"somebody else replaced the forward of this {kind}"
     if not isinstance(head, nn.Linear) and _holds_codes(head):
         return (
-            f"the output embedding is a {kind} with quantised storage ({head.weight.dtype}); its "
+            f"the output embedding is a {kind} with quantized storage ({head.weight.dtype}); its "
             "logits come from its own call"
         )
     if not isinstance(head, nn.Linear) or (
@@ -83,7 +83,7 @@ def _holds_codes(head: nn.Module) -> bool:
     return weight.dtype.itemsize < 2 or not weight.is_floating_point()
 
 
-def behaviour(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
+def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
     """The class of lazy heads that fits a module which is not refused."""
     if hasattr(head, "base_layer"):
         return LazyAdaptedHead

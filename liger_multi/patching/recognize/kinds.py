@@ -230,7 +230,7 @@ ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """One form of a call, as shapes for a stand-in; heads differ between q and k."""
+    """One form of a call, as shapes for a replica; heads differ between q and k."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_multi.patching.recognize import registered
 from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.recognize.kinds import MLP_KINDS, MlpNames
-from liger_multi.patching.recognize.probe import laboratory, linear, random, scalars, shell
+from liger_multi.patching.recognize.probe import linear, probe_context, random, scalars, skeleton
 from liger_multi.patching.recognize.signature import code_of, signature_of
 from liger_multi.patching.replace import mlp
 from liger_multi.patching.replace.mlp import MlpSettings
@@ -94,29 +94,29 @@ class _Marker(nn.Module):
 
 
 def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
-    """Compare a small stand-in with every formula; the one that agrees, or the reason why not."""
+    """Compare a small replica with every formula; the one that agrees, or the reason why not."""
     fitting = [names for names in candidates if _fit(module, names)]
     if not fitting:
         return "its layers do not fit together as gate, up and down"
     kind, watch = unpatched_class(module), Watch()
     try:
-        with laboratory() as generator:
-            standin, x = _standin(module, fitting[0], generator)
-            with watch.over(standin):
+        with probe_context() as generator:
+            replica, x = _replica(module, fitting[0], generator)
+            with watch.over(replica):
                 for training, grad in MODES:
-                    set_mode(standin, training)
+                    set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
-                        standin.forward(x * 1)
+                        replica.forward(x * 1)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
-            settings = _formula(standin, x, module, fitting)
+            settings = _formula(replica, x, module, fitting)
             if settings is not None:
-                found = _tried(standin, x, settings, generator) or _narrow(standin, x, settings)
+                found = _tried(replica, x, settings, generator) or _narrow(replica, x, settings)
                 if isinstance(found, str):
                     return f"{kind.__name__} is no {settings.kind.formula}: {found}"
                 settings = found
     except Exception as error:  # somebody's forward: failing, it is not this kind of module
-        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
     if settings is None:
         formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
         return f"{kind.__name__} computes neither {formulas}"
@@ -127,30 +127,30 @@ def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
 
 @torch.no_grad()
 def _formula(
-    standin: nn.Module, x: Tensor, module: nn.Module, candidates: list[MlpNames]
+    replica: nn.Module, x: Tensor, module: nn.Module, candidates: list[MlpNames]
 ) -> MlpSettings | None:
-    """The first formula with the output of a stand-in."""
-    set_mode(standin, False)
-    stock = standin.forward(x)
+    """The first formula with the output of a replica."""
+    set_mode(replica, False)
+    stock = replica.forward(x)
     for settings in _settings(module, candidates) if isinstance(stock, Tensor) else ():
-        ours = mlp.apply_mlp(standin, x, settings)
+        ours = mlp.apply_mlp(replica, x, settings)
         if _close(stock, ours):
             return settings
     return None
 
 
 def _tried(
-    standin: nn.Module, x: Tensor, settings: MlpSettings, generator: torch.Generator
+    replica: nn.Module, x: Tensor, settings: MlpSettings, generator: torch.Generator
 ) -> str | None:
-    """What else a stand-in does, in any mode, form of a call and dtype."""
+    """What else a replica does, in any mode, form of a call and dtype."""
 
     def stock(x: Tensor) -> Any:
-        return standin.forward(x)
+        return replica.forward(x)
 
     def ours(x: Tensor) -> Tensor:
-        return mlp.apply_mlp(standin, x, settings)
+        return mlp.apply_mlp(replica, x, settings)
 
-    found = disagreement(standin, stock, ours, [x], _close, generator)
+    found = disagreement(replica, stock, ours, [x], _close, generator)
     if found:
         return found
     with torch.no_grad():
@@ -161,7 +161,7 @@ def _tried(
         with torch.autocast("cpu", torch.bfloat16):
             if not _near(stock(x), ours(x)):
                 return "its output differs under autocast"
-        hooks = [_shifted(cast(nn.Module, standin._modules[n])) for n in settings.names.all]
+        hooks = [_shifted(cast(nn.Module, replica._modules[n])) for n in settings.names.all]
         agree = _close(stock(x), ours(x))
         for hook in hooks:
             hook.remove()
@@ -171,22 +171,22 @@ def _tried(
 
 
 @torch.no_grad()
-def _narrow(standin: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings | str:
+def _narrow(replica: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings | str:
     """The settings with what bf16 shows, or what differs there."""
-    x, down = x.bfloat16(), cast(Any, standin._modules[settings.names.down])
+    x, down = x.bfloat16(), cast(Any, replica._modules[settings.names.down])
     wide = dict(down._parameters)
-    for layer in standin.modules():
+    for layer in replica.modules():
         for name, p in layer._parameters.items():
             layer._parameters[name] = None if p is None else nn.Parameter(p.bfloat16())
-    if not _near(standin.forward(x), mlp.apply_mlp(standin, x, settings)):
+    if not _near(replica.forward(x), mlp.apply_mlp(replica, x, settings)):
         return "its output differs in bf16"
     down._parameters.update(wide)
     try:
-        stock = standin.forward(x)
+        stock = replica.forward(x)
     except RuntimeError:  # two dtypes, as in most models
         return settings
     settings = replace(settings, casts=True)
-    return settings if _near(stock, mlp.apply_mlp(standin, x, settings)) else "it casts otherwise"
+    return settings if _near(stock, mlp.apply_mlp(replica, x, settings)) else "it casts otherwise"
 
 
 def _shifted(layer: nn.Module) -> Any:
@@ -205,7 +205,7 @@ def _close(stock: Tensor, ours: Tensor) -> bool:
     return stock.shape == ours.shape and bool(((stock - ours).abs() <= bound).all())
 
 
-def _standin(
+def _replica(
     module: nn.Module, names: MlpNames, generator: torch.Generator
 ) -> tuple[nn.Module, Tensor]:
     """A small copy and an input, of which some rows are large enough to be clamped."""
@@ -215,17 +215,17 @@ def _standin(
         24 if inner == hidden else 12 if 2 * inner == hidden else 48 if inner == 2 * hidden else 40
     )
     sizes = {2 * inner: 2 * small_inner, inner: small_inner, hidden: 24}
-    standin = shell(module, sizes)
+    replica = skeleton(module, sizes)
     for name, m in module._modules.items():
         if name in layers:
             bias = getattr(m, "bias", None) is not None
             inputs, outputs = (sizes[getattr(layers[name], f)] for f in _FEATURES)
-            standin._modules[name] = linear(generator, inputs, outputs, bias)
+            replica._modules[name] = linear(generator, inputs, outputs, bias)
         elif isinstance(m, nn.Dropout):
-            standin._modules[name] = _Marker()
+            replica._modules[name] = _Marker()
         elif m is not None:
-            standin._modules[name] = shell(m)  # the activation, without its hooks
-    return standin, random(generator, 2, 3, 24) * torch.tensor([[1.0], [0.3], [12.0]])
+            replica._modules[name] = skeleton(m)  # the activation, without its hooks
+    return replica, random(generator, 2, 3, 24) * torch.tensor([[1.0], [0.3], [12.0]])
 
 
 _FEATURES = ("in_features", "out_features")

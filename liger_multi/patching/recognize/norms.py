@@ -1,6 +1,6 @@
 """Norms, and activations that are one operator: which instances compute one of the known kinds.
 
-A stand-in of the module runs on random numbers, and its outputs and gradients are compared with
+A replica of the module runs on random numbers, and its outputs and gradients are compared with
 every formula of :data:`liger_multi.patching.recognize.kinds.NORM_KINDS`.
 """
 
@@ -24,7 +24,7 @@ from liger_multi.patching.recognize.kinds import (
     TENSOR_NAMES,
     NormKind,
 )
-from liger_multi.patching.recognize.probe import laboratory, random, scalars, shell
+from liger_multi.patching.recognize.probe import probe_context, random, scalars, skeleton
 from liger_multi.patching.recognize.signature import (
     code_of,
     signature_of,
@@ -138,7 +138,7 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
     if error is not None and likely != "relu_squared":
-        return f"its forward failed on a stand-in: {type(error).__name__}: {error}"
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
     return f"{name} is no {_WORDS.get(likely, likely)} that is known, bit for bit in bf16"
 
@@ -179,7 +179,7 @@ _CLOSE: Mapping[torch.dtype, tuple[float, float]] = {
 def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
     """Whether forward is equal in bits (or close) and dtype, and the gradients in fp32 close."""
     kind, rows = settings.kind, max(4, 4096 // size)
-    with laboratory() as generator:
+    with probe_context() as generator:
         values = {
             name: random(generator, *cast(Tensor, module._parameters[name]).shape)
             for _, name in settings.tensors
@@ -190,20 +190,20 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
         for of_x, of_weight in _PAIRS:
             if kind.one_dtype and of_x != of_weight:
                 continue  # left to the module
-            standin = shell(module)
-            set_mode(standin, False)
+            replica = skeleton(module)
+            set_mode(replica, False)
             for name, value in values.items():
-                standin._parameters[name] = nn.Parameter(value.to(of_weight))
+                replica._parameters[name] = nn.Parameter(value.to(of_weight))
             inputs = [x.to(of_x).requires_grad_() for _ in range(2)]
             gates = [] if gate is None else [gate.to(of_x).requires_grad_() for _ in range(2)]
-            stock = cast(Tensor, standin.forward(inputs[0], *gates[:1]))
-            ours = _formula(standin, inputs[1], gates[1] if gates else None, settings)
+            stock = cast(Tensor, replica.forward(inputs[0], *gates[:1]))
+            ours = _formula(replica, inputs[1], gates[1] if gates else None, settings)
             same = stock.dtype == ours.dtype and stock.shape == ours.shape
             if not same or not _equal(stock, ours, kind.exact):
                 return False
-        if not _same_in_every_rank(standin, x, gate, settings):
+        if not _same_in_every_rank(replica, x, gate, settings):
             return False
-        leaves = [p for p in standin._parameters.values() if p is not None]
+        leaves = [p for p in replica._parameters.values() if p is not None]
         upstream = random(generator, *stock.shape)
         wanted = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
         got = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
@@ -214,7 +214,7 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
 
 
 def _same_in_every_rank(
-    standin: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
+    replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
 ) -> bool:
     """Whether it takes the mean over the last axis whatever stands before it."""
     rows = x.shape[0] - x.shape[0] % 4
@@ -223,45 +223,45 @@ def _same_in_every_rank(
         beside = None if gate is None else gate[:rows].reshape(flat.shape)
         with torch.no_grad():
             try:
-                stock = standin.forward(flat, *([] if beside is None else [beside]))
+                stock = replica.forward(flat, *([] if beside is None else [beside]))
             except Exception:  # somebody's forward, which does not take this rank
                 continue
-            if not _equal(stock, _formula(standin, flat, beside, settings), False):
+            if not _equal(stock, _formula(replica, flat, beside, settings), False):
                 return False
     return True
 
 
-def _formula(standin: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
-    given = [None if name is None else getattr(standin, name) for _, name in settings.tensors]
-    return apply_norm(standin, x, gate, given, settings)
+def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
+    given = [None if name is None else getattr(replica, name) for _, name in settings.tensors]
+    return apply_norm(replica, x, gate, given, settings)
 
 
 def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettings | str:
     """The settings with the signature of the module, or why the kind does not hold always."""
     kind, watch, held = unpatched_class(module), Watch(), module._parameters
-    with laboratory() as generator:
-        standin = shell(module)
+    with probe_context() as generator:
+        replica = skeleton(module)
         for _, name in settings.tensors:
             if name is not None:
                 shape = cast(Tensor, held[name]).shape
-                standin._parameters[name] = nn.Parameter(random(generator, *shape))
+                replica._parameters[name] = nn.Parameter(random(generator, *shape))
         inputs = [random(generator, 5, 2, size) for _ in range(2 if settings.kind.gated else 1)]
-        with watch.over(standin):
+        with watch.over(replica):
             for training, grad in MODES:
-                set_mode(standin, training)
+                set_mode(replica, training)
                 with torch.set_grad_enabled(grad):
-                    standin.forward(*(x * 1 for x in inputs))
+                    replica.forward(*(x * 1 for x in inputs))
 
         def stock(*given: Tensor) -> Any:
-            return standin.forward(*given)
+            return replica.forward(*given)
 
         def ours(x: Tensor, gate: Tensor | None = None) -> Tensor:
-            return _formula(standin, x, gate, settings)
+            return _formula(replica, x, gate, settings)
 
         def close(a: Tensor, b: Tensor) -> bool:
             return _equal(a, b, False)
 
-        found = disagreement(standin, stock, ours, inputs, close, generator)
+        found = disagreement(replica, stock, ours, inputs, close, generator)
     if watch.written:
         found = f"its forward sets its {', '.join(sorted(watch.written))}"
     if found:

@@ -58,7 +58,7 @@ def _of_library(hook: Any) -> bool:
 
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a layer that is :func:`is_bare`; None for another one."""
+    """Weight and bias of a layer that is :func:`is_plain_linear`; None for another one."""
     if type(layer) is not nn.Linear or is_watched(layer):
         return None
     held: Any = layer._parameters  # asking for an attribute takes eight times as long
@@ -71,6 +71,6 @@ def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     return weight, bias
 
 
-def is_bare(layer: nn.Module | None) -> bool:
+def is_plain_linear(layer: nn.Module | None) -> bool:
     """Whether a layer is PyTorch's linear layer, with plain weights and nothing around its call."""
     return bare_parts(layer) is not None

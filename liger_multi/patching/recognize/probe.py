@@ -1,6 +1,6 @@
-"""Run a module's own forward on a stand-in: a small copy on the CPU with random weights.
+"""Run a module's own forward on a replica: a small copy on the CPU with random weights.
 
-The module itself is never executed, so meta, quantised and partitioned weights are safe, and no
+The module itself is never executed, so meta, quantized and partitioned weights are safe, and no
 random state moves.
 """
 
@@ -21,7 +21,7 @@ from liger_multi.patching.replace.swap import has_own_forward, unpatched_class
 
 
 @contextlib.contextmanager
-def laboratory() -> Iterator[torch.Generator]:
+def probe_context() -> Iterator[torch.Generator]:
     """The same surroundings for every probe, whatever holds where the patch is called.
 
     Gradients on, autocast off, fp32 by default and on the CPU, the reference backends, and every
@@ -84,7 +84,7 @@ def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
-def shell(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
+def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
     """A copy of a module's attributes without parameters, buffers, submodules and hooks.
 
     Args:
@@ -112,7 +112,7 @@ def shell(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A small linear layer on the CPU, made without the initialisers that others replace."""
+    """A small linear layer on the CPU, made without the initializers that others replace."""
     made = nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=torch.float32)
     made.weight = nn.Parameter(random(generator, outputs, inputs) * 0.3)
     if bias:

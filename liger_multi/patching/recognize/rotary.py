@@ -22,7 +22,7 @@ from liger_multi.patching.recognize.kinds import (
     RotaryForm,
     RotaryKind,
 )
-from liger_multi.patching.recognize.probe import laboratory, random
+from liger_multi.patching.recognize.probe import probe_context, random
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
@@ -92,7 +92,7 @@ def apply_rotary(
 _known: dict[Any, Rotary | str] = {}
 
 
-def recognised(function: Callable[..., Any]) -> Rotary | str:
+def recognized(function: Callable[..., Any]) -> Rotary | str:
     """What a function computes, or the reason why it stays."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
@@ -138,7 +138,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     default = next((p.default for p in parameters if p.name == "unsqueeze_dim"), None)
     wanted: dict[RotaryForm, list[_Result]] = {}
     error: Exception | None = None
-    with laboratory():
+    with probe_context():
         for form in ROTARY_FORMS:
             extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
             stock = functools.partial(called, **extra)
@@ -147,7 +147,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             except Exception as raised:  # a form that it does not take
                 error = error or raised
         if not wanted:
-            return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
+            return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
         for kind in ROTARY_KINDS:
             if all(_agrees(kind, form, results) for form, results in wanted.items()):
                 failed = {
@@ -164,7 +164,7 @@ COMPLEX: Key = (4, 3, None, False)
 def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
     """Compare a function that multiplies by complex numbers, for either place of the heads."""
     error: Exception | None = None
-    with laboratory() as generator:
+    with probe_context() as generator:
         angles = random(generator, 2, 5, 4)
         freqs = torch.polar(torch.ones_like(angles), angles)
         for axis, q, k in ((2, (2, 5, 3, 8), (2, 5, 7, 8)), (1, (2, 3, 5, 8), (2, 7, 5, 8))):
@@ -190,7 +190,7 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
             else:
                 return Rotary(RotaryKind("complex", angles="complex"), (), None, {COMPLEX: axis})
     if error is not None:
-        return f"{_name(function)} failed on a stand-in: {type(error).__name__}: {error}"
+        return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
     return f"{_name(function)} is no rotation of q and k that is known"
 
 

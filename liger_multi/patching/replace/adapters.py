@@ -1,6 +1,6 @@
 """LoRA layers of PEFT: what an adapter adds is one operator, on a base layer of any kind.
 
-The base layer is called as it is, so that its hooks, its quantised weights and its sharding hold.
+The base layer is called as it is, so that its hooks, its quantized weights and its sharding hold.
 Adapters that are no plain product, and layers whose adapters are merged or disabled, run PEFT's
 forward.
 """
@@ -17,7 +17,7 @@ from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.plain_linear import globally_hooked, is_bare, is_watched
+from liger_multi.patching.recognize.plain_linear import globally_hooked, is_plain_linear, is_watched
 from liger_multi.patching.recognize.signature import code_holds
 from liger_multi.patching.replace.swap import Patched, stock_of
 
@@ -65,7 +65,7 @@ def adapters(layer: Any) -> list[Adapter] | str:
             return f"its adapter {name!r} is no plain LoRA ({_variant(layer, name)})"
         if type(drop) is not nn.Identity and not (type(drop) is nn.Dropout and _rests(drop)):
             return f"its adapter {name!r} has a dropout, whose numbers PEFT draws"
-        if not is_bare(a) or not is_bare(b) or is_watched(drop):
+        if not is_plain_linear(a) or not is_plain_linear(b) or is_watched(drop):
             return f"something stands around the adapter {name!r}"
         if a.bias is not None or b.bias is not None:
             return f"its adapter {name!r} has a bias"
@@ -87,7 +87,7 @@ def _rests(drop: nn.Dropout) -> bool:
 def one_adapter(layer: Any) -> Adapter | None:
     """The adapter of a LoRA layer whose base is bare and frozen; None for any other layer."""
     base = getattr(layer, "base_layer", None)
-    if base is None or not looks_like_lora(layer) or is_watched(layer) or not is_bare(base):
+    if base is None or not looks_like_lora(layer) or is_watched(layer) or not is_plain_linear(base):
         return None
     # FSDP and nn.DataParallel put tensors that are no parameters there
     if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
@@ -127,7 +127,7 @@ class FusedLora(Patched):
         options = cast(Options, type(self)._liger_multi_swap.settings)
         made = cast(Any, self).base_layer(x)
         if autocast_dtype(x.device.type) is None and made.dtype != x.dtype:
-            x = x.to(made.dtype)  # a quantised layer's own choice
+            x = x.to(made.dtype)  # a quantized layer's own choice
 
         def updated(base: Tensor) -> Tensor:
             for a, b, scale in found:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits import versions
-from liger_multi.patching.lazy_logits.deferred import Guard, Job, Recipe, TracedGuard
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Guard, Job, TracedGuard
 from liger_multi.patching.lazy_logits.lazy_tensor import lazy_logits
 from liger_multi.patching.lazy_logits.materialized import loss_logits
 from liger_multi.patching.lazy_logits.protocol import is_infrastructure, warn_once
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits
 from liger_multi.patching.options import HeadSettings
-from liger_multi.patching.recognize.plain_linear import is_bare
+from liger_multi.patching.recognize.plain_linear import is_plain_linear
 from liger_multi.patching.replace.adapters import adapters, fits, looks_like_lora
 from liger_multi.patching.replace.swap import Patched
 
@@ -65,22 +65,24 @@ class LazyHead(Patched):
         if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
             return self.stock_forward(hidden)
         weights = (self.weight, self.bias)
-        # their rows lie in memory as those of the logits would (Recipe.packed)
+        # their rows lie in memory as those of the logits would (DeferredLogits.packed)
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         if torch.compiler.is_compiling():
             traced = TracedGuard(self.weight, hidden)
-            return TracedLogits(Recipe(self, weights, hidden, settings, dtype, grad, traced))
+            return TracedLogits(
+                DeferredLogits(self, weights, hidden, settings, dtype, grad, traced)
+            )
         settled = not any(is_infrastructure(hook) for hook in hooks_of(self))
         guard = Guard(self, hidden, settled)
         thin, scales = self.thin(), self.scales()
-        recipe = Recipe(
+        deferred = DeferredLogits(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _foreign_hook(self) or _detached(self):
-            return loss_logits(self.stock_forward(hidden), recipe)
+        if settings.fused is None or _conflicting_hook(self) or _detached(self):
+            return loss_logits(self.stock_forward(hidden), deferred)
         if getattr(self, "_is_replica", False):
-            return ReplicaLogits(recipe) if grad else self.stock_forward(hidden)
-        return lazy_logits(recipe)
+            return ReplicaLogits(deferred) if grad else self.stock_forward(hidden)
+        return lazy_logits(deferred)
 
 
 class LazyAdaptedHead(LazyHead):
@@ -143,7 +145,7 @@ def hooks_of(head: nn.Module) -> list[Any]:
     return [hook for hooks in every for hook in hooks.values()]
 
 
-def _foreign_hook(head: nn.Module) -> bool:
+def _conflicting_hook(head: nn.Module) -> bool:
     """Whether somebody else's hook looks at what the head returns; it gets real logits, once."""
     for hook in hooks_of(head):
         if not is_infrastructure(hook):
@@ -178,7 +180,7 @@ def adapted_head_refusal(head: Any) -> str | None:
     stay = "its logits stay real, so that the adapter trains"
     if not looks_like_lora(head):
         return f"an adapter ({kind}) sits on the output embedding; {stay}"
-    if not is_bare(head.base_layer):
+    if not is_plain_linear(head.base_layer):
         return f"under the adapter on the output embedding is no plain linear layer; {stay}"
     found = adapters(head)
     return f"the output embedding: {found}; {stay}" if isinstance(found, str) else None

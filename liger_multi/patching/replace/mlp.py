@@ -16,7 +16,7 @@ from liger_multi.patching.recognize.plain_linear import (
     PLAIN,
     bare_parts,
     globally_hooked,
-    is_bare,
+    is_plain_linear,
     is_watched,
 )
 from liger_multi.patching.recognize.signature import Signature, code_holds, holds
@@ -64,7 +64,7 @@ class MlpSettings:
 class FusedMlp(Patched):
     """``down(act(gate(x)) * up(x))`` as one operator, or with one between layers of other kinds.
 
-    Adapters, hooks, sharded and quantised weights act in the layers' own calls, so these are made.
+    Adapters, hooks, sharded and quantized weights act in the layers' own calls, so these are made.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -185,7 +185,7 @@ def _bare(module: nn.Module, names: MlpNames) -> bool:
     """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
     if names.up is None or globally_hooked():
         return False
-    return all(is_bare(module._modules[name]) for name in names.all)
+    return all(is_plain_linear(module._modules[name]) for name in names.all)
 
 
 def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
@@ -195,8 +195,8 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     found = []
     for name in names.all:
         layer: Any = module._modules[name]
-        adapter = None if is_bare(layer) else one_adapter(layer)
-        if adapter is None and not (is_bare(layer) and _frozen(layer)):
+        adapter = None if is_plain_linear(layer) else one_adapter(layer)
+        if adapter is None and not (is_plain_linear(layer) and _frozen(layer)):
             return None
         found.append(adapter)
     return found if any(found) else None

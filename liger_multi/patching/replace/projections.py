@@ -130,7 +130,7 @@ def share(module: nn.Module, wanted: bool) -> bool:
         return shares
     if wanted and held is None:
         apply(module, Swap("lora", type(module), SharedInput, None))
-    elif wanted and held is not None and held.behaviour is FusedRotary:
+    elif wanted and held is not None and held.behavior is FusedRotary:
         apply(module, replace(held, around=SharedInput))
     elif held is not None and held.around is SharedInput:
         apply(module, replace(held, around=None))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_multi.patching.recognize.heads import behaviour, find_heads, head_refusal
+from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.swap import apply, stock_class, swapped
 
@@ -34,7 +34,7 @@ def follow() -> None:
             swap = before[0]
             if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
                 continue
-            if behaviour(head) is swap.behaviour:
+            if behavior(head) is swap.behavior:
                 apply(head, swap)
         return result
 

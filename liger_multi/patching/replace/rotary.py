@@ -27,7 +27,7 @@ from liger_multi.patching.recognize.rotary import (
     Rotary,
     apply_complex_rotary,
     apply_rotary,
-    recognised,
+    recognized,
 )
 from liger_multi.patching.replace import redirect
 from liger_multi.patching.replace.swap import Patched, Swap
@@ -90,7 +90,7 @@ def _method_holds(kind: Any, name: str) -> bool:
 def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:
     """What a class calls that is named like a rotary function: (method, its function, name, what).
 
-    Whether it is one, :func:`recognised` tells.
+    Whether it is one, :func:`recognized` tells.
     """
     return [
         (method, function, name, called)
@@ -109,12 +109,12 @@ def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
 
 
 def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
-    return redirect.refusal(function, name) or recognised(called)
+    return redirect.refusal(function, name) or recognized(called)
 
 
 def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
     """The function that stands for ``stock`` in the methods of patched modules."""
-    found = cast(Rotary, recognised(stock))
+    found = cast(Rotary, recognized(stock))
     if found.kind.angles == "complex":
         return _served_complex(name, stock, found.axes[COMPLEX], options)
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes

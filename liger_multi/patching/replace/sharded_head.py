@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching.lazy_logits.deferred import Guard, Job, Recipe
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Guard, Job
 from liger_multi.patching.lazy_logits.lazy_tensor import lazy_logits
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.replace.head import LazyHead, hooks_of, may_be_lazy, output_dtype
@@ -40,7 +40,7 @@ class ShardedHead(LazyHead):
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
-        return lazy_logits(Recipe(self, weights, hidden, settings, dtype, grad, guard))
+        return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The call with all that collects its result."""

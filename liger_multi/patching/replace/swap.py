@@ -1,7 +1,7 @@
 """Swap the class of one module instance, and give the stock class back.
 
 Nothing is written into the module: what an instance should do stands on its new class, one per
-(stock class, behaviour, settings). Stock name and module are kept, so ``save_pretrained``, adapters
+(stock class, behavior, settings). Stock name and module are kept, so ``save_pretrained``, adapters
 that match by class or by name, and ``isinstance`` see what they saw before; ``deepcopy`` and
 ``pickle`` rebuild the class.
 """
@@ -28,24 +28,24 @@ class Swap:
     Attributes:
         op: Operator that the new forward calls.
         stock: The class that the instance had.
-        behaviour: The mixin that brings the new forward.
+        behavior: The mixin that brings the new forward.
         settings: What the forward needs to know; hashable and picklable.
-        around: A mixin whose forward calls that of the behaviour, if any.
+        around: A mixin whose forward calls that of the behavior, if any.
     """
 
     op: str
     stock: type[nn.Module]
-    behaviour: type[Patched]
+    behavior: type[Patched]
     settings: Hashable
     around: type[Patched] | None = None
 
 
 class Patched(nn.Module):
-    """Base of the behaviours; the concrete classes are made by :func:`apply`.
+    """Base of the behaviors; the concrete classes are made by :func:`apply`.
 
     Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
-    forward) and call it when the module has its stock class again. So every behaviour's forward
-    begins with ``isinstance(self, Behaviour)``, and is the one of the class where that is false.
+    forward) and call it when the module has its stock class again. So every behavior's forward
+    begins with ``isinstance(self, Behavior)``, and is the one of the class where that is false.
     """
 
     _liger_multi_swap: ClassVar[Swap]
@@ -67,7 +67,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
     made = _classes.get(swap)
     if made is None:
         stock = swap.stock
-        bases = (swap.behaviour, stock)
+        bases = (swap.behavior, stock)
         if swap.around is not None:
             bases = (swap.around, _class_of(replace(swap, around=None)))
         namespace = {

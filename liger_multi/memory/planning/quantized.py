@@ -1,4 +1,4 @@
-"""Frozen weights of few bits: counted at their stored size, and dequantised for each product."""
+"""Frozen weights of few bits: counted at their stored size, and dequantized for each product."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stored_bits(module: Any) -> bool:
 
 
 def stand_in(model: nn.Module) -> int:
-    """Put stand-ins where weights are stored in few bits; the bytes of them all."""
+    """Put replicas where weights are stored in few bits; the bytes of them all."""
     total = 0
     for path, module in list(model.named_modules()):
         if stored_bits(module):

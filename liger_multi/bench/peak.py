@@ -1,4 +1,4 @@
-"""The roof: the least work of every operator, and what the device reaches in this run."""
+"""The peak: the least work of every operator, and what the device reaches in this run."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def _lora_qkv(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
 
 
 def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-    width, slots = shapes["x"][-1], math.prod(shapes["index"])
+    width, pairs = shapes["x"][-1], math.prod(shapes["index"])
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
-    product = 2.0 * slots * weights / shapes["gate_up_weight"][0]
+    product = 2.0 * pairs * weights / shapes["gate_up_weight"][0]
     tokens = math.prod(shapes["x"][:-1]) * width * size
-    kept = 2 * slots * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    kept = 2 * pairs * weights / shapes["gate_up_weight"][0] / width / 3 * size
     # weights read, x read, y and what is kept written; weights read, their gradients written,
     # what is kept read, dy and x read, dx written
     once = weights * size + 2 * tokens + kept
@@ -160,7 +160,7 @@ def _attention(
     return Work(tokens, 3 * tokens, forward, forward + product * (3 * width + 2 * value))
 
 
-def _neighbours(
+def _neighbors(
     shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
 ) -> Work:
     reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches
@@ -196,7 +196,7 @@ def _kl_div(
 WORK: dict[str, Callable[..., Work]] = {
     "attention_residuals": _residuals,
     "multi_token_attention": _multi_token,
-    "neighborhood_attention": _neighbours,
+    "neighborhood_attention": _neighbors,
     "attention": _attention,
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
@@ -291,7 +291,7 @@ class Ceilings:
         )
 
     def percent(self, work: Work | None, forward_ms: float, both_ms: float) -> dict[str, float]:
-        """Percent of the roof that measured times reach; empty for unknown work."""
+        """Percent of peak that measured times reach; empty for unknown work."""
         if work is None:
             return {}
         forward = self.floor_ms(work.forward_bytes, work.forward_operations)

@@ -1,9 +1,9 @@
-"""Every operator says by which path it runs on Ascend, and which rung that reached."""
+"""Every operator says by which path it runs on Ascend, and which level that reached."""
 
 import re
 from pathlib import Path
 
-from ci.npu import ladder
+from ci.npu import levels
 from liger_multi.dispatch.registry import OPS, operators
 
 FOLDER = Path(__file__).parents[2] / "backends" / "npu"
@@ -26,15 +26,15 @@ def home(op):
 
 
 def test_every_operator_has_a_row():
-    assert set(ladder.ROWS) == set(operators())
+    assert set(levels.ROWS) == set(operators())
 
 
 def test_rows_say_what_stands_in_the_folder():
-    for op, row in ladder.ROWS.items():
-        if row.path == ladder.REFERENCE:
+    for op, row in levels.ROWS.items():
+        if row.path == levels.REFERENCE:
             assert home(op) is None, op
             continue
         text, kernels = sources(op)
         assert bool(CALL.search(text)) == ("torch_npu" in row.path), op
         assert bool(kernels) == ("kernel" in row.path), op
-        assert row.rung == (ladder.COMPILED if kernels else ladder.SIMULATED), op
+        assert row.level == (levels.COMPILED if kernels else levels.SIMULATED), op

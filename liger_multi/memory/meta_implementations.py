@@ -16,7 +16,7 @@ NAMESPACE = "liger_multi_stand_in"
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and normaliser of a flash attention kernel."""
+    """Result and normalizer of a flash attention kernel."""
     shape = (*query.shape[:-1], value.shape[-1])
     order = (0, 2, 1, 3) if query.ndim == 4 else tuple(range(query.ndim))
     out = query.new_empty([shape[i] for i in order]).permute(order)
@@ -41,17 +41,17 @@ class _Attention(torch.autograd.Function):
         ctx.recorder = recorder
         out: Tensor
         attend = getattr(torch.ops, NAMESPACE).scaled_dot_product_attention
-        out, normaliser = attend(query, key, value)
-        ctx.save_for_backward(query, key, value, out, normaliser, mask)
+        out, normalizer = attend(query, key, value)
+        ctx.save_for_backward(query, key, value, out, normalizer, mask)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        query, key, value, _, normaliser, _ = ctx.saved_tensors
+        query, key, value, _, normalizer, _ = ctx.saved_tensors
 
         def make() -> tuple[Tensor, ...]:
             partial = torch.empty_like(query, dtype=torch.float32)  # of the gradient of the query
-            rows = torch.empty_like(normaliser)
+            rows = torch.empty_like(normalizer)
             # a head of keys that several heads of queries share has a gradient of each first
             shared = query.ndim == 4 and key.shape[1] != query.shape[1]
             each = [t.new_empty(query.shape[1], *t[:, 0].shape) for t in (key, value) if shared]
@@ -83,7 +83,7 @@ _PRODUCTS = {
 }
 
 
-class StandIns(TorchFunctionMode):
+class MetaImplementations(TorchFunctionMode):
     """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
 
     def __init__(

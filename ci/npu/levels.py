@@ -1,8 +1,8 @@
-"""How far every operator got on Ascend: by which path, and up to which rung of docs/ascend.md.
+"""How far every operator got on Ascend: by which path, and up to which level of docs/ascend.md.
 
-A reference on the device reaches rung 3, which is as far as there is anything to check; rungs 4 and
-5 are about kernels. tests/kernels/test_npu.py wants what stands here,
-tests/kernels/test_ladder.py a row for every operator.
+A reference on the device reaches level 3, which is as far as there is anything to check; levels 4
+and 5 are about kernels. tests/kernels/test_npu.py wants what stands here,
+tests/kernels/test_levels.py a row for every operator.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ REFERENCE, SIMULATED, COMPILED = "reference", 3, 5
 
 
 class Row(NamedTuple):
-    """Path and rung of an operator."""
+    """Path and level of an operator."""
 
     path: str
-    rung: int
+    level: int
 
 
 KERNEL = Row("kernel", COMPILED)
