@@ -195,7 +195,8 @@ def main() -> int:
         right = small.right()[which]
         first = error(small.direction(which)(), right)
         print(
-            f"== {name} {which} {milliseconds(large.direction(which)):.3f} err {first:.4f} as it comes"
+            f"== {name} {which} {milliseconds(large.direction(which)):.3f} "
+            f"err {first:.4f} as it comes"
         )
         rows = []
         for tile in tiles(name, which):

@@ -240,7 +240,7 @@ def npu_fusion_attention_grad_v3(
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows sorted by expert and the row of every pair; of an expert's token-expert pairs the last comes first.
+    """Rows sorted by expert and the row of every pair; of an expert's pairs the last comes first.
 
     The page promises no order among them.
     """

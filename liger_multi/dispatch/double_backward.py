@@ -43,7 +43,7 @@ _SECOND = (
     "model, or the function of torch.nn.functional in place of the operator"
 )
 _HALF = (
-    "torch.ops.liger_multi.{0}_{1} has no gradient. It is one direction of torch.ops.liger_multi.{0}, "
+    "torch.ops.liger_multi.{0}_{1} has no gradient. It is a part of torch.ops.liger_multi.{0}, "
     "which has one. A program of torch.export is to be trained before run_decompositions(), which "
     "splits operators into directions"
 )

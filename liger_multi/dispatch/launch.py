@@ -61,7 +61,7 @@ _found: dict[tuple[Any, ...], Any] = {}
 def launch_config(
     name: str, formula: Callable[..., Config], device: torch.device, **shape: int
 ) -> Config:
-    """The launch launch configuration of kernel ``name`` for a shape: the formula's, with the table's over them.
+    """The launch configuration of kernel ``name``: the table's fields over the formula's.
 
     Args:
         name: Key in the table, such as ``rms_norm.forward``.
@@ -95,7 +95,7 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
     for entry in entries.get(name, ()):
         if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
-            found: dict[str, int] = entry["launch_config"]
+            found: dict[str, int] = entry["config"]
             return found
     return {}
 
@@ -132,9 +132,9 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in ("when", "launch_config", "source"):
+        if key not in ("when", "config", "source"):
             raise ConfigurationError(
-                unknown(f"key of {name} in {file}", key, ("when", "launch_config", "source"))
+                unknown(f"key of {name} in {file}", key, ("when", "config", "source"))
             )
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
-    return {"when": {**when, **limits}, "launch_config": dict(entry["launch_config"])}
+    return {"when": {**when, **limits}, "config": dict(entry["config"])}

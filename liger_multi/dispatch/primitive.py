@@ -1,4 +1,4 @@
-"""One direction of an operator as a ``torch.library`` operator with a direct path for plain tensors."""
+"""Forward or backward of an operator as a ``torch.library`` operator, with a fast path."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inline_ops() -> Iterator[None]:
 
 
 class Primitive:
-    """One direction of an operator: a schema, a shape rule and a look-up of the backend's function."""
+    """Forward or backward of an operator: a schema, a shape rule, a look-up of the function."""
 
     def __init__(
         self,

@@ -128,8 +128,8 @@ class Dispatch:
             refused.append(f"{item.name} {reason}")
         refused += [f"{c.name} {c.reason}" for c in self.candidates if c.reason]
         raise BackendUnavailableError(
-            f"{self.prim.op.name} {self.prim.direction} on {self.device.type} ({self.dtype}), pinned to "
-            f"{list(self.choice.order)} by {self.choice.source}: {'; '.join(refused)}"
+            f"{self.prim.op.name} {self.prim.direction} on {self.device.type} ({self.dtype}), "
+            f"pinned to {list(self.choice.order)} by {self.choice.source}: {'; '.join(refused)}"
         )
 
     def _say(self, name: str, refused: list[str]) -> None:

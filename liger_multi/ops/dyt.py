@@ -47,7 +47,7 @@ def backward(
 def dyt(
     x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Dynamic tanh, an elementwise replica for a norm: ``weight * tanh(alpha * x) + bias``.
+    """Dynamic tanh, an elementwise replacement for a norm: ``weight * tanh(alpha * x) + bias``.
 
     Math:
         ``t = tanh(alpha * x)``, ``y = weight * t + bias``, rounded once. Backward:

@@ -20,7 +20,9 @@ from liger_multi.reference.cross_entropy.rows import Objective
 
 
 class Upstream(NamedTuple):
-    """What arrives at rows: ``p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target`` is due to ``z[j]``.
+    """What arrives at rows.
+
+    The gradient of ``z[j]`` is ``p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target``.
 
     All are 0 for rows that get no gradient; ``entropy`` is None where nobody uses it.
     """

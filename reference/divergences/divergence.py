@@ -74,9 +74,14 @@ def statistics(
 
 
 def gradient_into(
-    out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats, spec: DivergenceSpec,
+    out: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    rows: DivergenceStats,
+    spec: DivergenceSpec,
     factor: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradient times ``factor``; ignored rows get zeros, whatever stands in them."""
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
         lse, teacher_lse, slope = (part[block] if part.numel() else part for part in rows[1:])

@@ -27,7 +27,7 @@ class DivergenceSpec:
 def spec_of(
     name: str, beta: float, form: str, teacher_form: str, scale: float, ignore_index: int
 ) -> DivergenceSpec:
-    """The goal of an operator; the ends of the Jensen-Shannon divergence's are the KL divergence's."""
+    """The specification of an operator; JSD with beta 0 or 1 is a KL divergence."""
     kind = {"kl_div": "forward", "tvd": "tvd", "jsd": "jensen"}[name]
     if kind == "jensen":
         kind = {0.0: "forward", 1.0: "reverse"}.get(beta, kind)
@@ -61,9 +61,15 @@ class DivergenceKernels(Protocol):
         """Losses and residuals of rows; rows whose target is ignored are 0."""
 
     def gradient_into(
-        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats,
-        spec: DivergenceSpec, factor: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        out: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        rows: DivergenceStats,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> None:
         """Write the gradient times ``factor`` (a number, or one a row); ``out`` may be student."""
 
     def loss_and_gradient_(

@@ -1,4 +1,4 @@
-"""Token-expert pairs of a mixture of experts: pairs of a token and one of its experts, ``t * K + k``.
+"""Token-expert pairs: a token and one of its experts, number ``t * K + k``.
 
 Sorted by expert, stably, the pairs of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``;
 those of no expert come last.

@@ -1,4 +1,4 @@
-"""Rotary position embedding, ``out = x * cos + rotate_half(x) * sin``, in the order of Hugging Face.
+"""RoPE, ``out = x * cos + rotate_half(x) * sin``, in the order of Hugging Face.
 
 ``rotate_half`` maps a pair of channels ``(a, b)`` to ``(-b, a)``; its transposed is its negative.
 """
@@ -110,7 +110,7 @@ def backward(
     head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
     q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate the gradients by the transposed matrix; ``dx = dout * cos - rotate_half(dout * sin)``."""
+    """Rotate back: ``dx = dout * cos - rotate_half(dout * sin)``."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
     if needs_q and dq_out is not None:

@@ -165,9 +165,14 @@ class AscendPairs:
 
     @staticmethod
     def gradient_into(
-        out: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], rows: DivergenceStats,
-        spec: DivergenceSpec, factor: Tensor,
-    ) -> None:  # fmt: skip
+        out: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        rows: DivergenceStats,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> None:
         """Write the gradient times ``factor``; ``out`` may be the student."""
         given, teacher = as_rows(student), as_rows(teacher)
         count, cols = given.shape

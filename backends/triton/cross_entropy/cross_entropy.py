@@ -198,9 +198,16 @@ def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]
 
 
 def _launch_rows(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], total: Optional[Tensor],
-    options: Objective, rows: RowStats, scales: Optional[Tensor], add_zl: bool, inverse: bool = False,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    total: Optional[Tensor],
+    options: Objective,
+    rows: RowStats,
+    scales: Optional[Tensor],
+    add_zl: bool,
+    inverse: bool = False,
+) -> None:
     count, cols = logits.shape
     if not count:
         return

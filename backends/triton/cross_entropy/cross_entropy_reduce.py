@@ -83,9 +83,14 @@ def filled(x: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def reduce_rows(
-    target: Tensor, weight: Optional[Tensor], rows: Optional[RowStats], cols: int, ignore_index: int,
-    reduction: str, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    target: Tensor,
+    weight: Optional[Tensor],
+    rows: Optional[RowStats],
+    cols: int,
+    ignore_index: int,
+    reduction: str,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, z_loss, token_accuracy (scalars, empty where unwanted) and the two denominators.
 
     Without ``rows`` only the denominators are computed.

@@ -29,7 +29,8 @@ from liger_multi.reference.cross_entropy.rows import Objective
 
 @triton.jit
 def _log_prob_gradient_kernel(
-    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride, target_stride, cols,
+    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride,
+    target_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

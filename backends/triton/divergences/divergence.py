@@ -209,9 +209,15 @@ class TritonPairs:
         return _rows(self.name, _columns(student), _columns(teacher), target, spec, None)
 
     def gradient_into(
-        self, out: Tensor, student: Tensor, teacher: Tensor, target: Tensor | None, rows: DivergenceStats,
-        spec: DivergenceSpec, factor: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        out: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        rows: DivergenceStats,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> None:
         """Write the gradient times ``factor``."""
         count, cols = student.shape
         if not student.numel():

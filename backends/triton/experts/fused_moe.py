@@ -58,9 +58,14 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def activated(
-    x: RowOperand, weight: Tensor, bias: Optional[Tensor], index: Tensor, groups: Groups, keep: bool,
+    x: RowOperand,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    index: Tensor,
+    groups: Groups,
+    keep: bool,
     how: tuple[str, Numbers, bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
     activation, numbers, interleaved = how
     source, (_, wide, inner) = x.source, weight.shape

@@ -211,7 +211,7 @@ def choice(
     cols: int,
     inner: int,
 ) -> ProductConfig:
-    """Launch configuration of a product; rows to the next power of two, so that lengths do not fill the cache."""
+    """Launch configuration of a GEMM; rows are rounded up to a power of two, to bound the cache."""
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
     found: ProductConfig = launch_config(
         name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,

@@ -1,4 +1,4 @@
-"""Token-expert pairs of a mixture of experts sorted by expert, and rows written once for every pair.
+"""Token-expert pairs sorted by expert, and rows written once for every pair.
 
 A counting sort in three launches: how many pairs of every expert each chunk has, sums of those over
 the chunks before, and the place of every pair. Its place within a chunk is a count of equal experts

@@ -39,7 +39,7 @@ from liger_multi.reference.rope.rope import dense, output_dtype
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Tiles of ``heads`` x ``tokens``; a program iterates over ``share`` of them with its tokens."""
+    """Tiles of ``heads`` x ``tokens``; a program takes ``share`` of them with its tokens."""
 
     tokens: int
     heads: int

@@ -26,7 +26,7 @@ ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class KindConfig:
-    """Tiles of ``heads`` x ``tokens``; a program iterates over ``share`` of them with its tokens."""
+    """Tiles of ``heads`` x ``tokens``; a program takes ``share`` of them with its tokens."""
 
     tokens: int
     heads: int
@@ -136,7 +136,8 @@ def rotate(
         (q, k, first, turning.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
          *steps[3][:3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
          first.shape[2], tiles, groups, n.share, turning.scaling),
-        (width, rotary, turning.kind, turning.beside, *beside, turning.round, *turning.constants(), inverse,
-         n.tokens, n.heads, power_of_2(rotary // 2), passed), n.num_warps,
+        (width, rotary, turning.kind, turning.beside, *beside, turning.round,
+         *turning.constants(), inverse, n.tokens, n.heads, power_of_2(rotary // 2), passed),
+        n.num_warps,
     )  # fmt: skip
     return made[0], made[1]

@@ -91,7 +91,7 @@ torch_to_triton_dtype = _TritonDtypes()
 def _no_halves(direction: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"fused_linear_cross_entropy_{direction}: the directions are no functions of their own here; "
+            f"fused_linear_cross_entropy_{direction}: forward and backward are no functions here; "
             "call liger_multi.ops.fused_linear_cross_entropy"
         )
 

@@ -54,7 +54,7 @@ def stored_bits(module: Any) -> bool:
 
 
 def stand_in(model: nn.Module) -> int:
-    """Put replicas where weights are stored in few bits; the bytes of them all."""
+    """Put substitutes where weights are stored in few bits; the bytes of them all."""
     total = 0
     for path, module in list(model.named_modules()):
         if stored_bits(module):

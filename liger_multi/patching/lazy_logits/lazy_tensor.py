@@ -525,7 +525,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def _current(deferred: DeferredLogits) -> DeferredLogits:
-    """The deferred logits as an operation sees it that is called now: under no_grad without a history."""
+    """The deferred logits as an operation called now sees them: under no_grad, without history."""
     return deferred if torch.is_grad_enabled() or not deferred.grad else deferred.detached()
 
 

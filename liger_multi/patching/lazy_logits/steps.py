@@ -1,4 +1,4 @@
-"""Elementwise operations that deferred logits can remember, by the PyTorch function that asks for them.
+"""Elementwise operations that deferred logits can remember, by PyTorch function.
 
 Every function answers for ``func(logits, ...)`` with the deferred logits of the result, with the
 same deferred logits when nothing changes, or with None when the operation cannot be remembered.
