@@ -1,7 +1,7 @@
 """A training step on the meta device: every storage has its size, and none has memory.
 
 The model's own forward and autograd's own backward run, so that architectures, patches, adapters
-and checkpointing need no formulas. Three things have none on the meta device and get an implementation:
+and checkpointing need no formulas. Three things get an implementation of ours on the meta device:
 attention (which PyTorch would spell out there), our operators with chunks, and values that
 decide about shapes.
 """

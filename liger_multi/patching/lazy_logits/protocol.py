@@ -130,7 +130,8 @@ def warn_above_budget(deferred: DeferredLogits) -> None:
     if fused is not None and deferred.bytes > fused.materialize_bytes:
         warn_once(
             f"{{place}} needs the whole logits {tuple(deferred.shape)}, "
-            f"{deferred.bytes / 2**20:.0f} MiB, which the fused loss had avoided. The loss itself, argmax, max, topk, gather, logsumexp and slices of "
+            f"{deferred.bytes / 2**20:.0f} MiB, which the fused loss had avoided. "
+            "The loss itself, argmax, max, topk, gather, logsumexp and slices of "
             "rows do without; see materialize_bytes "
             "of fused_linear_cross_entropy to move the threshold"
         )
