@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops
-from liger_multi.backends.triton import fused_moe, grouped, grouped_weight
-from liger_multi.backends.triton.groups import Groups, Rows
-from liger_multi.backends.triton.slots import sorted_slots
+from liger_multi.backends.triton.experts import fused_moe, grouped, grouped_weight
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.backends.triton.experts.pairs import sorted_pairs
 from liger_multi.bench.cases import cases, draw
 from liger_multi.bench.measure import Clock
 from liger_multi.bench.providers import find
@@ -59,12 +59,12 @@ def products(tensors: dict[str, Tensor], clock: Clock) -> list[str]:
     """Every product, by the library and by tiles of ours."""
     x, first, second = (tensors[n].detach() for n in ("x", "gate_up_weight", "down_weight"))
     index = tensors["index"]
-    order, inverse, offsets = sorted_slots(index, first.shape[0])
+    order, inverse, offsets = sorted_pairs(index, first.shape[0])
     groups = Groups(offsets, order, index.shape[-1], inverse)
     inner = torch.randn(order.shape[0], second.shape[2], device=x.device).to(x.dtype)
     wide = torch.randn(order.shape[0], first.shape[1], device=x.device).to(x.dtype)
     how = ("silu", (7.0, 1.0, 0.0), False)
-    rows, weights = Rows, grouped_weight.weight_gradient
+    rows, weights = RowOperand, grouped_weight.weight_gradient
     operations = 2.0 * order.shape[0] * second.shape[1] * second.shape[2]
     steps: dict[str, tuple[float, Callable[[], Any]]] = {
         "up": (
@@ -96,7 +96,7 @@ def products(tensors: dict[str, Tensor], clock: Clock) -> list[str]:
             found.append(
                 f"  {name:<16} {by:<8} {ms:7.3f} ms  {rate:5.0f} TFLOP/s, gathers included"
             )
-    sort = _median(clock, lambda: sorted_slots(index, first.shape[0]))
+    sort = _median(clock, lambda: sorted_pairs(index, first.shape[0]))
     return [*found, f"  {'sort':<25} {sort:7.3f} ms"]
 
 

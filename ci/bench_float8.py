@@ -71,7 +71,7 @@ def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     exact = _step(*part, target[:few])
     made: dict[str, Any] = {"shape": list(shape)}
     for products in PRODUCTS:
-        liger_multi.configure({"head_products": products})
+        liger_multi.configure({"head_gemms": products})
         small = hidden[:few].detach().requires_grad_()
         errors = _off(_step(small, weight, target[:few]), exact)
         for _ in range(2):
@@ -91,9 +91,9 @@ def row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
 
 def parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
     """Seconds of rounding and products alone; gradients of logits are those of all rows."""
-    from liger_multi.backends.triton.float8 import TritonRounding
-    from liger_multi.reference.float8 import GRADIENT
-    from liger_multi.reference.float8_head import multiply
+    from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
+    from liger_multi.reference.cross_entropy.float8 import GRADIENT
+    from liger_multi.reference.cross_entropy.float8_head import multiply
 
     to, device = TritonRounding(), hidden.device
     raw = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=device)

@@ -39,8 +39,8 @@ def spread(row: Row) -> float:
 
 
 def slowdown(old: Row, new: Row) -> float:
-    """How much longer the new one takes, by the roof of its own run where that is known."""
-    before, after = (row.get("roof_percent", {}).get("both") for row in (old, new))
+    """How much longer the new one takes, by the peak of its own run where that is known."""
+    before, after = (row.get("percent_of_peak", {}).get("both") for row in (old, new))
     if before and after:
         return float(before) / float(after)
     return float(new["both_ms"]) / float(old["both_ms"])

@@ -85,7 +85,7 @@ def judge(row: Mapping[str, Any], provider: str = "ours") -> Verdict:
 
 # --- pictures ---
 
-COLOURS = {
+COLORS = {
     "stock": "#c2571a", "ours": "#0b6e69", "liger": "#5b4bb0", "control-1": "#9aa3ad",
     "seed": "#d8b25c",
 }  # fmt: skip
@@ -141,11 +141,11 @@ def _panel(pair: Sequence[Any], model: str, rows: Sequence[Mapping[str, Any]]) -
             if name in curves:
                 wide = 3.5 if name == "stock" else 1.1
                 dim = 0.35 if name in ("stock", "seed") else 1.0
-                look = {"color": COLOURS[name], "lw": wide, "alpha": dim, "ls": style}
+                look = {"color": COLORS[name], "lw": wide, "alpha": dim, "ls": style}
                 above.plot(steps, curves[name]["loss"], label=f"{name}{label}", **look)
         for name in ("liger", "ours"):
             if name in curves:
                 far = distance(curves[name]["loss"], curves["stock"]["loss"])
-                below.plot(steps, far.clamp(min=1e-9), color=COLOURS[name], lw=1.4, ls=style)
+                below.plot(steps, far.clamp(min=1e-9), color=COLORS[name], lw=1.4, ls=style)
         bound = allowed(curves, "loss")[EARLIEST - 1 :]
         below.plot(steps[EARLIEST - 1 :], bound, color="#b3261e", lw=0.9, ls=(0, (1, 1)))

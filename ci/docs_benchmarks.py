@@ -81,10 +81,10 @@ def _group(sample: str, rows: Mapping[str, Row]) -> list[str]:
     for one in sorted(timed, key=lambda r: (r.row["provider"] != "ours", r.row["both_ms"])):
         row = one.row
         bar = "█" * max(1, round(BAR * row["both_ms"] / longest))
-        roof = (row.get("roof_percent") or {}).get("both")
+        peak = (row.get("percent_of_peak") or {}).get("both")
         cells = (
             sample, row["provider"], f"{row['both_ms']:.3g}", one.of_ours("both_ms"), bar,
-            "-" if roof is None else f"{roof:.0f} %", _size(row.get("extra_bytes")),
+            "-" if peak is None else f"{peak:.0f} %", _size(row.get("extra_bytes")),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -102,7 +102,7 @@ def _operators() -> list[str]:
         sources = {f"`{r.path.name}` ({r.data['commit']}, {_versions(r.data)})" for r in every}
         lines += [f"\n## {op} on {device}\n", f"From {'; '.join(sorted(sources))}.\n"]
         lines += [
-            "| sample | who | fwd+bwd, ms | of ours | | of the roof | extra MiB |",
+            "| sample | who | fwd+bwd, ms | of ours | | of peak | extra MiB |",
             "|---|---|---|---|---|---|---|",
         ]
         for sample, providers in samples.items():

@@ -36,10 +36,10 @@ def example() -> list[str]:
     """The committed plan's first candidates."""
     if not EXAMPLE.exists():
         return ["Not made yet: `python -m ci.plans --explain`.", ""]
-    from liger_multi.memory import Plan
+    from liger_multi.memory import TrainingPlan
     from liger_multi.memory.planning.page import HEADER, row_of
 
-    made = Plan.from_data(_load(EXAMPLE))
+    made = TrainingPlan.from_data(_load(EXAMPLE))
     size = f"{made.devices} x {made.memory_bytes / 1e9:g} GB, {made.batch} sequences a step"
     lines = [f"{made.model}, {made.layers} layers, {size}; {made.simulations} steps simulated:", ""]
     lines += [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]

@@ -143,14 +143,14 @@ def _measured(table: Path) -> bool:
 
 def _own(name: str) -> str:
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
-    operators = set(importlib.import_module("liger_multi.registry").operators())
+    operators = set(importlib.import_module("liger_multi.dispatch.registry").operators())
     own = sorted(p.stem for p in folder.glob("*.py") if p.stem in operators)
     tables = sorted(p.stem for p in (folder / "launch").glob("*.yaml"))
     said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
     measured = [t for t in tables if _measured(folder / "launch" / f"{t}.yaml")]
     said += [f"launch numbers for {', '.join(measured)}"] if measured else []
-    modelled = [t for t in tables if t not in measured]
-    said += [f"launch numbers of a static model for {', '.join(modelled)}"] if modelled else []
+    modeled = [t for t in tables if t not in measured]
+    said += [f"launch numbers of a static model for {', '.join(modeled)}"] if modeled else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.yaml"
     said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
     parents = _records()[name].parents

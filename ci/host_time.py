@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 
 def stub_launches() -> None:
     """Let every launch of a Triton kernel find a compiled kernel that does nothing."""
-    from liger_multi.backends.triton import launching
+    from liger_multi.backends.triton.common import launching
 
     class Compiled(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:

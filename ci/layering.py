@@ -1,7 +1,7 @@
 """Who may import whom, and how long things may be: ``python -m ci.layering``.
 
 Reads the sources as syntax trees and imports nothing. Every rule is one function from the tree of
-files to findings; ``tests/test_layering.py`` plants a violation of each.
+files to findings; ``tests/tools/test_layering.py`` plants a violation of each.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ VENDOR_WORDS = re.compile(
     re.IGNORECASE,
 )
 BUDGETS = {
-    "liger_multi/op.py": 220,
-    "liger_multi/registry.py": 200,
-    "liger_multi/config.py": 220,
-    "liger_multi/launch.py": 200,
+    "liger_multi/dispatch/op.py": 220,
+    "liger_multi/dispatch/registry.py": 200,
+    "liger_multi/dispatch/config.py": 220,
+    "liger_multi/dispatch/launch.py": 200,
     "liger_multi/samples.py": 200,
     "liger_multi/errors.py": 200,
-    "liger_multi/patching/lazy.py": 665,
-    "liger_multi/patching/traced.py": 405,
-    "liger_multi/patching/mlp.py": 460,
-    "liger_multi/patching/recipe.py": 440,
-    "liger_multi/patching/rotary.py": 420,
-    "backends/triton/cross_entropy.py": 400,
+    "liger_multi/patching/lazy_logits/lazy_tensor.py": 665,
+    "liger_multi/patching/lazy_logits/traced.py": 405,
+    "liger_multi/patching/replace/mlp.py": 460,
+    "liger_multi/patching/lazy_logits/deferred.py": 440,
+    "liger_multi/patching/recognize/rotary.py": 420,
+    "backends/triton/cross_entropy/cross_entropy.py": 400,
     "backends/triton/*.py": 300,
-    "reference/chunking.py": 140,
+    "reference/common/chunking.py": 140,
     "reference/*.py": 120,
     "*": 400,
 }
@@ -252,7 +252,8 @@ def reference_alone(tree: Tree) -> Iterator[Finding]:
             allowed = top in sys.stdlib_module_names or top in ("torch", "__future__")
             allowed = allowed or _within(found.module, "liger_multi.reference")
             allowed = allowed or (
-                file.module == FOLDERS["reference"] and _within(found.module, "liger_multi.backend")
+                file.module == FOLDERS["reference"]
+                and _within(found.module, "liger_multi.dispatch.backend")
             )
             if not allowed:
                 yield Finding(

@@ -196,7 +196,7 @@ def draw(files: Sequence[Path], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from liger_multi.memory.picture import COLOURS, GRID, INK
+    from liger_multi.memory.picture import COLORS, GRID, INK
 
     groups: dict[str, dict[str, int]] = {}
     for file in files:
@@ -208,10 +208,10 @@ def draw(files: Sequence[Path], path: Path) -> None:
     figure = Figure(figsize=(9, 1.2 + 1.5 * len(groups)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    colours = dict(zip(PROVIDERS, (COLOURS[6], COLOURS[2], COLOURS[3]), strict=True))
+    colors = dict(zip(PROVIDERS, (COLORS[6], COLORS[2], COLORS[3]), strict=True))
     for axis, (name, group) in zip(axes, groups.items(), strict=True):
         order = [p for p in reversed(PROVIDERS) if p in group]
-        axis.barh(order, [group[p] for p in order], color=[colours[p] for p in order])
+        axis.barh(order, [group[p] for p in order], color=[colors[p] for p in order])
         for place, provider in enumerate(order):
             axis.annotate(f" {group[provider]:,}", (group[provider], place), va="center")
         axis.set_title(f"{name}: longest sequence, tokens", loc="left", fontsize=11, color=INK)

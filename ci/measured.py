@@ -24,7 +24,7 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "extra-MiB": ("extra_bytes", lambda x: f"{x / 2**20:,.0f}"),
     "tokens": ("tokens_per_second", lambda x: f"{x / 1000:.1f}k"),
     "ms": ("both_ms", lambda x: f"{x:#.3g}".rstrip(".")),
-    "roof": ("both", lambda x: f"{x:.0f}"),
+    "peak": ("both", lambda x: f"{x:.0f}"),
     "longest": ("longest", lambda x: f"{x:,.0f}"),
     "too-long": ("shortest_failed", lambda x: f"{x:,.0f}"),
     "s": ("step_seconds", lambda x: f"{x:.0f}"),
@@ -116,7 +116,7 @@ def value(key: str) -> str:
 
 
 def _number(row: Mapping[str, Any], field: str) -> float | None:
-    source = row.get("roof_percent") or {} if field == "both" else row
+    source = row.get("percent_of_peak") or {} if field == "both" else row
     return source.get(field)
 
 

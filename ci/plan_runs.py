@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ci.memory_cases import LARGE_MOE
-from liger_multi.memory import Plan, Settings, Space, apply, measure, plan
+from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
 from liger_multi.memory.planning.files import ENVIRONMENT
 from liger_multi.memory.sizes import config_of
 
@@ -54,7 +54,7 @@ class Case:
         config._attn_implementation, config.use_cache = "sdpa", False
         return config
 
-    def plan(self, card: str, device: str = "cuda") -> Plan:
+    def plan(self, card: str, device: str = "cuda") -> TrainingPlan:
         """What is planned for a card of so little memory; only what one process can do."""
         space = Space(
             (self.precision,),
@@ -73,7 +73,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
     """Train some steps in this process, with no more memory than planned for."""
     from transformers import AutoModelForCausalLM
 
-    from liger_multi.config_file import parse_bytes
+    from liger_multi.dispatch.config_file import parse_bytes
 
     module = torch.get_device_module(device)
     if device.type != "cpu":

@@ -23,7 +23,7 @@ import torch
 from ci.measured import now
 from ci.plan_runs import ROOT, Case, Worker
 from liger_multi.bench import report
-from liger_multi.memory import Candidate, Plan, Space, plan
+from liger_multi.memory import Candidate, Space, TrainingPlan, plan
 from liger_multi.memory.planning.cards import CARDS
 from liger_multi.memory.sizes import config_of
 
@@ -137,7 +137,7 @@ def told(one: Candidate, run: dict[str, Any]) -> str:
     return f"{one.settings}, {size}: {one.peak_bytes / 2**30:.2f} GiB told; {said}"
 
 
-def explained() -> Plan:
+def explained() -> TrainingPlan:
     """The plan that the page shows."""
     space = Space(("bf16", "amp"), policies=("none", "norms_and_mlp", "full"), layouts=LAYOUTS)
     config = config_of("llama-3-8b", 8192)

@@ -98,7 +98,7 @@ def run(setting: Setting, arguments: Sequence[str]) -> results.Result | None:
         order = ["-p", "randomly", f"--randomly-seed={setting.seed}", "--randomly-dont-reset-seed"]
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *order]
-            + ["--ignore=tests/test_static.py", "--results", str(file), *arguments],
+            + ["--ignore=tests/kernels/test_static.py", "--results", str(file), *arguments],
             env={**os.environ, **setting.environment},
             cwd=results.ROOT,
             check=False,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("liger_multi", "backends", "reference", "tests", "ci", "pyproject.toml", "Makefile")
-ECOSYSTEM = "tests/test_patching_ecosystem.py"
+ECOSYSTEM = "tests/patching/test_patching_ecosystem.py"
 REPOSITORIES = {
     "LK": "linkedin/Liger-Kernel",
     "CCE": "apple/ml-cross-entropy",
@@ -75,11 +75,13 @@ CASES = (
         (
             Break(
                 "the call that a graph holds loses `ignore_index`",
-                "liger_multi/op.py",
+                "liger_multi/dispatch/op.py",
                 "return self.whole(*args, traced, sources())",
                 "args = tuple(0 if type(a) is int and a == -100 else a for a in args)\n"
                 "            return self.whole(*args, traced, sources())",
-                ("tests/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",),
+                (
+                    "tests/dispatch/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",
+                ),
             ),
         ),
     ),
@@ -90,22 +92,22 @@ CASES = (
         (
             Break(
                 "the fused loss takes the first row's for all",
-                "reference/fused_linear_cross_entropy.py",
+                "reference/cross_entropy/fused_linear_cross_entropy.py",
                 "dloss[where].contiguous()",
                 "dloss[:1].expand(len(t)).contiguous()",
                 (
-                    "tests/test_ops.py::test_forward_and_backward",
+                    "tests/ops/test_ops.py::test_forward_and_backward",
                     "-k",
                     "fused_linear_cross_entropy-reference and none and float32",
                 ),
             ),
             Break(
                 "and so does the plain one",
-                "reference/reduction.py",
+                "reference/cross_entropy/reduction.py",
                 'return (dloss, dloss) if reduction == "none"',
                 'return (dloss[:1].sum(), dloss[:1].sum()) if reduction == "none"',
                 (
-                    "tests/test_ops.py::test_forward_and_backward",
+                    "tests/ops/test_ops.py::test_forward_and_backward",
                     "-k",
                     "cross_entropy-reference-none and float32 and not fused",
                 ),
@@ -119,18 +121,20 @@ CASES = (
         (
             Break(
                 "the gradient is written over the logits",
-                "reference/cross_entropy.py",
+                "reference/cross_entropy/cross_entropy.py",
                 "dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)",
                 "dlogits = logits",
-                ("tests/test_dispatch.py::test_softmax_then_cross_entropy_keeps_its_gradient",),
+                (
+                    "tests/dispatch/test_dispatch.py::test_softmax_then_cross_entropy_keeps_its_gradient",
+                ),
             ),
             Break(
                 "`inplace=True` does not advance autograd's version counter",
-                "liger_multi/autograd.py",
+                "liger_multi/dispatch/autograd.py",
                 "            increment_version(args[dirty])\n",
                 "            pass\n",
                 (
-                    "tests/test_triton_inplace.py::test_what_was_overwritten_raises_for_whoever_saved_it",
+                    "tests/kernels/test_triton_inplace.py::test_what_was_overwritten_raises_for_whoever_saved_it",
                     "--backend",
                     "triton",
                 ),
@@ -145,11 +149,11 @@ CASES = (
         (
             Break(
                 "a patched model's sum over tokens is a mean",
-                "liger_multi/patching/loss.py",
+                "liger_multi/patching/lazy_logits/loss.py",
                 '"reduction": self.reduction,',
                 '"reduction": self.reduction.replace("sum", "mean"),',
                 (
-                    "tests/test_patching.py::test_accumulation_over_uneven_batches_equals_one_batch",
+                    "tests/patching/test_patching.py::test_accumulation_over_uneven_batches_equals_one_batch",
                     f"{ECOSYSTEM}::test_trainer_accumulation_equals_one_batch_with_uneven_lengths",
                 ),
             ),
@@ -162,10 +166,10 @@ CASES = (
         (
             Break(
                 "the weight's gradient accumulates in the dtype of the inputs",
-                "reference/chunking.py",
+                "reference/common/chunking.py",
                 "return kind if once or kind == torch.float64 else accumulate",
                 "return kind",
-                ("tests/test_numerics.py::test_no_result_depends_on_the_chunk",),
+                ("tests/ops/test_numerics.py::test_no_result_depends_on_the_chunk",),
             ),
         ),
     ),
@@ -176,10 +180,12 @@ CASES = (
         (
             Break(
                 "the divisor is not looked at",
-                "reference/reduction.py",
+                "reference/cross_entropy/reduction.py",
                 "return torch.where(by == 0, 0, value / by)",
                 "return value / by",
-                ("tests/test_patching.py::test_all_targets_ignored_is_zero_and_connected",),
+                (
+                    "tests/patching/test_patching.py::test_all_targets_ignored_is_zero_and_connected",
+                ),
             ),
         ),
     ),
@@ -190,12 +196,12 @@ CASES = (
         (
             Break(
                 "nobody looks whether the weight has elements",
-                "liger_multi/patching/head.py",
+                "liger_multi/patching/replace/head.py",
                 "if self.weight.numel() == 0:",
                 "if False:",
                 (
-                    "tests/test_reported.py::test_a_head_without_elements_is_named",
-                    "tests/test_patching_logits.py::test_a_partitioned_weight_names_zero3",
+                    "tests/tools/test_reported.py::test_a_head_without_elements_is_named",
+                    "tests/patching/test_patching_logits.py::test_a_partitioned_weight_names_zero3",
                 ),
             ),
             Break(
@@ -203,14 +209,14 @@ CASES = (
                 "liger_multi/ops/_head.py",
                 "if weight.numel() == 0:",
                 "if False:",
-                ("tests/test_numerics.py::test_bad_input_is_named",),
+                ("tests/ops/test_numerics.py::test_bad_input_is_named",),
             ),
             Break(
                 "the loss reads the weight instead of calling the head, whose hooks gather it",
-                "liger_multi/patching/recipe.py",
+                "liger_multi/patching/lazy_logits/deferred.py",
                 "return self.head(hidden, job)",
                 "return job.run(self.head, hidden)",
-                ("tests/test_reported.py::test_a_partitioned_head_is_gathered_for_the_loss",),
+                ("tests/tools/test_reported.py::test_a_partitioned_head_is_gathered_for_the_loss",),
             ),
         ),
     ),
@@ -221,7 +227,7 @@ CASES = (
         (
             Break(
                 "the fused loss reads past the adapter to its base layer",
-                "liger_multi/patching/head.py",
+                "liger_multi/patching/replace/head.py",
                 "    return [head]\n",
                 '    base = getattr(head, "base_layer", None)\n'
                 "    if base is not None:\n"
@@ -239,27 +245,29 @@ CASES = (
         (
             Break(
                 "every tensor counts as wanting a gradient",
-                "liger_multi/op.py",
+                "liger_multi/dispatch/op.py",
                 "grad and a is not None and a.requires_grad for a in",
                 "grad and a is not None for a in",
                 (
-                    "tests/test_dispatch.py::test_frozen_weights_allocate_no_gradient",
-                    "tests/test_patching.py::test_frozen_head_allocates_no_weight_gradient",
+                    "tests/dispatch/test_dispatch.py::test_frozen_weights_allocate_no_gradient",
+                    "tests/patching/test_patching.py::test_frozen_head_allocates_no_weight_gradient",
                 ),
             ),
         ),
     ),
     Case(
         10,
-        "an evaluation materialises all logits",
+        "an evaluation materializes all logits",
         "LK #703",
         (
             Break(
                 "logits are lazy only where gradients are",
-                "liger_multi/patching/head.py",
+                "liger_multi/patching/replace/head.py",
                 "if not grad and (hidden.ndim < 3",
                 "if not grad or (hidden.ndim < 3",
-                ("tests/test_patching.py::test_evaluation_allocates_no_gradients_and_no_logits",),
+                (
+                    "tests/patching/test_patching.py::test_evaluation_allocates_no_gradients_and_no_logits",
+                ),
             ),
         ),
     ),
@@ -270,10 +278,10 @@ CASES = (
         (
             Break(
                 "a class that is only equal to the stock one comes back",
-                "liger_multi/patching/swap.py",
+                "liger_multi/patching/replace/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",
-                ("tests/test_patching_api.py::test_unpatch_brings_the_very_same_back",),
+                ("tests/patching/test_patching_api.py::test_unpatch_brings_the_very_same_back",),
             ),
         ),
     ),
@@ -288,8 +296,8 @@ CASES = (
                 "from liger_multi import ops\n",
                 "import triton\n\nfrom liger_multi import ops\n",
                 (
-                    "tests/test_import.py::test_importing_loads_nothing_optional_and_touches_no_driver",
-                    "tests/test_import.py::test_every_operator_runs_with_optional_packages_hidden",
+                    "tests/dispatch/test_import.py::test_importing_loads_nothing_optional_and_touches_no_driver",
+                    "tests/dispatch/test_import.py::test_every_operator_runs_with_optional_packages_hidden",
                 ),
             ),
             Break(
@@ -298,7 +306,7 @@ CASES = (
                 "from liger_multi import ops\n",
                 "import torch\n\ntorch.cuda.current_device()\nfrom liger_multi import ops\n",
                 (
-                    "tests/test_import.py::test_the_first_calls_without_a_device_load_nothing_optional",
+                    "tests/dispatch/test_import.py::test_the_first_calls_without_a_device_load_nothing_optional",
                 ),
             ),
         ),
@@ -310,10 +318,10 @@ CASES = (
         (
             Break(
                 "the device's threads do not limit the warps",
-                "liger_multi/launch.py",
+                "liger_multi/dispatch/launch.py",
                 "if warps is not None and warps * info.warp_size > info.max_threads:",
                 "if False:",
-                ("tests/test_numerics.py::test_no_launch_exceeds_the_threads_of_a_device",),
+                ("tests/ops/test_numerics.py::test_no_launch_exceeds_the_threads_of_a_device",),
             ),
         ),
     ),
@@ -324,10 +332,10 @@ CASES = (
         (
             Break(
                 "nobody enters the device of the tensors",
-                "liger_multi/primitive.py",
+                "liger_multi/dispatch/primitive.py",
                 "if module is None or module.current_device() == device.index:",
                 "if True:",
-                ("tests/test_numerics.py::test_operators_run_on_the_device_of_their_tensors",),
+                ("tests/ops/test_numerics.py::test_operators_run_on_the_device_of_their_tensors",),
             ),
         ),
     ),
@@ -338,26 +346,26 @@ CASES = (
         (
             Break(
                 "the reference takes at most 65 535 rows",
-                "reference/chunking.py",
+                "reference/common/chunking.py",
                 "yield slice(start, min(rows, start + step))",
                 "yield slice(start, min(rows, start + step, 65535))",
                 (
-                    "tests/test_reported.py::test_many_rows_and_classes_in_the_fused_loss",
-                    "tests/test_ops.py::test_forward_and_backward",
+                    "tests/tools/test_reported.py::test_many_rows_and_classes_in_the_fused_loss",
+                    "tests/ops/test_ops.py::test_forward_and_backward",
                     "-k",
                     "(reference and past-65535-rows) or many_rows",
                 ),
             ),
             Break(
-                "a kernel walks over the first 65 536 classes",
-                "backends/triton/cross_entropy.py",
+                "a kernel iterates over the first 65 536 classes",
+                "backends/triton/cross_entropy/cross_entropy.py",
                 "    target = tl.load(target_ptr + row * target_stride)\n"
                 "    if target == ignore_index:\n",
                 "    target = tl.load(target_ptr + row * target_stride)\n"
                 "    cols = tl.minimum(cols, 65536)\n"
                 "    if target == ignore_index:\n",
                 (
-                    "tests/test_ops.py::test_forward_and_backward",
+                    "tests/ops/test_ops.py::test_forward_and_backward",
                     "-k",
                     "cross_entropy and large-vocabulary",
                     "--backend",
@@ -374,17 +382,17 @@ CASES = (
         (
             Break(
                 "the gradient forgets the soft cap",
-                "reference/objective.py",
+                "reference/cross_entropy/objective.py",
                 "        if objective.softcap is not None:\n            dz *=",
                 "        if False:\n            dz *=",
-                ("tests/test_numerics.py::test_every_combination_of_options",),
+                ("tests/ops/test_numerics.py::test_every_combination_of_options",),
             ),
             Break(
                 "the logits forget the bias",
-                "reference/fused_linear.py",
+                "reference/cross_entropy/fused_linear.py",
                 "        elif self.bias is None:\n            torch.mm",
                 "        elif True:\n            torch.mm",
-                ("tests/test_numerics.py::test_every_combination_of_options",),
+                ("tests/ops/test_numerics.py::test_every_combination_of_options",),
             ),
         ),
     ),
@@ -395,27 +403,27 @@ CASES = (
         (
             Break(
                 "a sharded hidden axis is taken for rows",
-                "liger_multi/sharding.py",
+                "liger_multi/dispatch/sharding.py",
                 "name in op.replicated or placement.dim % arg.ndim == arg.ndim - 1",
                 "name in op.replicated",
                 (
-                    "tests/test_regressions.py::test_dtensors_in_two_processes",
-                    "tests/test_reported.py::test_sequence_parallel_norms_in_two_processes",
+                    "tests/tools/test_regressions.py::test_dtensors_in_two_processes",
+                    "tests/tools/test_reported.py::test_sequence_parallel_norms_in_two_processes",
                 ),
             ),
             Break(
                 "the weight's gradient is not summed over ranks",
-                "liger_multi/sharding.py",
+                "liger_multi/dispatch/sharding.py",
                 "shared = Replicate() if axis is None else Partial()",
                 "shared = Replicate()",
-                ("tests/test_regressions.py::test_dtensors_in_two_processes",),
+                ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
             ),
             Break(
                 "rows are gathered",
-                "liger_multi/sharding.py",
+                "liger_multi/dispatch/sharding.py",
                 "for axis in (None, *range(axes - 1)):",
                 "for axis in (None,):",
-                ("tests/test_regressions.py::test_dtensors_in_two_processes",),
+                ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
             ),
         ),
     ),
@@ -429,28 +437,28 @@ CASES = (
                 "liger_multi/losses/reinforcement.py",
                 'log_ratio = own - c.get("old", own.detach())',
                 "log_ratio = own - own.detach()",
-                ("tests/test_compat.py::test_grpo",),
+                ("tests/trainers/test_compat.py::test_grpo",),
             ),
             Break(
                 "smoothed labels are dropped",
                 "liger_multi/losses/preference.py",
                 "return logistic(o.beta * delta(p), o.label_smoothing)",
                 "return logistic(o.beta * delta(p))",
-                ("tests/test_losses_preference.py::test_smoothed_labels_and_rpo",),
+                ("tests/losses/test_losses_preference.py::test_smoothed_labels_and_rpo",),
             ),
             Break(
                 "weights of desirable and undesirable answers are dropped",
                 "liger_multi/losses/kto.py",
                 "weight = torch.where(good, o.desirable_weight, o.undesirable_weight)",
                 "weight = torch.where(good, 1.0, 1.0)",
-                ("tests/test_losses_preference.py::test_kto_is_trl",),
+                ("tests/losses/test_losses_preference.py::test_kto_is_trl",),
             ),
             Break(
                 "the switch of a trainer takes options that do not exist",
                 "liger_multi/compat/liger_kernel/models.py",
                 "        if name not in known:\n",
                 "        if False:\n",
-                ("tests/test_compat.py::test_a_wrong_option_in_the_arguments_is_quoted",),
+                ("tests/trainers/test_compat.py::test_a_wrong_option_in_the_arguments_is_quoted",),
             ),
         ),
     ),
@@ -465,7 +473,7 @@ CASES = (
                 "from liger_multi import ops\n",
                 "import pathlib\n\nfrom liger_multi import ops\n\n"
                 '(pathlib.Path.home() / ".liger_multi").mkdir(exist_ok=True)\n',
-                ("tests/test_import.py::test_offline_with_a_read_only_home",),
+                ("tests/dispatch/test_import.py::test_offline_with_a_read_only_home",),
             ),
         ),
     ),
@@ -484,7 +492,7 @@ Each of these was reported to a library that fuses the same operators. Here a te
 one, and every test was seen to fail: `python -m ci.regressions` takes the fix out of a copy of the
 sources and runs its tests there, and so does `make test-full`.
 
-14 is held with a stand-in for the device's module; no run on two devices of one machine yet. 18 (a
+14 is held with a replica for the device's module; no run on two devices of one machine yet. 18 (a
 vocabulary-parallel loss) has tests and no entry here yet.
 
 | | Reported | Threads | Tests | Fails when |

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ci.static_code import BINARIES, Code, read
-from liger_multi.launch import DeviceInfo, simulate
+from liger_multi.dispatch.launch import DeviceInfo, simulate
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -179,7 +179,7 @@ def recorded(label: str, cases: list[StaticCase]) -> Iterator[None]:
 
 
 def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) -> list[StaticCase]:
-    """The launches that labelled calls of operators make on a device with the limits ``info``."""
+    """The launches that labeled calls of operators make on a device with the limits ``info``."""
     cases: list[StaticCase] = []
     with simulate(info):
         for label, call in calls.items():

@@ -13,52 +13,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton import (
-    attention,
-    attention_residuals,
-    cross_entropy,
-    cross_entropy_inplace,
-    divergence,
-    dyt,
-    embedding,
-    float8,
-    fused_add_rms_norm,
-    fused_linear_log_prob,
-    fused_moe,
-    fused_scaled_add_rms_norm,
+from liger_multi.backends.triton.activations import (
     gated_mlp,
-    gated_rms_norm,
     geglu,
     geglu_packed,
-    group_norm,
-    grouped,
-    hyper_connections,
-    hyper_connections_post,
-    hyper_connections_pre,
-    layer_norm,
-    low_rank,
-    modulated_rms_norm,
-    multi_token_attention,
-    poly_norm,
     relu_squared,
-    rms_norm,
-    rope,
-    rope_complex,
-    rope_multimodal,
-    rope_positions,
-    rope_sorted,
-    scaling,
-    selective_log_softmax,
-    softmax,
-    sparsemax,
     swiglu,
     swiglu_clamped,
     swiglu_clamped_packed,
     swiglu_packed,
 )
-from liger_multi.reference.divergence_rows import Goal
-from liger_multi.reference.log_prob import Upstream
-from liger_multi.reference.rows import Objective, Rows
+from liger_multi.backends.triton.adapters import low_rank
+from liger_multi.backends.triton.attention import attention, multi_token_attention
+from liger_multi.backends.triton.common import scaling
+from liger_multi.backends.triton.cross_entropy import (
+    cross_entropy,
+    cross_entropy_inplace,
+    float8,
+    fused_linear_log_prob,
+    selective_log_softmax,
+    softmax,
+    sparsemax,
+)
+from liger_multi.backends.triton.divergences import divergence
+from liger_multi.backends.triton.embedding import embedding
+from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.norms import (
+    dyt,
+    fused_add_rms_norm,
+    fused_scaled_add_rms_norm,
+    gated_rms_norm,
+    group_norm,
+    layer_norm,
+    modulated_rms_norm,
+    poly_norm,
+    rms_norm,
+)
+from liger_multi.backends.triton.residuals import (
+    attention_residuals,
+    hyper_connections,
+    hyper_connections_post,
+    hyper_connections_pre,
+)
+from liger_multi.backends.triton.rope import (
+    rope,
+    rope_complex,
+    rope_multimodal,
+    rope_positions,
+    rope_sorted,
+)
+from liger_multi.reference.cross_entropy.log_prob import Upstream
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+from liger_multi.reference.divergences.row_stats import DivergenceSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"
@@ -323,7 +329,7 @@ def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
     logits, target = _meta(2048, cols), _meta(2048, dtype=torch.int64)
     options = Objective(-100, *((0.1, 1e-4, 30.0, 0.5) if full else (0.0, 0.0, None)))
     weight = _meta(cols) if full else None
-    rows = Rows.room(2048, options, OUTPUTS if full else "", logits)
+    rows = RowStats.empty(2048, options, OUTPUTS if full else "", logits)
     cross_entropy.loss_and_gradient_(logits, target, weight, options, rows, _meta(2, dtype=FP32))
 
 
@@ -338,11 +344,11 @@ def _inplace(cols: int) -> None:
 def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     raw, target = _meta(2048, cols, dtype=dtype), _meta(2048, dtype=torch.int64)
     row = _meta(2048, dtype=FP32)
-    goal = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
+    spec = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
     rows_of = fused_linear_log_prob.TritonLogProbRows
-    rows_of.statistics(raw, target, None, goal, "log_prob,entropy,lse,argmax" if full else "")
+    rows_of.statistics(raw, target, None, spec, "log_prob,entropy,lse,argmax" if full else "")
     upstream = Upstream(row, row, row if full else None)
-    rows_of.log_prob_gradient_(raw, target, row, goal, upstream)
+    rows_of.log_prob_gradient_(raw, target, row, spec, upstream)
 
 
 def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -362,9 +368,9 @@ def _multi_token(heads: int, size: int, dtype: torch.dtype = BF16, sparse: bool 
     y, p = multi_token_attention.forward(scores, weight, None, *shape)
     multi_token_attention.backward(y, weight, None, p, *shape, True, True, False)
     if heads % 8 == 0 and dtype.itemsize == 2:  # where a launch table may say so
-        k = multi_token_attention.TurnKnobs(4096 // heads, 4)
+        k = multi_token_attention.TransposeConfig(4096 // heads, 4)
         for to_last in (True, False):
-            multi_token_attention._turn(p, k, to_last)
+            multi_token_attention._transpose(p, k, to_last)
 
 
 def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -396,12 +402,15 @@ def _divergence(
     student, teacher = _meta(4096, cols, dtype=dtype), _meta(4096, cols, dtype=dtype)
     target, factor = _meta(4096, dtype=torch.int64), _meta(dtype=FP32)
     name = {"jensen": "jsd", "tvd": "tvd"}.get(kind, "kl_div")  # whose launch numbers it takes
-    goal, kernels = Goal(kind, beta, form, teacher_form, 0.5), divergence.TritonPairs(name)
-    rows = kernels.statistics(student, teacher, target, goal)
-    kernels.gradient_into(
-        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, goal, factor
+    spec, kernels = (
+        DivergenceSpec(kind, beta, form, teacher_form, 0.5),
+        divergence.TritonPairs(name),
     )
-    kernels.loss_and_gradient_(student, teacher, target, goal, factor)
+    rows = kernels.statistics(student, teacher, target, spec)
+    kernels.gradient_into(
+        _meta(4096, cols, dtype=dtype), student, teacher, None, rows, spec, factor
+    )
+    kernels.loss_and_gradient_(student, teacher, target, spec, factor)
 
 
 def _norm_calls() -> dict[str, Callable[[], None]]:

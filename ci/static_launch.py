@@ -1,8 +1,8 @@
 """Launch tables of a static model, for cards that nobody has measured on yet.
 
 ``python -m ci.static --tables`` writes ``backends/rocm/launch/<arch>.yaml``. For every launch of
-:mod:`ci.static_cases` in 16-bit numbers it compiles the formula's choice and its neighbours (tiles
-of half the size, half or twice the warps, fewer stages), and reads the machine code. A neighbour
+:mod:`ci.static_cases` in 16-bit numbers it compiles the formula's choice and its neighbors (tiles
+of half the size, half or twice the warps, fewer stages), and reads the machine code. A neighbor
 becomes an entry where all of this holds:
 
 * a core keeps at least half as many threads again as with the formula: what hides latency (of a
@@ -26,8 +26,8 @@ import yaml
 
 from ci.static import TARGETS, StaticCase, static_cases
 from ci.static_code import CORES, Code
-from liger_multi import launch
-from liger_multi.backend import DeviceInfo
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.backend import DeviceInfo
 
 ROOT = Path(__file__).parent.parent
 MODEL = "static model, not measured"
@@ -57,20 +57,20 @@ class Asked:
 def asked(info: DeviceInfo, calls: Mapping[str, Call]) -> list[Asked]:
     """What the calls' launchers ask of the formulas, without any table."""
     found: list[Asked] = []
-    real = launch._knobs
+    real = launch._config
 
     def spy(name: str, formula: Any, info: DeviceInfo, shape: dict[str, int]) -> Any:
         made = real(name, formula, info, shape)
         found.append(Asked(label, name, dict(shape), made))
         return made
 
-    launch._knobs = spy
+    launch._config = spy
     try:
         with forced({}), launch.simulate(info):
             for label, call in calls.items():
                 static_cases(info, {label: call})
     finally:
-        launch._knobs = real
+        launch._config = real
     unique = {(a.key, tuple(a.shape.items())): a for a in reversed(found)}
     return list(unique.values())[::-1]
 
@@ -79,7 +79,7 @@ class forced:  # noqa: N801  a context
     """Launch tables that say this and nothing else."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        self.entries = {k: ({"when": {}, "knobs": dict(v)},) for k, v in entries.items()}
+        self.entries = {k: ({"when": {}, "config": dict(v)},) for k, v in entries.items()}
 
     def __enter__(self) -> None:
         self.real = launch.table
@@ -89,16 +89,16 @@ class forced:  # noqa: N801  a context
         launch.table = self.real
 
 
-def neighbours(info: DeviceInfo, made: Any) -> Iterator[dict[str, int]]:
+def neighbors(info: DeviceInfo, made: Any) -> Iterator[dict[str, int]]:
     """Launch numbers beside the formula's."""
     fields = dataclasses.asdict(made)
     most = info.max_threads // info.warp_size
     warps = {w for w in (fields["num_warps"] // 2, 2 * fields["num_warps"]) if 1 <= w <= most}
     smaller = [{}, *({f: fields[f] // 2} for f in HALVED if fields.get(f, 1) > 1)]
     for tile, count in itertools.product(smaller, (fields["num_warps"], *sorted(warps))):
-        knobs = {**tile, "num_warps": count}
-        if any(fields[name] != value for name, value in knobs.items()):
-            yield knobs
+        config = {**tile, "num_warps": count}
+        if any(fields[name] != value for name, value in config.items()):
+            yield config
 
 
 def limited(code: Code, made: Any, info: DeviceInfo) -> Code:
@@ -138,20 +138,20 @@ def entries(
         with forced({}):
             base = static_cases(info, call)
         best: tuple[int, int, dict[str, int], Code, Code] | None = None
-        for knobs in neighbours(info, question.formula):
-            with forced({question.key: knobs}):
+        for config in neighbors(info, question.formula):
+            with forced({question.key: config}):
                 other = static_cases(info, call)
             pair = _changed(base, other)
             if pair is None:
                 continue
             mine = limited(facts(arch, pair[0]), question.formula, info)
             if mine.resident * MORE_THREADS > full and not mine.spills:
-                break  # no neighbour can hold so many more
-            numbers = dataclasses.replace(question.formula, **knobs)
+                break  # no neighbor can hold so many more
+            numbers = dataclasses.replace(question.formula, **config)
             code = limited(facts(arch, pair[1]), numbers, info)
             rank = (code.resident, in_flight(code))
             if better(mine, code) and (best is None or rank > best[:2]):
-                best = (*rank, knobs, mine, code)
+                best = (*rank, config, mine, code)
         if best is not None:
             entry = _entry(question, *best[2:], full)
             if entry["when"] not in [e["when"] for e in found.get(question.key, [])]:
@@ -186,7 +186,7 @@ def bounds(question: Asked) -> dict[str, list[int]]:
 
 
 def _entry(
-    question: Asked, knobs: dict[str, int], mine: Code, code: Code, full: int
+    question: Asked, config: dict[str, int], mine: Code, code: Code, full: int
 ) -> dict[str, Any]:
     said = [
         f"{mine.registers} -> {code.registers} registers",
@@ -195,10 +195,10 @@ def _entry(
         f"{code.widest_load}-byte loads",
     ]
     source = f"{MODEL}: {question.label}, {', '.join(said)}"
-    return {"when": bounds(question), "knobs": knobs, "source": source}
+    return {"when": bounds(question), "config": config, "source": source}
 
 
-def _modelled(entry: Mapping[str, Any]) -> bool:
+def _modeled(entry: Mapping[str, Any]) -> bool:
     said = str(entry.get("source"))
     return said.startswith(MODEL) and not said.startswith(f"{MODEL}: by hand")
 
@@ -211,22 +211,22 @@ def write(info: DeviceInfo, made: Mapping[str, list[dict[str, Any]]]) -> Path:
     """
     path = ROOT / "backends" / info.backend / "launch" / f"{info.arch}.yaml"
     old = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    model = any(_modelled(entry) for several in made.values() for entry in several) or not made
+    model = any(_modeled(entry) for several in made.values() for entry in several) or not made
     kept: dict[str, list[dict[str, Any]]] = {}
     for key, several in ((old or {}).get("entries") or {}).items():
         taken = [] if model else [entry["when"] for entry in made.get(key, [])]
-        stay = [e for e in several if not (model and _modelled(e)) and e["when"] not in taken]
+        stay = [e for e in several if not (model and _modeled(e)) and e["when"] not in taken]
         if stay:
             kept[key] = stay
     out = [HEAD.format(arch=info.arch)]
     out += [f"device: {{warp_size: {info.warp_size}, shared_bytes: {info.shared_bytes}}}\n"]
     every = {key: [*kept.get(key, []), *made.get(key, [])] for key in sorted({*kept, *made})}
-    every = {key: sorted(several, key=_modelled) for key, several in every.items()}
+    every = {key: sorted(several, key=_modeled) for key, several in every.items()}
     out += ["entries:\n" if every else "entries: {}\n"]
     for key, several in every.items():
         out += [f"  {key}:\n"]
         for entry in several:
-            for name, lead in (("when", "- "), ("knobs", "  ")):
+            for name, lead in (("when", "- "), ("config", "  ")):
                 out += [f"    {lead}{name}: {_flow(entry[name])}\n"]
             out += [f"      source: {_scalar(entry['source'])}\n"]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def _several_grids(case: StaticCase) -> bool:
     return int(case.constants.get("GRIDS", 1)) > 1
 
 
-def _several_slots(case: StaticCase) -> bool:
+def _several_pairs(case: StaticCase) -> bool:
     return int(case.constants.get("TOP_K", 1)) > 3
 
 
@@ -49,17 +49,17 @@ def _several_slots(case: StaticCase) -> bool:
 ADDRESSED = {
     "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
     "_rope_kinds_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
-    "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of slots says"),
+    "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of pairs says"),
     "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
-    "_moe_combine_": (_several_slots, "the rows of a token's slots, 4 numbers for all threads"),
+    "_moe_combine_": (_several_pairs, "the rows of a token's pairs, 4 numbers for all threads"),
     "_grouped_product_": (
         lambda case: True,
-        "likewise; without an order, pointers walk by strides of the caller's",
+        "likewise; without an order, pointers pass by strides of the caller's",
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
-NOT_READ = ("_zero_groups_", "_squash_", "_multi_token_zero_")
+NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_")
 
 
 # --- judging ---

@@ -1,8 +1,9 @@
 """Find launch numbers on this machine: ``python -m ci.tune KERNEL SAMPLE 'rows=1,2;stages=3'``.
 
-Times one half of an operator under every combination of the given knobs beside the formula's,
-checks that the results agree, and prints an entry for ``backends/<backend>/launch/<arch>.yaml``.
-People review the entry, widen its bounds and write it down; nothing is tuned at run time.
+Times one direction of an operator under every combination of the given launch configuration beside
+the formula's, checks that the results agree, and prints an entry for
+``backends/<backend>/launch/<arch>.yaml``. People review the entry, widen its bounds and write it
+down; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import launch, ops, samples
+from liger_multi import ops, samples
 from liger_multi.bench.cases import draw
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.op import OPS
 from liger_multi.errors import unknown
-from liger_multi.op import OPS
 from liger_multi.tolerance import excess
 
 REPEATS = 9
@@ -38,9 +40,11 @@ def grid(text: str) -> Iterator[dict[str, int]]:
             yield dict(zip(axes, combination, strict=True))
 
 
-def arguments(op: str, half: str, sample: samples.Sample, device: torch.device) -> tuple[Any, ...]:
-    """What a real call hands to one half."""
-    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[half])
+def arguments(
+    op: str, direction: str, sample: samples.Sample, device: torch.device
+) -> tuple[Any, ...]:
+    """What a real call hands to one direction."""
+    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
     seen: list[tuple[Any, ...]] = []
     original = prim.call
 
@@ -68,7 +72,7 @@ class Forced:
     """Launch tables that say one thing about one kernel, for as long as this is entered."""
 
     def __init__(self, kernel: str, fields: Mapping[str, int] | None) -> None:
-        self.entries = {kernel: ({"when": {}, "knobs": dict(fields)},)} if fields else {}
+        self.entries = {kernel: ({"when": {}, "config": dict(fields)},)} if fields else {}
         self.real = launch.table
 
     def __enter__(self) -> None:
@@ -82,7 +86,7 @@ class Forced:
 
 
 def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
-    """Median device time of a half with a cold cache, and what it returned."""
+    """Median device time of a direction with a cold cache, and what it returned."""
     module = torch.get_device_module(device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     found: list[float] = []
@@ -111,10 +115,10 @@ def agrees(found: Any, right: Any) -> bool:
 def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
     """Lines about one kernel and sample, the fastest combinations first."""
     key, _, where = kernel.partition("@")
-    op, _, half = (where or key).partition(".")
-    halves = [f"{o}.{h}" for o in OPS for h in ("forward", "backward")]
-    if f"{op}.{half}" not in halves:
-        raise ValueError(unknown("half of an operator", where or key, halves))
+    op, _, direction = (where or key).partition(".")
+    directions = [f"{o}.{h}" for o in OPS for h in ("forward", "backward")]
+    if f"{op}.{direction}" not in directions:
+        raise ValueError(unknown("direction of an operator", where or key, directions))
     known = {s.name.replace(" ", "_"): s for s in samples.of(op) if s.size == "bench"}
     if name not in known:
         raise ValueError(unknown("sample", name, known))
@@ -122,8 +126,8 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
     if device is None:
         raise ValueError("launch numbers are found on an accelerator; this machine has none")
     device = torch.device(device.type, 0)
-    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[half])
-    args = arguments(op, half, known[name], device)
+    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
+    args = arguments(op, direction, known[name], device)
     with Forced(key, None):
         base, right = time_us(prim, args, device)
     rows: list[tuple[float, dict[str, int]]] = []
@@ -150,7 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "launches it; or @FILE with a line for each",
     )
     parser.add_argument("sample", nargs="?", default="", help="bench sample, such as 8192x4096")
-    parser.add_argument("grid", nargs="?", default="", help="knobs and values: 'rows=1,2;stages=3'")
+    parser.add_argument(
+        "grid", nargs="?", default="", help="launch configuration and values: 'rows=1,2;stages=3'"
+    )
     parser.add_argument("--show", type=int, default=6, help="combinations to print")
     given = parser.parse_args(arguments)
     jobs = [(given.kernel, given.sample, given.grid)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ci.tune import Forced
-from liger_multi.backends.triton import attention
+from liger_multi.backends.triton.attention import attention
 from liger_multi.ops._ranges import key_ranges
 
 KERNELS = {"f": "attention.forward", "q": "attention.backward", "k": "attention.backward_keys"}
@@ -45,7 +45,7 @@ MASKS = {
     "sinks-window": Mask(64, 8, 64, (127, 0), sinks=True),
     "sinks": Mask(64, 8, 64, sinks=True),
     "softcap": Mask(32, 8, 128, softcap=50.0),
-    "neighbours": Mask(12, 12, 64, (31, 31)),
+    "neighbors": Mask(12, 12, 64, (31, 31)),
 }
 
 
@@ -92,7 +92,7 @@ class Call:
         attention._backward_keys(*given, self.ranges, *self.how)
         return self.dk, self.dv
 
-    def half(self, which: str) -> Callable[[], tuple[Tensor, ...]]:
+    def direction(self, which: str) -> Callable[[], tuple[Tensor, ...]]:
         """One of the three."""
         return {"f": self.forward, "q": self.queries, "k": self.keys}[which]
 
@@ -125,16 +125,16 @@ def error(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
 
 
 def tiles(name: str, which: str) -> Iterator[tuple[int, ...]]:
-    """What may be fast: rows of the stationary tile by rows of the walk, stages, warps."""
+    """What may be fast: rows of the stationary tile by rows of the pass, stages, warps."""
     sides = ((64, 32), (64, 64), (128, 32), (128, 64), (64, 128), (128, 128))
-    for (own, walked), stages in itertools.product(sides, (1, 2, 3)):
+    for (own, inner), stages in itertools.product(sides, (1, 2, 3)):
         warps = 8 if own == 128 else 4
-        tile = (walked, own) if which == "k" else (own, walked)
+        tile = (inner, own) if which == "k" else (own, inner)
         wide = MASKS[name].size > 64
-        if own * walked > (4096 if wide and which == "k" and own == 64 else 8192):
+        if own * inner > (4096 if wide and which == "k" and own == 64 else 8192):
             continue
         yield (*tile, stages, warps)
-        if which == "k" and own == walked == 64:
+        if which == "k" and own == inner == 64:
             yield (*tile, stages, 8)
 
 
@@ -150,7 +150,7 @@ def _compile(job: tuple[str, str, tuple[int, ...]]) -> None:
         if name not in _calls:
             _calls[name] = Call(MASKS[name], 8192)
         with numbers(name, which, tile):
-            _calls[name].half(which)()
+            _calls[name].direction(which)()
         torch.cuda.synchronize()
     except Exception as failure:
         print(name, which, tile, type(failure).__name__, str(failure)[:80], flush=True)
@@ -193,16 +193,16 @@ def main() -> int:
     for name, which in wanted:
         small, large = Call(MASKS[name], SHORT), Call(MASKS[name], 8192)
         right = small.right()[which]
-        first = error(small.half(which)(), right)
+        first = error(small.direction(which)(), right)
         print(
-            f"== {name} {which} {milliseconds(large.half(which)):.3f} err {first:.4f} as it comes"
+            f"== {name} {which} {milliseconds(large.direction(which)):.3f} err {first:.4f} as it comes"
         )
         rows = []
         for tile in tiles(name, which):
             with numbers(name, which, tile):
                 try:
-                    wrong = error(small.half(which)(), right)
-                    rows.append((milliseconds(large.half(which)), tile, wrong))
+                    wrong = error(small.direction(which)(), right)
+                    rows.append((milliseconds(large.direction(which)), tile, wrong))
                 except Exception as failure:
                     print("  ", tile, type(failure).__name__, str(failure)[:60])
         for ms, tile, wrong in sorted(rows)[: given.show]:

@@ -1,7 +1,7 @@
 """Measure a launch table on this machine: ``python -m ci.tune_table`` (``make tune``).
 
-For every operator's bench samples, each half is timed with the launch numbers in force and with
-their neighbours (those of :mod:`ci.static_launch`). A neighbour that is right and at least 3 %
+For every operator's bench samples, each direction is timed with the launch numbers in force and
+with their neighbors (those of :mod:`ci.static_launch`). A neighbor that is right and at least 3 %
 faster becomes an entry of ``backends/<backend>/launch/<arch>.yaml``, which says the device, the
 versions and both times, and stands before the entries of the static model. ``git diff`` shows what
 was found; send that file in. Nothing is tuned at run time.
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ci import tune
-from ci.static_launch import Asked, bounds, neighbours, write
-from liger_multi import launch, samples
-from liger_multi.op import OPS
-from liger_multi.registry import operators
+from ci.static_launch import Asked, bounds, neighbors, write
+from liger_multi import samples
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import operators
 
 FASTER = 0.97
 
@@ -29,7 +30,7 @@ FASTER = 0.97
 def questions(prim: Any, args: tuple[Any, ...], label: str) -> list[Asked]:
     """What launch numbers a call asks for, with those in force."""
     found: list[Asked] = []
-    real = launch._knobs
+    real = launch._config
 
     def spy(name: str, formula: Any, info: Any, shape: dict[str, int]) -> Any:
         made = real(name, formula, info, shape)
@@ -37,35 +38,35 @@ def questions(prim: Any, args: tuple[Any, ...], label: str) -> list[Asked]:
         return made
 
     launch._found.clear()
-    launch._knobs = spy
+    launch._config = spy
     try:
         prim.call(*[a.clone() if n in prim.mutates else a for n, a in zip(prim.params, args)])
     finally:
-        launch._knobs = real
+        launch._config = real
     return list({a.key: a for a in found}.values())
 
 
 def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) -> dict[str, Any]:
-    """Entries by key, for one half and sample."""
+    """Entries by key, for one direction and sample."""
     info = launch.device_info(device)
     made = {}
     for question in questions(prim, args, label):
         with tune.Forced(question.key, None):
             base, right = tune.time_us(prim, args, device)
         best, chosen = base, None
-        for knobs in neighbours(info, question.formula):
-            with tune.Forced(question.key, knobs):
+        for config in neighbors(info, question.formula):
+            with tune.Forced(question.key, config):
                 try:
                     spent, found = tune.time_us(prim, args, device)
                 except Exception as wrong:  # a launch that does not fit is an answer
-                    print(f"    {question.key} {knobs}: {type(wrong).__name__}")
+                    print(f"    {question.key} {config}: {type(wrong).__name__}")
                     continue
             if spent < best and tune.agrees(found, right):
-                best, chosen = spent, knobs
+                best, chosen = spent, config
         print(f"{question.key} {label}: {base:.1f} us, best {best:.1f} us {chosen or ''}")
         if chosen is not None and best <= FASTER * base:
             source = f"{where(device)}: {label}, {base:.1f} -> {best:.1f} us"
-            made[question.key] = {"when": bounds(question), "knobs": chosen, "source": source}
+            made[question.key] = {"when": bounds(question), "config": chosen, "source": source}
     return made
 
 
@@ -93,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sample in samples.of(op):
             if sample.size != "bench" or options.sample not in sample.name:
                 continue
-            for half, prim in (("forward", OPS[op].fwd), ("backward", OPS[op].bwd)):
-                args = tune.arguments(op, half, sample, device)
+            for direction, prim in (("forward", OPS[op].fwd), ("backward", OPS[op].bwd)):
+                args = tune.arguments(op, direction, sample, device)
                 for key, entry in measure(prim, args, f"{op} {sample.name}", device).items():
                     known = made.setdefault(key, [])
                     if entry["when"] not in [e["when"] for e in known]:

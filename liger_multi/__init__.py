@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from liger_multi import ops
 from liger_multi._version import __version__
-from liger_multi.config import configure, use
-from liger_multi.explain import explain
+from liger_multi.dispatch.config import configure, use
+from liger_multi.dispatch.explain import explain
 
 if TYPE_CHECKING:
     from liger_multi import nn

@@ -36,7 +36,7 @@ class BackendUnavailableError(LigerMultiError, RuntimeError):
 
 
 class ContractError(LigerMultiError, TypeError):
-    """A backend implements a half with another signature than the operator's contract."""
+    """A backend implements forward or backward with another signature than the operator's contract."""
 
 
 class TransformError(LigerMultiError, RuntimeError):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Words that a table colours where the terminal can.
-COLOURS = {"chosen": "green", "problem": "bold red", "note": "yellow", "-": "dim"}
+# Words that a table colors where the terminal can.
+COLORS = {"chosen": "green", "problem": "bold red", "note": "yellow", "-": "dim"}
 
 
 @dataclass
@@ -84,5 +84,5 @@ def _table(section: Section) -> Any:
     for index in range(max(map(len, section.rows))):
         table.add_column(section.header[index] if header else "", overflow="fold")
     for row in section.rows:
-        table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+        table.add_row(*(Text(cell, style=COLORS.get(cell, "")) for cell in row))
     return table

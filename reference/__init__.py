@@ -1,6 +1,6 @@
 """Plain PyTorch, chunked: the oracle of every backend and the end of every automatic chain."""
 
-from liger_multi.backend import Backend
+from liger_multi.dispatch.backend import Backend
 
 if __name__ != "liger_multi.reference":
     raise ImportError(

@@ -202,7 +202,7 @@ def generator(seed):
 def default_configuration():
     """No test sees the configuration that another one left behind."""
     yield
-    from liger_multi.config import forget
+    from liger_multi.dispatch.config import forget
 
     forget()
 

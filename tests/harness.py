@@ -66,7 +66,7 @@ def device_of(backend: str) -> torch.device | None:
 
     The reference follows an accelerator only where one was asked for; see :func:`selected_device`.
     """
-    from liger_multi.registry import backends
+    from liger_multi.dispatch.registry import backends
 
     if backend == "reference":
         return torch.device("cpu")
@@ -81,7 +81,7 @@ def device_of(backend: str) -> torch.device | None:
 
 def refusal(backend: str) -> str | None:
     """Why a backend cannot be tested on this machine, or None."""
-    from liger_multi.registry import unavailable
+    from liger_multi.dispatch.registry import unavailable
 
     reason = unavailable(backend)
     if reason is None and device_of(backend) is None:
@@ -95,8 +95,8 @@ def selected_backends(config: pytest.Config) -> list[str]:
     Interpreted kernels are asked for by name (``TRITON_INTERPRET=1 pytest --backend triton``): they
     cannot share a process with tests that compile them.
     """
+    from liger_multi.dispatch.registry import backends
     from liger_multi.errors import unknown
-    from liger_multi.registry import backends
 
     named = config.getoption("--backend")
     if not named:
@@ -157,7 +157,7 @@ _EMPTY = {
 
 
 def poison_value(dtype: torch.dtype) -> float | int | bool | None:
-    """What uninitialised memory of a dtype holds under test: NaN, the largest integer, or True."""
+    """What uninitialized memory of a dtype holds under test: NaN, the largest integer, or True."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:
@@ -165,7 +165,7 @@ def poison_value(dtype: torch.dtype) -> float | int | bool | None:
     try:
         return torch.iinfo(dtype).max
     except TypeError:
-        return None  # quantised and sub-byte dtypes cannot be filled
+        return None  # quantized and sub-byte dtypes cannot be filled
 
 
 def _poisoned(original):

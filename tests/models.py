@@ -14,7 +14,7 @@ from packaging import version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_multi.op import inline_ops
+from liger_multi.dispatch.op import inline_ops
 
 transformers = pytest.importorskip("transformers")
 

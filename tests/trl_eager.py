@@ -1,4 +1,4 @@
-"""TRL's own losses on given hidden states: its trainers' methods as they are, on stand-ins."""
+"""TRL's own losses on given hidden states: its trainers' methods as they are, on replicas."""
 
 from collections import defaultdict
 from types import SimpleNamespace

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_multi.backend import Backend, DeviceInfo
+from liger_multi.dispatch.backend import Backend, DeviceInfo
 
 
 def _probe() -> str | None:

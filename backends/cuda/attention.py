@@ -12,8 +12,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton import attention as kernels
-from liger_multi.reference.causal_ranges import unless_causal
+from liger_multi.backends.triton.attention import attention as kernels
+from liger_multi.reference.attention.causal_ranges import unless_causal
 
 __all__ = ["ROUTES", "backward", "forward", "route", "supports"]
 
@@ -82,7 +82,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Flash's or cuDNN's output and normaliser, and the sinks' share of both; or Triton's."""
+    """Flash's or cuDNN's output and normalizer, and the sinks' share of both; or Triton's."""
     by = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from liger_multi.backend import Backend, DeviceInfo
+from liger_multi.dispatch.backend import Backend, DeviceInfo
 
 # What the vendor's compiler says of each family: vector cores, bytes of unified buffer.
 TABLES = {"Ascend910_95": "a5", "Ascend950": "a5", "Ascend910": "a2"}

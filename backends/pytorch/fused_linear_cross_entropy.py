@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.reference import reduction as reduction_of
-from liger_multi.reference.chunking import is_whole, statistics_dtype, weight_gradient_dtype
-from liger_multi.reference.fused_linear_cross_entropy import backward
+from liger_multi.reference.common.chunking import is_whole, statistics_dtype, weight_gradient_dtype
+from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import backward
 
 __all__ = ["backward", "forward", "supports"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_multi.backend import Backend, DeviceInfo
+from liger_multi.dispatch.backend import Backend, DeviceInfo
 
 # Architectures that the launch table of another one serves: they have the same registers a SIMD,
 # the same wave and the same LDS (features of LLVM's AMDGPU back end). Others run on the formulas.

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from liger_multi.backend import Backend
+from liger_multi.dispatch.backend import Backend
 
 
 def _probe() -> str | None:

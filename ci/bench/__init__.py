@@ -29,8 +29,8 @@ except ImportError:
 from ci import results
 from liger_multi.bench import command, report
 from liger_multi.bench.cases import Case, differentiable
-from liger_multi.bench.runner import Plan, run_plan
-from liger_multi.registry import unavailable
+from liger_multi.bench.runner import BenchConfig, run_plan
+from liger_multi.dispatch.registry import unavailable
 
 ROOT = Path(__file__).parent.parent.parent
 ORACLES = ROOT / "tests" / "oracles.py"
@@ -52,7 +52,7 @@ def oracle(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     return differentiable(getattr(_oracles(), case.op)(**tensors, **case.sample.options))
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[Plan, argparse.Namespace]:
+def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namespace]:
     """Read the command line; unknown names end with the nearest known one."""
     parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__)
     command.add_arguments(parser)
@@ -68,13 +68,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[Plan, argparse.Namespace]:
     return replace(plan, oracle=oracle, facts=facts), given
 
 
-def suite(plan: Plan) -> results.Result:
+def suite(plan: BenchConfig) -> results.Result:
     """Run the tests of the operators on the device of the plan.
 
     Raises:
         RuntimeError: The tests could not run.
     """
-    from liger_multi.registry import backends
+    from liger_multi.dispatch.registry import backends
 
     ops = sorted({case.op for case in plan.cases})
     serving = [n for n, r in backends().items() if r.device_type == plan.device.type]
@@ -87,7 +87,7 @@ def suite(plan: Plan) -> results.Result:
             "-m",
             "pytest",
             "-q",
-            "tests/test_ops.py",
+            "tests/ops/test_ops.py",
             "-p",
             "no:cacheprovider",
         ]
@@ -100,7 +100,7 @@ def suite(plan: Plan) -> results.Result:
 
 
 def main(
-    arguments: Sequence[str] | None = None, tests: Callable[[Plan], results.Result] = suite
+    arguments: Sequence[str] | None = None, tests: Callable[[BenchConfig], results.Result] = suite
 ) -> int:
     """Check, run, print and save; 1 when a result was wrong or a provider failed, 3 on red."""
     plan, given = parse(arguments)

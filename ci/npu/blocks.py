@@ -4,8 +4,8 @@
 elements: ``backends/npu/launch/<family>.yaml``, the largest block with which every form of the
 kernel compiles within the unified buffer, double buffers included; and ``ci/npu/forms/<chip>.txt``,
 what each of those forms takes there, and which one refuses the next larger block. A search is
-finished when both ends are known, and an entry says so. tests/test_npu.py compares the second file
-with today's sources, and compiles some of it again.
+finished when both ends are known, and an entry says so. tests/kernels/test_npu.py compares the
+second file with today's sources, and compiles some of it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 
 from ci.npu import cases, vendor
 from ci.npu.lowering import CHIPS, Chip, Launch
-from liger_multi import launch as launching
+from liger_multi.dispatch import launch as launching
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"
@@ -162,7 +162,7 @@ def entry(size: int, found: Found, chip: Chip) -> str:
         said += f"; {2 * found.block}: {why(found.refused[1])}"
     text = yaml.safe_dump(said, width=10**6).splitlines()[0]
     return (
-        f"  - when: {{bytes: [{size}, {size}]}}\n    knobs: {{block: {found.block}}}\n"
+        f"  - when: {{bytes: [{size}, {size}]}}\n    config: {{block: {found.block}}}\n"
         f"    source: {text}\n"
     )
 

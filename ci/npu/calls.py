@@ -1,4 +1,4 @@
-"""One call of every operator of torch_npu that the backend uses, for the first two rungs."""
+"""One call of every operator of torch_npu that the backend uses, for the first two levels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from liger_multi.registry import packages
+from liger_multi.dispatch.registry import packages
 
 
 def _t(*shape: int) -> torch.Tensor:

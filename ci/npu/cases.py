@@ -14,11 +14,11 @@ import torch
 import liger_multi
 from ci.npu.lowering import Chip, Launch, caught
 from ci.npu.simulate import Device
-from liger_multi import launch as launching
 from liger_multi import ops
-from liger_multi.backend import DeviceInfo
-from liger_multi.backends.npu import launching as npu
-from liger_multi.op import OPS
+from liger_multi.backends.npu.common import launching as npu
+from liger_multi.dispatch import launch as launching
+from liger_multi.dispatch.backend import DeviceInfo
+from liger_multi.dispatch.op import OPS
 from liger_multi.ops.cross_entropy import EVERYTHING
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -139,7 +139,7 @@ def blocks(of: dict[str, int] | None) -> Iterator[None]:
     if of is None:
         yield
         return
-    entries = {name: ({"when": {}, "knobs": {"block": block}},) for name, block in of.items()}
+    entries = {name: ({"when": {}, "config": {"block": block}},) for name, block in of.items()}
     with (
         mock.patch.object(launching, "table", return_value=entries),
         mock.patch.object(npu, "power_of_2", return_value=2**30),

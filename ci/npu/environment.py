@@ -1,4 +1,4 @@
-"""Build the environment of the ladder: ``.venv/bin/python -m ci.npu.environment .venv-npu``.
+"""Build the environment of the levels: ``.venv/bin/python -m ci.npu.environment .venv-npu``.
 
 An environment of its own, since triton-ascend takes the place of Triton: torch_npu over stub CANN
 libraries, triton-ascend and the vendor's compiler, from package registries. Everything else is that
@@ -65,13 +65,13 @@ def build(folder: Path) -> None:
 
 def main() -> int:
     """Read the command line; 3 where this machine cannot have the environment."""
-    parser = argparse.ArgumentParser(description="Build the environment of the Ascend ladder.")
+    parser = argparse.ArgumentParser(description="Build the environment of the Ascend levels.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="print why not, and build nothing")
     given = parser.parse_args()
     folder, reason = given.folder.absolute(), refusal()
     if reason is not None:
-        print(f"the Ascend ladder {reason}", file=sys.stdout if given.check else sys.stderr)
+        print(f"the Ascend levels {reason}", file=sys.stdout if given.check else sys.stderr)
         return 3
     if given.check:
         return 0

@@ -3,7 +3,7 @@
 Triton, linalg (triton-ascend's front end: its analysis of pointers and masks), LLVM (upstream
 passes of bishengir-opt), x86 (Triton's own LLVM), a shared library. Programs run one after another,
 forwards or backwards; on-chip buffers are poisoned first. It checks what the NPU's front end made
-of a kernel. What comes after linalg on the device (schedules, synchronisation, buffers, the
+of a kernel. What comes after linalg on the device (schedules, synchronization, buffers, the
 device's exponentials) does not run here.
 """
 

@@ -240,7 +240,7 @@ def npu_fusion_attention_grad_v3(
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows sorted by expert and the row of every slot; of an expert's slots the last comes first.
+    """Rows sorted by expert and the row of every pair; of an expert's token-expert pairs the last comes first.
 
     The page promises no order among them.
     """
@@ -261,7 +261,7 @@ def npu_moe_token_unpermute(
     rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over the slots of every token."""
+    """The weighted sum over the token-expert pairs of every token."""
     limit(restore_shape is None and not padded_mode, "options that nothing here wants")
     limit(rows.dim() == 2 and rows.dtype in FLOATS, f"rows {rows.dtype} {rows.shape}")
     limit(place.dtype == torch.int32 and place.shape == rows.shape[:1], f"place {place.shape}")

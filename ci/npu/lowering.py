@@ -1,6 +1,6 @@
 """Triton kernels through triton-ascend's front end, on a machine without its driver.
 
-A launch is caught where Triton would compile it, with the specialisation that the launcher gave it,
+A launch is caught where Triton would compile it, with the specialization that the launcher gave it,
 and lowered to linalg: what the vendor's compiler takes (:mod:`ci.npu.vendor`), and what runs on the
 CPU (:mod:`ci.npu.execute`).
 """
@@ -86,7 +86,7 @@ class Launch:
 
 
 class Driver:
-    """Enough of a driver for Triton to specialise a launch; it can launch nothing."""
+    """Enough of a driver for Triton to specialize a launch; it can launch nothing."""
 
     def __init__(self, chip: Chip) -> None:
         self.chip, self.utils = chip, self
@@ -114,9 +114,9 @@ def bind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) 
     backend = make_backend(driver.active.get_current_target())
     if kernel.binder is None:
         kernel.create_binder(backend)
-    bound, specialised, *_ = kernel.binder(*args, **kwargs, debug=False)
+    bound, specialized, *_ = kernel.binder(*args, **kwargs, debug=False)
     names = [kernel.params[i].name for i in kernel.non_constexpr_indices]
-    signature = {n: "*i8" if s == "none" else s for n, s in zip(names, specialised)}
+    signature = {n: "*i8" if s == "none" else s for n, s in zip(names, specialized)}
     values = tuple(bound.values())
     attributes = backend.get_attrs_descriptor(kernel.params, values)
     known = attributes.get_constants()

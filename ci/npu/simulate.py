@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ci.npu.fused import REFERENCES
-from liger_multi.op import OPS
+from liger_multi.dispatch.op import OPS
 
 aten = torch.ops.aten
 # These allocate or look, which torch_npu does itself.
@@ -63,7 +63,7 @@ def on_device(c: Any) -> Any:
     """An npu tensor with the values and strides of a CPU tensor."""
     if not isinstance(c, Tensor) or c.device.type != "cpu":
         return c
-    # the operator itself: the suite fills what torch.empty and its kin return
+    # the operator itself: the suite fills what torch.empty and its variants return
     made: Tensor = aten.empty_strided(c.size(), c.stride(), dtype=c.dtype, device="npu")
     if c.numel():
         on_host(made).copy_(c)
@@ -95,9 +95,9 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
         self.calls[func._schema.name] += 1
         if func.namespace == "liger_multi":
-            name, _, half = func._schema.name.partition("::")[2].rpartition("_")
+            name, _, direction = func._schema.name.partition("::")[2].rpartition("_")
             with self:
-                return OPS[name].primitives[half == "backward"].call(*args, **kwargs)
+                return OPS[name].primitives[direction == "backward"].call(*args, **kwargs)
         if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             with self:  # torch_npu has kernels of its own for some, which return views
                 return func.decompose(*args, **kwargs)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops, samples, tolerance
-from liger_multi.bench.roof import Work, least
-from liger_multi.config import use
+from liger_multi.bench.peak import Work, least
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import unknown
-from liger_multi.registry import REFERENCE, operators
 from liger_multi.samples import Sample
 
 CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from liger_multi.cli import checking
-from liger_multi.devices import usable_device
+from liger_multi.dispatch.devices import usable_device
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 
 if TYPE_CHECKING:
-    from liger_multi.bench.runner import Plan
+    from liger_multi.bench.runner import BenchConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PROVIDERS = "ours,torch"
@@ -49,7 +49,9 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(given: argparse.Namespace, whom: str | None = None, dtype: str | None = None) -> Plan:
+def plan(
+    given: argparse.Namespace, whom: str | None = None, dtype: str | None = None
+) -> BenchConfig:
     """What a command line asks for.
 
     Args:
@@ -62,7 +64,7 @@ def plan(given: argparse.Namespace, whom: str | None = None, dtype: str | None =
     """
     from liger_multi.bench import providers
     from liger_multi.bench.cases import CPU_BYTES, CPU_OPERATIONS, cases
-    from liger_multi.bench.runner import Plan
+    from liger_multi.bench.runner import BenchConfig
 
     try:
         device = usable_device(None if given.device == "auto" else given.device)
@@ -82,7 +84,7 @@ def plan(given: argparse.Namespace, whom: str | None = None, dtype: str | None =
     if not found:
         raise ValueError(f"no sample of {given.ops!r} is named {given.samples!r}")
     seconds = given.seconds or (0.2 if given.quick else 5.0)
-    return Plan(found, named, device, DTYPES[name], seconds, given.quick)
+    return BenchConfig(found, named, device, DTYPES[name], seconds, given.quick)
 
 
 def _names(text: str, known: list[str]) -> list[str]:

@@ -147,14 +147,14 @@ def _geglu_packed(gate_up: Tensor, *, approximate: str = "tanh") -> Tensor:
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half"
 ) -> tuple[Tensor, Tensor]:
-    def turn(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         if style == "half":
             a, b = x.chunk(2, dim=-1)
             return torch.cat((-b, a), dim=-1)
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 def _cross_entropy(

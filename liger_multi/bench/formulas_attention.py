@@ -111,7 +111,7 @@ def _flex(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compiled, because uncompiled it makes scores of L x S; sinks through the normaliser."""
+    """Compiled, because uncompiled it makes scores of L x S; sinks through the normalizer."""
     if q.device.type == "cpu":
         raise NotImplementedError("FlexAttention has no backward on a CPU")
     if q.shape[2] != k.shape[2]:
@@ -134,7 +134,7 @@ def _flex(
     return y * share.unsqueeze(-1).to(y.dtype)  # type: ignore[no-any-return]
 
 
-def _neighbours(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1) -> Tensor:
+def _neighbors(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1) -> Tensor:
     """Masked scores of L x L."""
     place = torch.arange(q.shape[2], device=q.device)
     apart = place[:, None] - place
@@ -142,7 +142,7 @@ def _neighbours(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-def _neighbours_flex(
+def _neighbors_flex(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
 ) -> Tensor:
     if dilation != 1:
@@ -173,7 +173,7 @@ TABLE: dict[str, dict[str, Formula]] = {
     },
     "attention_residuals": {"torch": _residuals},
     "multi_token_attention": {"torch": _multi_token},
-    "neighborhood_attention": {"torch": _neighbours, "flex": _neighbours_flex},
+    "neighborhood_attention": {"torch": _neighbors, "flex": _neighbors_flex},
 }
 LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     "attention_residuals": (

@@ -13,12 +13,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    def turn(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
         return torch.cat((-b, a), dim=-1)
 
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 def _chosen(angle: Tensor, sections: Sequence[int], arrangement: str) -> Tensor:

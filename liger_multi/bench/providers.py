@@ -18,9 +18,9 @@ from liger_multi import ops
 from liger_multi.bench.cases import Case
 from liger_multi.bench.formulas import FLOORS, PEERS, TABLE, Formula
 from liger_multi.bench.liger import LIGER, LIGER_MODULE
-from liger_multi.op import OPS
-from liger_multi.plan import candidate
-from liger_multi.registry import packages
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.resolution import candidate
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
     public = getattr(ops, case.op.removesuffix("_inplace"))
     if name != "ours":
-        for half in OPS[case.op].primitives:
-            reason = candidate(name, half, device, dtype).reason
+        for direction in OPS[case.op].primitives:
+            reason = candidate(name, direction, device, dtype).reason
             if reason is not None:
                 return reason
     chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)

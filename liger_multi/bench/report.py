@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from liger_multi._version import __version__
+from liger_multi.dispatch.registry import backends, unavailable
 from liger_multi.memory.measure import format_bytes
-from liger_multi.registry import backends, unavailable
 
 NOISY_PERCENT = 3
 PACKAGES = ("triton", "liger-kernel")
@@ -118,7 +118,7 @@ def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
         return [*cells, f"[red]{row['status']}[/red]", "", "", "", "", "", *shown, ""]
     ours = compared is not None and compared["provider"] == "ours"
     ratio = f"{row['both_ms'] / compared['both_ms']:.2f}" if compared and ours else "-"
-    percent, extra, host = row["roof_percent"].get("both"), row["extra_bytes"], row["host_us"]
+    percent, extra, host = row["percent_of_peak"].get("both"), row["extra_bytes"], row["host_us"]
     return [
         *cells,
         significant(row["forward_ms"]),
@@ -134,11 +134,11 @@ def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
     """Print the result as people read it."""
-    device, roof = result["device"], result["ceilings"]
+    device, peak = result["device"], result["ceilings"]
     console.print(
         f"{device['name']}, torch {result['versions']['torch']}, {result['dtype']}; "
-        f"copy {roof['copy_bytes_per_second'] / 1e9:,.0f} GB/s, "
-        f"matmul {significant(roof['matmul_operations_per_second'] / 1e12)} TFLOP/s"
+        f"copy {peak['copy_bytes_per_second'] / 1e9:,.0f} GB/s, "
+        f"matmul {significant(peak['matmul_operations_per_second'] / 1e12)} TFLOP/s"
     )
     if any(r["divisors"] for r in result["rows"]):
         console.print("shapes are scaled down for this device: rows and vocabulary (V) as stated")
@@ -242,8 +242,8 @@ def chart(title: str, rows: Sequence[Row], path: Path) -> None:
 def _panel(axis: Any, group: list[Row], compared: Row | None) -> None:
     reference = compared["both_ms"] if compared else 1.0
     ratios = [r["both_ms"] / reference if r["status"] == "ok" else 0.0 for r in group]
-    colours = ["#0b6e69" if r["provider"] == "ours" else "#9aa3ad" for r in group]
-    axis.barh(range(len(group)), ratios, color=colours, height=0.7)
+    colors = ["#0b6e69" if r["provider"] == "ours" else "#9aa3ad" for r in group]
+    axis.barh(range(len(group)), ratios, color=colors, height=0.7)
     axis.set_yticks(range(len(group)), [r["provider"] for r in group])
     axis.invert_yaxis()
     for i, (row, ratio) in enumerate(zip(group, ratios, strict=True)):

@@ -2,7 +2,7 @@
 
 Operator x sample x provider in one process. A provider whose result is outside of the tolerance of
 the tests gets no time. Rounds interleave the providers, medians are reported, and percent of the
-roof refers to the copy and the matrix product measured in the same run.
+peak refers to the copy and the matrix product measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOST_CALLS = 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchConfig:
     """What a command line asked for.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
         device: Where.
         dtype: Of the floating-point inputs.
         seconds: For timing one case, all providers.
-        quick: Few rounds, and small copies and products for the roof.
+        quick: Few rounds, and small copies and products for the peak.
         oracle: What every result is compared with.
         facts: What else the result says of itself.
     """
@@ -64,11 +64,11 @@ class Plan:
 class Bench:
     """A run: what stays the same over all cases, and what was found."""
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: BenchConfig, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
         self.task = progress.add_task("ceilings", total=len(plan.cases))
         self.clock = Clock(plan.device)
-        self.roof = ceilings(self.clock, plan.dtype, plan.quick)
+        self.peak = ceilings(self.clock, plan.dtype, plan.quick)
         self.rows: list[dict[str, Any]] = []
         self.skipped: list[dict[str, str]] = []
 
@@ -184,8 +184,8 @@ class Bench:
         work = case.work(self.plan.dtype)
         for name, times in timed.items():
             summary = times.summary()
-            roof = self.roof.percent(work, summary["forward_ms"], summary["both_ms"])
-            rows[name].update(summary, roof_percent=roof)
+            peak = self.peak.percent(work, summary["forward_ms"], summary["both_ms"])
+            rows[name].update(summary, percent_of_peak=peak)
 
     def _alone(
         self,
@@ -243,7 +243,7 @@ def _failed(row: dict[str, Any], failure: BaseException) -> None:
         row.update(status="failed", reason=f"{type(failure).__name__}: {lines[0]}")
 
 
-def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
+def run_plan(plan: BenchConfig, console: Console) -> dict[str, Any]:
     """Run all cases; the result as plain data."""
     with Progress(console=console, transient=True) as progress:
         bench = Bench(plan, progress)
@@ -258,7 +258,7 @@ def run_plan(plan: Plan, console: Console) -> dict[str, Any]:
         "dtype": str(plan.dtype).removeprefix("torch."),
         "seconds": plan.seconds,
         "quick": plan.quick,
-        "ceilings": asdict(bench.roof),
+        "ceilings": asdict(bench.peak),
         "rows": bench.rows,
         "skipped": bench.skipped,
     }

@@ -139,7 +139,7 @@ def _cpu() -> dict[str, str]:
 
 
 def _accelerator(device: torch.device) -> dict[str, str]:
-    from liger_multi.launch import device_info
+    from liger_multi.dispatch.launch import device_info
 
     properties = torch.get_device_module(device).get_device_properties(device)
     entry = {"name": str(getattr(properties, "name", "?"))}
@@ -151,7 +151,7 @@ def _accelerator(device: torch.device) -> dict[str, str]:
 
 def backends(probes: Probes) -> dict[str, dict[str, str]]:
     """Every backend: whether it is available, and its own facts."""
-    from liger_multi import registry
+    from liger_multi.dispatch import registry
 
     found = {}
     for name, record in registry.backends().items():
@@ -166,7 +166,7 @@ def backends(probes: Probes) -> dict[str, dict[str, str]]:
 
 def configuration() -> list[dict[str, Any]]:
     """The layers in force, the strongest first."""
-    from liger_multi.config import ENVIRONMENT_VARIABLE, current
+    from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current
 
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     found: list[dict[str, Any]] = []
@@ -180,8 +180,8 @@ def configuration() -> list[dict[str, Any]]:
                 entry[f"{op}{f' on {device}' if device else ''}"] = ", ".join(order)
         if layer.chunk_bytes is not None:
             entry["chunk_bytes"] = format_bytes(layer.chunk_bytes)
-        if layer.head_products is not None:
-            entry["head_products"] = layer.head_products
+        if layer.head_gemms is not None:
+            entry["head_gemms"] = layer.head_gemms
         found.append(entry)
     origin = (
         "everything else" if found else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"
@@ -243,11 +243,13 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
                     f"Triton is installed but has no driver here: {failure}",
                 )
             )
-    keys = dict.fromkeys((row["device"], row["op"], row["half"]) for row in rows)
-    won = {(row["device"], row["op"], row["half"]) for row in rows if row["chosen"]}
-    for device, op, half in keys:
-        if (device, op, half) not in won:
-            found.append(("problem", f"no backend may run {op} {half} on {device}: see the table"))
+    keys = dict.fromkeys((row["device"], row["op"], row["direction"]) for row in rows)
+    won = {(row["device"], row["op"], row["direction"]) for row in rows if row["chosen"]}
+    for device, op, direction in keys:
+        if (device, op, direction) not in won:
+            found.append(
+                ("problem", f"no backend may run {op} {direction} on {device}: see the table")
+            )
     return [{"kind": kind, "text": text} for kind, text in found]
 
 
@@ -301,21 +303,21 @@ def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:
             tables.append(([device], table))
     for devices, table in tables:
         title = f"Operators on {', '.join(devices)}"
-        result.add(title, table, ("operator", "half", "backend", "", "because"))
+        result.add(title, table, ("operator", "direction", "backend", "", "because"))
 
 
 def _operators_on(device: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Every candidate of every operator; the halves share a line where they agree."""
+    """Every candidate of every operator; the directions share a line where they agree."""
     merged: dict[tuple[Any, ...], list[str]] = {}
     for row in (row for row in rows if row["device"] == device):
         because = row["reason"] or f"by {row['source']}"
         key = (row["op"], row["backend"], row["chosen"], because)
-        merged.setdefault(key, []).append(row["half"])
+        merged.setdefault(key, []).append(row["direction"])
     table: list[list[str]] = []
     before = None
-    for (op, backend, chosen, because), halves in merged.items():
-        half = "both" if len(halves) > 1 else halves[0]
+    for (op, backend, chosen, because), directions in merged.items():
+        direction = "both" if len(directions) > 1 else directions[0]
         named = op if op != before else ""
-        table.append([named, half, backend, "chosen" if chosen else "-", because])
+        table.append([named, direction, backend, "chosen" if chosen else "-", because])
         before = op
     return table

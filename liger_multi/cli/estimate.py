@@ -8,7 +8,7 @@ import json
 import sys
 
 from liger_multi.cli.checking import simulated
-from liger_multi.config_file import parse_bytes
+from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.errors import LigerMultiError
 from liger_multi.memory import estimate
 from liger_multi.memory.estimation import DTYPES, OPTIMIZERS

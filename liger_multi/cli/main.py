@@ -155,7 +155,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from liger_multi.config_file import load
+    from liger_multi.dispatch.config_file import load
 
     load(arguments.file)
     sys.stdout.write(f"{arguments.file}: fine\n")

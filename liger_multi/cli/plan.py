@@ -13,7 +13,7 @@ from dataclasses import replace
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, PlanError
 from liger_multi.memory.estimation import OPTIMIZERS
-from liger_multi.memory.planning import CARDS, Plan, Space, plan
+from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.files import NAMES
 from liger_multi.memory.planning.page import plan_page
 from liger_multi.memory.planning.settings import PRECISIONS
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Plan:
+def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> TrainingPlan:
     space = Space(layouts=((1, 1),)) if arguments.data_parallel else None
     if space is not None and arguments.precision:
         space = replace(space, precisions=tuple(arguments.precision))

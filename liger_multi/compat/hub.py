@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi.patching import experts, mlp, mlp_probe, norms, rotary, swap
 from liger_multi.patching.options import Options
+from liger_multi.patching.recognize import experts, mlp, norms, rotary
+from liger_multi.patching.replace import mlp, swap
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
 _KEY = "_liger_multi_hub"
@@ -34,14 +35,14 @@ def _norm(module: nn.Module) -> norms.NormSettings | None:
 
 
 def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
-    candidates, _ = mlp_probe.mlp_names(module)
-    found = mlp_probe.mlp_kind(module, candidates) if candidates else None
+    candidates, _ = mlp.mlp_names(module)
+    found = mlp.mlp_kind(module, candidates) if candidates else None
     return found if isinstance(found, mlp.MlpSettings) else None
 
 
 def _rotary(module: nn.Module) -> Any:
     stock = functools.partial(type(module).forward, module)
-    known = isinstance(rotary.recognised(stock), rotary.Rotary)
+    known = isinstance(rotary.recognized(stock), rotary.Rotary)
     return rotary._served("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
 
 

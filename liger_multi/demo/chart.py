@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from liger_multi.demo.training import Plan, Run
+from liger_multi.demo.training import DemoConfig, Run
 
 STOCK, PATCHED, INK, GRID = "#c2571a", "#0b6e69", "#22272e", "#e3e6ea"
 MIB = 2**20
@@ -33,7 +33,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-def draw(pairs: Mapping[str, tuple[Run, Run]], plan: Plan, title: str, path: Path) -> None:
+def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, path: Path) -> None:
     """Write a PNG with one column a model: loss, difference of the losses, peak memory."""
     subtitle = (
         "unmodified Hugging Face Trainer, same seed and batches, "
@@ -111,11 +111,11 @@ def _difference(axis: Any, stock: Run, patched: Run, bound: float) -> None:
 
 
 def _memory(axis: Any, stock: Run, patched: Run) -> None:
-    for run, colour, label in ((stock, STOCK, "stock"), (patched, PATCHED, "patched")):
+    for run, color, label in ((stock, STOCK, "stock"), (patched, PATCHED, "patched")):
         points = [(i + 1, p.peak_bytes / MIB) for i, p in enumerate(run.peaks) if p is not None]
         steps, sizes = zip(*points, strict=True)
-        axis.fill_between(steps, sizes, step="mid", color=colour, alpha=0.16, lw=0)
-        axis.step(steps, sizes, where="mid", color=colour, lw=2)
+        axis.fill_between(steps, sizes, step="mid", color=color, alpha=0.16, lw=0)
+        axis.step(steps, sizes, where="mid", color=color, lw=2)
         top = max(sizes)
         axis.annotate(
             f"{label}  {top:,.0f} MiB",
@@ -123,7 +123,7 @@ def _memory(axis: Any, stock: Run, patched: Run) -> None:
             xytext=(0, 5),
             textcoords="offset points",
             ha="right",
-            color=colour,
+            color=color,
             fontweight="bold",
         )
     axis.set_ylim(0, max(stock.peak_bytes, patched.peak_bytes) / MIB * 1.18)

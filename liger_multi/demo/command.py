@@ -21,7 +21,7 @@ from liger_multi.memory.measure import format_bytes
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display
-    from liger_multi.demo.training import Plan, Run
+    from liger_multi.demo.training import DemoConfig, Run
 
 MODELS = ("qwen2", "llama", "qwen3", "mistral")
 FILES = ("demo.png", "demo.json")
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     return _demo(arguments, device, Display())
 
 
-def make_plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
+def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig:
     """Sizes that show the effect within minutes on ``device``."""
-    from liger_multi.demo.training import Plan, Scale
+    from liger_multi.demo.training import DemoConfig, Scale
 
     if arguments.quick:
         scale, timed = Scale(32768, 64, 160, 2, 4, 2, 192, 4, 3, 1_000_000), 1
@@ -92,7 +92,7 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
         scale, timed = Scale(32768, 1024, 2816, 8, 16, 8, 1024, 8, 20, 9_000_000), 5
     scale = replace(scale, steps=arguments.steps or scale.steps)
     bound = BOUNDS["float32" if device.type == "cpu" else "bfloat16"]
-    return Plan(scale, timed, arguments.seed, device, bound)
+    return DemoConfig(scale, timed, arguments.seed, device, bound)
 
 
 def _demo(arguments: argparse.Namespace, device: torch.device, display: Display) -> int:
@@ -135,7 +135,7 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
 
 
 def _pair(
-    kind: str, data: Any, plan: Plan, patch: Callable[[Any], Any], display: Display
+    kind: str, data: Any, plan: DemoConfig, patch: Callable[[Any], Any], display: Display
 ) -> tuple[Run, Run]:
     """Train one model stock, then patched, from the same weights on the same batches."""
     from liger_multi.demo import training

@@ -24,7 +24,7 @@ from liger_multi.memory.measure import format_bytes
 
 if TYPE_CHECKING:
     from liger_multi.demo.corpus import Corpus
-    from liger_multi.demo.training import Plan, Run
+    from liger_multi.demo.training import DemoConfig, Run
 
 HEADER = (
     f"{'step':>5}  {'stock loss':>10}  {'patched':>10}  {'difference':>10}  "
@@ -44,7 +44,7 @@ class Display:
         with self.console.status(text):
             yield
 
-    def opening(self, corpus: Corpus, learned: int, plan: Plan) -> None:
+    def opening(self, corpus: Corpus, learned: int, plan: DemoConfig) -> None:
         """What is about to happen."""
         scale = plan.scale
         if plan.on_cpu:
@@ -94,7 +94,7 @@ class Display:
 
     @contextlib.contextmanager
     def progress(
-        self, text: str, plan: Plan, stock: Run | None = None
+        self, text: str, plan: DemoConfig, stock: Run | None = None
     ) -> Iterator[Callable[[Run], None]]:
         """A bar that moves with the steps; with ``stock`` also a row a step that compares."""
         bar = Progress(
@@ -158,8 +158,8 @@ class Display:
             drop = f"{format_bytes(stock.peak_bytes)} -> {format_bytes(patched.peak_bytes)}"
             lines.append(f"{kind}: losses differ by at most {gap:.1e}, peak memory {drop}")
         lines += ["", *problems, f"picture: {picture}", f"took {seconds:.0f} s"]
-        colour = "red" if problems else "green"
-        self.console.print(Panel(Text("\n".join(lines)), title=verdict, border_style=colour))
+        color = "red" if problems else "green"
+        self.console.print(Panel(Text("\n".join(lines)), title=verdict, border_style=color))
 
 
 def _row(stock: Run, run: Run, bound: float) -> Text:

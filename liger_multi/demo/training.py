@@ -47,7 +47,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoConfig:
     """One demo.
 
     Attributes:
@@ -137,7 +137,7 @@ def build(kind: str, scale: Scale, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def train(model: Any, data: Blocks, plan: Plan, on_step: Callable[[Run], None]) -> Run:
+def train(model: Any, data: Blocks, plan: DemoConfig, on_step: Callable[[Run], None]) -> Run:
     """Train ``model`` as planned and call ``on_step`` with the record after every step."""
     run = Run(plan.timed, plan.scale.tokens)
     recorder = _Recorder(run, plan, on_step)
@@ -182,7 +182,7 @@ def train(model: Any, data: Blocks, plan: Plan, on_step: Callable[[Run], None]) 
 class _Recorder(TrainerCallback):
     """Loss, time and memory of every step."""
 
-    def __init__(self, run: Run, plan: Plan, on_step: Callable[[Run], None]) -> None:
+    def __init__(self, run: Run, plan: DemoConfig, on_step: Callable[[Run], None]) -> None:
         self._run, self._plan, self._on_step = run, plan, on_step
         self._stack = contextlib.ExitStack()
         self._loss: torch.Tensor | None = None

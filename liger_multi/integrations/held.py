@@ -10,9 +10,9 @@ from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport, patch
-from liger_multi.patching.blocks import Block
 from liger_multi.patching.options import OpChoice, parse_request
-from liger_multi.patching.registered import probes
+from liger_multi.patching.recognize.registered import probes
+from liger_multi.patching.replace.blocks import Block
 
 logger = logging.getLogger("liger_multi")
 

@@ -21,7 +21,7 @@ from liger_multi.losses.one_pass import Columns, token_sum
 from liger_multi.losses.options import Options
 from liger_multi.losses.reductions import counted, divisor, masked_mean
 from liger_multi.losses.sequence import sequence_loss
-from liger_multi.losses.sources import IGNORED, Head, Logits, Source, tokens, understood
+from liger_multi.losses.sources import IGNORED, Head, Logits, Source, as_source, tokens
 from liger_multi.losses.tiles import curved, tiled_sum
 from liger_multi.ops import LogProbOutput
 
@@ -33,7 +33,7 @@ class TopK:
     Args:
         ids: Their ids ``(..., K)``; negative ones stand for nothing.
         log_prob: Their log-probabilities ``(..., K)`` at the temperature of the loss; where the
-            rest is renormalised away, logits divided by it serve as well.
+            rest is renormalized away, logits divided by it serve as well.
     """
 
     ids: Tensor
@@ -98,7 +98,7 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "cosine": Divergence(None, cosine, lambda o: {}, "1 - cos of logits, PKD, arXiv:1908.09355"),
 }  # fmt: skip
-RESTS = ("renormalise", "bucket")
+RESTS = ("renormalize", "bucket")
 FEW = ("forward_kl", "reverse_kl", "jsd", "tvd")
 
 
@@ -116,7 +116,7 @@ class DistillationOptions(Options):
         hard_weight: Factor of the labels' negative log-likelihood.
         vocabulary: Where the vocabularies differ in size, ``common`` compares the distributions
             over the first classes that both have; ``equal`` raises.
-        rest: What becomes of the probability outside of a top-k teacher's tokens: ``renormalise``
+        rest: What becomes of the probability outside of a top-k teacher's tokens: ``renormalize``
             (both are distributions over those tokens) or ``bucket`` (one more class).
         metrics: Further metrics, which cost one more look at the student's logits: entropy,
             token_accuracy.
@@ -129,7 +129,7 @@ class DistillationOptions(Options):
     soft_weight: float = 1.0
     hard_weight: float = 0.0
     vocabulary: str = "equal"
-    rest: str = "renormalise"
+    rest: str = "renormalize"
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ def distillation_loss(
         options: As :class:`DistillationOptions`.
     """
     o = DistillationOptions.of(**options)
-    found = understood("Distillation", student, target, "student")
+    found = as_source("Distillation", student, target, "student")
     if not isinstance(found, (Head, Logits)):
         raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
     mask = counted("Distillation", target, ignore_index)
@@ -207,7 +207,7 @@ def _soft(
     warm = replace(student, temperature=student.temperature * o.temperature)
     if isinstance(teacher, TopK):
         return _few(warm, teacher, target, ignore_index, o)
-    other = understood("Distillation", teacher, target, "teacher")
+    other = as_source("Distillation", teacher, target, "teacher")
     if not isinstance(other, (Head, Logits)):
         raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
     other = replace(other, temperature=other.temperature * o.temperature)

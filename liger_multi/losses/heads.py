@@ -36,7 +36,7 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     if reason is not None:
         raise TypeError(f"the weight of this head cannot be used by itself: {reason}")
     if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
-        from liger_multi.patching.recipe import Job
+        from liger_multi.patching.lazy_logits.deferred import Job
 
         return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
     return _called(head, hidden, lambda h: loss(h, head.weight, head.bias))  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def _refusal(head: nn.Module) -> str | None:
     if own is not nn.Linear.forward and not hasattr(head, "stock_forward"):
         return f"{kind} has a forward of its own"
     if not head.weight.is_floating_point():
-        return f"its weight is quantised ({head.weight.dtype})"
+        return f"its weight is quantized ({head.weight.dtype})"
     return None
 
 

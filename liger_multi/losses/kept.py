@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.config_file import parse_bytes
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.config_file import parse_bytes
+from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.losses.one_pass import on_device, row_kernels
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
@@ -25,7 +25,7 @@ def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
     """Statistics of tokens with gradients; None where too few of their logits can be kept."""
-    from liger_multi.reference.chunking import is_whole, whole_steps
+    from liger_multi.reference.common.chunking import is_whole, whole_steps
 
     hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
     rows, width = hidden.shape
@@ -60,21 +60,21 @@ class _Kept(torch.autograd.Function):
         args: Any,
         fit: int,
     ) -> tuple[Tensor, ...]:
-        from liger_multi.reference.reduction import check_targets
-        from liger_multi.reference.rows import Rows
+        from liger_multi.reference.cross_entropy.reduction import check_targets
+        from liger_multi.reference.cross_entropy.rows import RowStats
 
         ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
         target, outputs = args[2], args[-1]
         check_targets(target, weight.shape[0], args[4], args[12])
         with torch._C._DisableAutocast(), on_device(hidden):
             chunks = _chunks(args, fit)
-            rows = Rows.room(
-                target.numel(), chunks.goal, outputs, chunks.buffer,
+            rows = RowStats.empty(
+                target.numel(), chunks.spec, outputs, chunks.buffer,
                 ignored=chunks.index is not None, loss=False,
             )  # fmt: skip
             ctx.kept = chunks.first()
             for _, where, _, t, raw in chunks.over(ctx.kept):
-                rows.put(where, kernels.statistics(raw, t, None, chunks.goal, outputs))
+                rows.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
         ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)
@@ -83,8 +83,8 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("losses (with logits that are kept)")
     def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
-        from liger_multi.reference.gradients import Accumulator
-        from liger_multi.reference.log_prob import upstream_of, within_range
+        from liger_multi.reference.cross_entropy.gradients import Accumulator
+        from liger_multi.reference.cross_entropy.log_prob import upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
             return (None,) * 6
@@ -99,12 +99,12 @@ class _Kept(torch.autograd.Function):
             into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
                 *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
-                objective=chunks.goal,
+                objective=chunks.spec,
             )  # fmt: skip
-            upstream, factor = within_range(arrived, chunks.goal, chunks.kind)
+            upstream, factor = within_range(arrived, chunks.spec, chunks.kind)
             for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
-                    raw, t, lse[where].contiguous(), chunks.goal, upstream.at(where)
+                    raw, t, lse[where].contiguous(), chunks.spec, upstream.at(where)
                 )
                 into.add(place, where, h, raw)
             kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -116,12 +116,12 @@ class _Kept(torch.autograd.Function):
 
 def _chunks(args: tuple[Any, ...], fit: int) -> Any:
     """Chunks of which the first has the rows that fit."""
-    from liger_multi.reference.chunking import row_blocks
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.common.chunking import row_blocks
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     class Kept(Chunks):
-        goal = Objective(args[4], 0.0, 0.0, args[5], args[6])
+        spec = Objective(args[4], 0.0, 0.0, args[5], args[6])
 
         def first(self) -> Tensor:
             """Room for the logits that stay; where these are all, the buffer itself."""
@@ -144,5 +144,5 @@ def _chunks(args: tuple[Any, ...], fit: int) -> Any:
 
     hidden, weight, target, bias = args[:4]
     chunk, budget = args[7:9] if fit < target.numel() else (max(1, target.numel()), 0)
-    plan = Plan(chunk, budget, args[10], args[11])
-    return Kept(hidden, weight, target, bias, Kept.goal, plan)
+    plan = ChunkSpec(chunk, budget, args[10], args[11])
+    return Kept(hidden, weight, target, bias, Kept.spec, plan)

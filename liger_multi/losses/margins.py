@@ -93,7 +93,7 @@ class CPOOptions(Options):
         gamma: Margin that simpo wants between the rewards.
         nll_weight: Factor of the chosen answers' negative log-likelihood.
         alpha: Shape of the reward (AlphaPO, arXiv:2501.03884); 0 is the log-probability.
-        length_normalised: Whether log-probabilities of sequences are means over their tokens;
+        length_normalized: Whether log-probabilities of sequences are means over their tokens;
             None for what the loss type's paper says.
         metrics: Further metrics: entropy, token_accuracy, logits (their means).
     """
@@ -104,7 +104,7 @@ class CPOOptions(Options):
     gamma: float = 0.5
     nll_weight: float = 1.0
     alpha: float = 0.0
-    length_normalised: bool | None = None
+    length_normalized: bool | None = None
     metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class CPOOptions(Options):
         self.serves("gamma", 0.5, formula.gamma, self.loss_type)
         self.serves("alpha", 0.0, formula.alpha, self.loss_type)
         odds = self.loss_type == "orpo"
-        self.serves("length_normalised", None, not odds, "orpo, which needs means")
+        self.serves("length_normalized", None, not odds, "orpo, which needs means")
 
 
 def cpo_loss(
@@ -159,7 +159,7 @@ def cpo_loss(
     assert own.log_prob is not None
     nll = -masked_mean(own.log_prob.chunk(2)[0], wanted)
     formula = CPO[o.loss_type]
-    mean = formula.mean if o.length_normalised is None else o.length_normalised
+    mean = formula.mean if o.length_normalized is None else o.length_normalized
     sums = sequences(torch.where(mask, own.log_prob, 0), mask, None, mean)
     pairs = paired(sums, torch.zeros_like(sums), mask, nll, lambda t: t)
     loss = formula.pairs(pairs, o).mean()

@@ -1,4 +1,4 @@
-"""Sums over tokens whose loss depends on the token's own statistics: one walk over the vocabulary.
+"""Sums over tokens whose loss depends on the token's own statistics: one pass over the vocabulary.
 
 Two ways lead to the same numbers. With two passes, :func:`fused_linear_log_prob` gives statistics
 that any formula may use, and computes the logits once more in backward: four products of a head,
@@ -20,25 +20,25 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.dispatch.resolution import resolve
 from liger_multi.losses.sources import (
     IGNORED,
     Head,
     Logits,
     Source,
+    as_source,
     detached,
     tokens,
-    understood,
 )
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
-from liger_multi.plan import resolve
 
 Columns = Mapping[str, Tensor]
 Formula = Callable[[LogProbOutput, Columns], Tensor]
 """The loss of every token, weighted, from its statistics and its entries of named columns."""
 
-Walker = Callable[[tuple[bool, ...]], tuple[Tensor, tuple[Tensor, ...], Any]]
+ChunkPass = Callable[[tuple[bool, ...]], tuple[Tensor, tuple[Tensor, ...], Any]]
 """From what needs gradients to the sum, statistics of rows, and the gradients of the sum."""
 
 PASSES = ("auto", "one", "two")
@@ -73,7 +73,7 @@ def token_sum(
     checks.one_of(name, "passes", passes, PASSES)
     for key, column in columns.items():
         checks.constant(name, key, column)
-    found = understood(name, source, target, role)
+    found = as_source(name, source, target, role)
     if passes == "one" and not isinstance(found, Head):
         raise ValueError(f"{name}: one pass needs a losses.Head, got {type(found).__name__}")
     if isinstance(found, Head) and passes != "two":
@@ -132,7 +132,7 @@ def _fused(
     flat = {key: _flat(key, column, target) for key, column in columns.items()}
     found = in_one_pass(
         args[0], args[1], args[3], kernels.scale,
-        lambda needs: walk(kernels, args, formula, flat, needs),
+        lambda needs: chunk_pass(kernels, args, formula, flat, needs),
     )  # fmt: skip
     shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
     asked = dict(zip(OUTPUTS, shaped, strict=True))
@@ -160,11 +160,11 @@ def row_kernels(tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> An
 
 
 def in_one_pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, one_pass: ChunkPass
 ) -> tuple[Tensor, ...]:
-    """The loss and the statistics of a walk that makes gradients as it goes."""
+    """The loss and the statistics of a pass that makes gradients as it goes."""
     apply: Any = _OnePass.apply
-    found: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, walker)
+    found: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, one_pass)
     return found
 
 
@@ -173,10 +173,15 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, walker: Walker
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Any,
+        one_pass: ChunkPass,
     ) -> tuple[Tensor, ...]:
         with torch._C._DisableAutocast(), on_device(hidden):
-            loss, rows, gradients = walker(ctx.needs_input_grad[:3])
+            loss, rows, gradients = one_pass(ctx.needs_input_grad[:3])
         ctx.scale = scale
         ctx.save_for_backward(*gradients, loss)  # the output brings an edge to every input
         ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
@@ -208,53 +213,53 @@ def on_device(x: Tensor) -> Any:
     return torch.get_device_module(x.device.type).device(x.device.index)
 
 
-def walk(
+def chunk_pass(
     kernels: Any, args: tuple[Any, ...], formula: Formula, columns: Columns, needs: tuple[bool, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     """Go through the chunks once: the sum, the rows' statistics, and the gradients of the sum."""
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.gradients import Accumulator
-    from liger_multi.reference.log_prob import upstream_of
-    from liger_multi.reference.reduction import check_targets
-    from liger_multi.reference.rows import Objective, Rows
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.log_prob import upstream_of
+    from liger_multi.reference.cross_entropy.reduction import check_targets
+    from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
     (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
      compact, validate, outputs) = args  # fmt: skip
     check_targets(target, weight.shape[0], ignore_index, validate)
-    goal = Objective(ignore_index, 0.0, 0.0, softcap, scale)
-    chunks = Chunks(hidden, weight, target, bias, goal, Plan(chunk, budget, kind, compact))
-    rows = Rows.room(
-        target.numel(), goal, outputs, chunks.buffer, ignored=chunks.index is not None, loss=False
+    spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
+    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
+    rows = RowStats.empty(
+        target.numel(), spec, outputs, chunks.buffer, ignored=chunks.index is not None, loss=False
     )
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = rows.lse.new_zeros(())
     for place, where, h, t, raw in chunks:
-        made = kernels.statistics(raw, t, None, goal, outputs)
+        made = kernels.statistics(raw, t, None, spec, outputs)
         rows.put(where, made)
         part = {key: column[where] for key, column in columns.items()}
-        picked = picked_logits(raw, part["ids"], goal) if "ids" in part else None
+        picked = picked_logits(raw, part["ids"], spec) if "ids" in part else None
         value, slopes, dpicked = _slopes(formula, made, part, t, ignore_index, picked)
         total += value
         if any(needs):
             upstream = upstream_of(
                 *slopes, entropies=made.entropy, target=t, vocabulary=weight.shape[0],
-                objective=goal,
+                objective=spec,
             )  # fmt: skip
-            kernels.log_prob_gradient_(raw, t, made.lse, goal, upstream.at(slice(None)))
+            kernels.log_prob_gradient_(raw, t, made.lse, spec, upstream.at(slice(None)))
             if dpicked is not None and picked is not None:
-                if goal.softcap is not None:
-                    dpicked = dpicked * (1 - (picked / goal.softcap).square())
-                dpicked = (dpicked * goal.logit_scale).to(raw.dtype)
+                if spec.softcap is not None:
+                    dpicked = dpicked * (1 - (picked / spec.softcap).square())
+                dpicked = (dpicked * spec.logit_scale).to(raw.dtype)
                 raw.scatter_add_(1, part["ids"].clamp(min=0), dpicked)
             into.add(place, where, h, raw)
     return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), into.gradients
 
 
-def picked_logits(raw: Tensor, ids: Tensor, goal: Any) -> Tensor:
+def picked_logits(raw: Tensor, ids: Tensor, spec: Any) -> Tensor:
     """Logits of a few classes of every row, as the objective makes them; negative ids pick any."""
-    from liger_multi.reference.objective import scaled
+    from liger_multi.reference.cross_entropy.objective import scaled
 
-    return scaled(raw.gather(1, ids.clamp(min=0)), goal)
+    return scaled(raw.gather(1, ids.clamp(min=0)), spec)
 
 
 def _slopes(

@@ -95,7 +95,7 @@ def policy_tokens(
 
 
 def sequences(
-    log_prob: Tensor | None, mask: Tensor, tail: float | None, normalised: bool
+    log_prob: Tensor | None, mask: Tensor, tail: float | None, normalized: bool
 ) -> Tensor:
     """Log-probabilities of sequences from those of tokens, which are 0 where they do not count."""
     assert log_prob is not None
@@ -104,7 +104,7 @@ def sequences(
         shared = torch.minimum(*own.chunk(2)).repeat(2).unsqueeze(1)
         log_prob = torch.where(place <= shared, log_prob, tail * log_prob)
     total = log_prob.sum(-1)
-    return total / lengths(mask) if normalised else total
+    return total / lengths(mask) if normalized else total
 
 
 def reference_sums(

@@ -166,7 +166,7 @@ class DPOOptions(Options):
         alpha: Of alpha_divergence.
         discopop_tau: Temperature of discopop's mixture.
         tail: Factor of the tokens past the shorter answer's length (LD-DPO, arXiv:2409.06411).
-        length_normalised: Log-probabilities of sequences are means over their tokens.
+        length_normalized: Log-probabilities of sequences are means over their tokens.
         weighting: Weigh pairs by how likely the policy finds them (WPO, arXiv:2406.11827 eq. 2).
         rpo_alpha: Factor of the chosen answers' mean negative log-likelihood a token (RPO,
             arXiv:2404.19733 eq. 3).
@@ -181,7 +181,7 @@ class DPOOptions(Options):
     alpha: float = 0.5
     discopop_tau: float = 0.05
     tail: float | None = None
-    length_normalised: bool = False
+    length_normalized: bool = False
     weighting: bool = False
     rpo_alpha: float = 0.0
     metrics: tuple[str, ...] = ()
@@ -228,8 +228,8 @@ class DPOOptions(Options):
             raise ValueError(
                 f"{name}: robust needs label_smoothing below 0.5, got {self.label_smoothing}"
             )
-        if self.tail is not None and self.length_normalised:
-            raise ValueError(f"{name}: tail and length_normalised exclude each other")
+        if self.tail is not None and self.length_normalized:
+            raise ValueError(f"{name}: tail and length_normalized exclude each other")
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -250,7 +250,7 @@ def dpo_loss(
     ignore_index: int = IGNORED,
     **options: Any,
 ) -> tuple[Tensor, PreferenceMetrics]:
-    """Direct preference optimisation with every loss type of its family.
+    """Direct preference optimization with every loss type of its family.
 
     Args:
         policy: The trained model's tokens.
@@ -266,7 +266,7 @@ def dpo_loss(
     # first, so that its logits are gone when the policy's come, which may stay
     before = _reference("DPO", reference, target, mask, o, ignore_index)
     own = policy_tokens("DPO", policy, target, o.metrics, ignore_index)
-    sums = sequences(own.log_prob, mask, o.tail, o.length_normalised)
+    sums = sequences(own.log_prob, mask, o.tail, o.length_normalized)
     nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])  # type: ignore[union-attr]
     pairs = paired(sums, before, mask, nll, lambda t: SCORES[o.divergence](t, o))
     factor: Tensor | float = 1.0
@@ -292,5 +292,5 @@ def _reference(
         return torch.zeros(mask.shape[0], device=mask.device)
     return reference_sums(
         name, reference, target, mask, ignore_index,
-        lambda found: sequences(found, mask, o.tail, o.length_normalised),
+        lambda found: sequences(found, mask, o.tail, o.length_normalized),
     )  # fmt: skip

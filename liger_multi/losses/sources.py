@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
-from liger_multi.config_file import parse_bytes
+from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.losses.heads import through
 from liger_multi.losses.options import check_kinds, kinds_of
 from liger_multi.losses.reductions import counted
@@ -146,7 +146,7 @@ def _check(source: Head | Logits) -> None:
 Source: TypeAlias = Head | Logits | LogProbOutput | Tensor
 
 
-def understood(
+def as_source(
     name: str, source: Source, target: Tensor, role: str = "source"
 ) -> Head | Logits | LogProbOutput:
     """A source in one of the three forms; tensors are told apart by their number of axes."""
@@ -205,7 +205,7 @@ def tokens(
         name: Who asks, for messages.
         role: What the source is there, for messages.
     """
-    found = understood(name, source, target, role)
+    found = as_source(name, source, target, role)
     checks.names(name, outputs, LogProbOutput._fields)
     if isinstance(found, LogProbOutput):
         return _given(name, found, counted(name, target, ignore_index), outputs)
@@ -265,7 +265,7 @@ def log_square_sum(
 
     It is ``logsumexp(2 z) - 2 logsumexp(z)``: another look at half the temperature.
     """
-    found = understood(name, source, target)
+    found = as_source(name, source, target)
     if isinstance(found, LogProbOutput):
         raise ValueError(
             f"{name}: weights by the sum of squared probabilities need a losses.Head or logits, "

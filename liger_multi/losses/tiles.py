@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.losses.one_pass import in_one_pass, row_kernels
-from liger_multi.losses.sources import Head, Logits, Source, understood
+from liger_multi.losses.sources import Head, Logits, Source, as_source
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import prepared
 
@@ -51,8 +51,8 @@ def tiled_sum(
     )
     flat = share.reshape(-1)
 
-    def walker(needs: tuple[bool, ...]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        return _walk(head, args, teacher, flat, function, needs)
+    def one_pass(needs: tuple[bool, ...]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        return _pass_over_tiles(head, args, teacher, flat, function, needs)
 
     kernels = row_kernels(tensors, args)
     if kernels is None:
@@ -60,22 +60,22 @@ def tiled_sum(
             "a loss of rows of logits without an operator of its own (a softcap, two scales, or "
             "cosine) is not available under a compiler, nor for tensors that are no plain ones"
         )
-    return in_one_pass(args[0], args[1], args[3], kernels.scale, walker)[0]
+    return in_one_pass(args[0], args[1], args[3], kernels.scale, one_pass)[0]
 
 
-def _walk(
+def _pass_over_tiles(
     head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
     function: RowLoss, needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
-    from liger_multi.reference.chunking import row_blocks
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.gradients import Accumulator
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.common.chunking import row_blocks
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, target, bias, ignore_index = args[:5]
     chunk, budget, accumulate, kind, compact = args[7:12]
-    goal = Objective(ignore_index, 0.0, 0.0, None)
-    chunks = Chunks(hidden, weight, target, bias, goal, Plan(chunk, budget, kind, compact))
+    spec = Objective(ignore_index, 0.0, 0.0, None)
+    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = share.new_zeros(())
     for place, where, h, t, raw in chunks:
@@ -96,7 +96,7 @@ def _walk(
 
 def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) -> Tensor:
     """The mean of every token's logits, without gradients; 0 where the target is ignored."""
-    found = understood(name, source, target)
+    found = as_source(name, source, target)
     if isinstance(found, LogProbOutput):
         raise ValueError(f"{name}: the mean of logits needs a losses.Head or logits, got neither")
     valid = target != ignore_index
@@ -119,17 +119,17 @@ def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) ->
 def _mean_rows(
     head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, ignore_index: int
 ) -> Tensor:
-    from liger_multi.reference.fused_linear import Chunks, Plan
-    from liger_multi.reference.rows import Objective
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+    from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, bias = tensors
     args = prepared(
         hidden, weight, target, bias, ignore_index=ignore_index, outputs=("lse",), **head.options()
     )
-    goal = Objective(ignore_index, 0.0, 0.0, None)
-    plan = Plan(args[7], args[8], args[10], args[11])
+    spec = Objective(ignore_index, 0.0, 0.0, None)
+    plan = ChunkSpec(args[7], args[8], args[10], args[11])
     found = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
     with torch._C._DisableAutocast():
-        for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], goal, plan):
+        for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
             found[where] = curved(raw, head).mean(-1).float()
     return torch.where(target != ignore_index, found.view(target.shape), 0)

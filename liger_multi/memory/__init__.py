@@ -8,7 +8,7 @@ from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.layers import layer_stats
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
 from liger_multi.memory.offload import Offload, offload_activations
-from liger_multi.memory.planning import Candidate, Plan, Settings, Space, apply, load, plan
+from liger_multi.memory.planning import Candidate, Settings, Space, TrainingPlan, apply, load, plan
 from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
@@ -24,13 +24,13 @@ __all__ = [
     "Holder",
     "Offload",
     "Peak",
-    "Plan",
     "Policy",
     "Profile",
     "Recompute",
     "Settings",
     "Space",
     "Stats",
+    "TrainingPlan",
     "adapt",
     "apply",
     "apply_recompute",

@@ -170,7 +170,7 @@ class Comparison:
         return comparison_page(self).rich()
 
 
-def summarise(
+def summarize(
     profile: Profile,
     blocks: Sequence[Block],
     events: Sequence[tuple[int, int]],

@@ -20,7 +20,7 @@ class Cost:
 
     Attributes:
         kept_bytes: What it keeps from forward to backward, its input included.
-        seconds: Of what is computed again, by the roof of a device.
+        seconds: Of what is computed again, by the peak of a device.
     """
 
     kept_bytes: int

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_multi.devices import device_type
+from liger_multi.dispatch.devices import device_type
 from liger_multi.errors import shown, unknown
-from liger_multi.memory.breakdown import Profile, summarise
+from liger_multi.memory.breakdown import Profile, summarize
 from liger_multi.memory.recorder import (
     GRADIENTS,
     LOGITS,
@@ -224,7 +224,7 @@ def estimate(
     title = _title(config_or_model, batch, sequence, dtype, optimizer, level, fsdp, world)
     title += ", checkpointing" * checkpointing + ", patched" * bool(patched)
     title += f", {offload} offload" if offload else ""
-    profile = summarise(
+    profile = summarize(
         Profile(title, device, "shapes"),
         simulation.blocks,
         simulation.events,

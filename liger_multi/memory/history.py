@@ -19,7 +19,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 @dataclass
 class Joined:
-    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarise` wants them."""
+    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` wants them."""
 
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)

@@ -8,7 +8,7 @@ soon as an operator touches it.
 
 What a dispatch mode cannot see is not counted: scratch memory inside one native kernel, and tensors
 that nothing touches. Our own operators are called as plain Python inside a region, otherwise their
-temporaries would hide behind one operator (:func:`liger_multi.op.inline_ops`).
+temporaries would hide behind one operator (:func:`liger_multi.dispatch.op.inline_ops`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _allocator(device: torch.device, peak: Peak) -> Iterator[None]:
 
 def _inline_ops() -> contextlib.AbstractContextManager[None]:
     """Run our operators as plain Python, so that the watch sees what they allocate."""
-    from liger_multi.op import inline_ops
+    from liger_multi.dispatch.op import inline_ops
 
     return inline_ops()
 

@@ -10,7 +10,7 @@ from liger_multi.memory.breakdown import Profile
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recorder import CATEGORIES
 
-COLOURS = ("#3b5b7a", "#8a6fb0", "#6f8fb5", "#0b6e69", "#c2571a", "#d9a441", "#b9c0c7")
+COLORS = ("#3b5b7a", "#8a6fb0", "#6f8fb5", "#0b6e69", "#c2571a", "#d9a441", "#b9c0c7")
 INK, GRID = "#22272e", "#e3e6ea"
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -39,7 +39,7 @@ def draw(profiles: Sequence[Profile], path: Path) -> None:
 def _panel(axis: Any, profile: Profile, unit: int) -> None:
     steps = range(len(profile.timeline))
     columns = [[row[i] / unit for row in profile.timeline] for i in range(len(CATEGORIES))]
-    axis.stackplot(steps, columns, labels=CATEGORIES, colors=COLOURS, lw=0)
+    axis.stackplot(steps, columns, labels=CATEGORIES, colors=COLORS, lw=0)
     for spine in ("top", "right"):
         axis.spines[spine].set_visible(False)
     axis.set_axisbelow(True)

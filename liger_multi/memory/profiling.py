@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_multi.memory.breakdown import Comparison, Profile, summarise
+from liger_multi.memory.breakdown import Comparison, Profile, summarize
 from liger_multi.memory.history import join
 from liger_multi.memory.measure import resolve_device
 from liger_multi.memory.recorder import Recorder
@@ -58,11 +58,11 @@ def profile(
         step_fn()
     if not history:
         made = Profile(title, str(where), "live tensors")
-        return summarise(made, recorder.blocks, recorder.events, recorder.phases)
+        return summarize(made, recorder.blocks, recorder.events, recorder.phases)
     phases = [(m, name) for m, (_, name) in zip(recorder.moments, recorder.phases, strict=True)]
     joined = join(history["entries"], recorder.blocks, phases, *history["start"])
     made = Profile(title, str(where), "allocator history", allocator=joined.facts)
-    return summarise(made, joined.blocks, joined.events, joined.phases)
+    return summarize(made, joined.blocks, joined.events, joined.phases)
 
 
 def compare(first: Profile, second: Profile) -> Comparison:

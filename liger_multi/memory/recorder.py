@@ -147,7 +147,7 @@ class Recorder(StorageMode):
             if self._ops:
                 return func(*args, **kwargs)
             return self.named(func.name(), lambda: func(*args, **kwargs))
-        from liger_multi.op import OPS
+        from liger_multi.dispatch.op import OPS
 
         name, _, half = func.name().partition("::")[2].rpartition("_")
         op = OPS[name]

@@ -1,7 +1,7 @@
 """A training step on the meta device: every storage has its size, and none has memory.
 
 The model's own forward and autograd's own backward run, so that architectures, patches, adapters
-and checkpointing need no formulas. Three things have none on the meta device and get a stand-in:
+and checkpointing need no formulas. Three things have none on the meta device and get a replica:
 attention (which PyTorch would spell out there), our operators with chunks, and values that
 decide about shapes.
 """
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi.checks import meta_autocast
+from liger_multi.memory.meta_implementations import NAMESPACE, MetaImplementations
 from liger_multi.memory.recorder import Block, Recorder
-from liger_multi.memory.stand_ins import NAMESPACE, StandIns
 
 CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
 
@@ -84,7 +84,7 @@ class Simulation(Recorder):
     def surroundings(self) -> Iterator[None]:
         """Where a model can run without memory, and is recorded."""
         _alone()
-        stand_ins = StandIns(self, self._target, self._autocast)
+        stand_ins = MetaImplementations(self, self._target, self._autocast)
         with _meta_has_no_autocast(), stand_ins, self.recording():
             self._casts = stand_ins.casts
             yield
@@ -126,7 +126,7 @@ class Simulation(Recorder):
 
     def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """The reference, where it will run; else its loops around kernels that only allocate."""
-        from liger_multi.reference.chunking import assumed_free
+        from liger_multi.reference.common.chunking import assumed_free
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
@@ -135,14 +135,14 @@ class Simulation(Recorder):
                 _expert_scratch(dict(zip(primitive.params, args, strict=True)))
             return made
         module = importlib.import_module(f"liger_multi.reference.{name}")
-        half = getattr(module, primitive.half)
+        direction = getattr(module, primitive.direction)
         if self._target != "cpu":
-            made = module.halves(_KERNELS[name]())
-            half = made[0] if primitive.half == "forward" else made[1]
+            made = module.forward_and_backward(_KERNELS[name]())
+            direction = made[0] if primitive.direction == "forward" else made[1]
         capacity = self._capacity or 2**60
         token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
         try:
-            return half(*args)
+            return direction(*args)
         finally:
             assumed_free.reset(token)
 
@@ -160,7 +160,7 @@ class _Rounding:
     """Rounding to 8 bits by a kernel: a copy in one layout, or in two."""
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-        from liger_multi.reference.float8 import Rounded
+        from liger_multi.reference.cross_entropy.float8 import Rounded
 
         return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
 
@@ -176,9 +176,9 @@ class _LossKernels:
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
     ) -> Any:
-        from liger_multi.reference.rows import Rows
+        from liger_multi.reference.cross_entropy.rows import RowStats
 
-        return Rows.room(raw.shape[0], objective, outputs, raw)
+        return RowStats.empty(raw.shape[0], objective, outputs, raw)
 
     def statistics_and_gradient_(
         self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Tensor, outputs: str

@@ -12,7 +12,7 @@ from liger_multi.ops._divergence_head import VOCABULARIES
 
 
 class FusedLinearKLDivLoss(nn.Module):
-    """Divergence of Kullback and Leibler of two linear heads.
+    """KL divergence of two linear heads.
 
     Like:
         Two ``torch.nn.Linear`` and a divergence of their softmax; the heads' parameters are
@@ -91,7 +91,7 @@ class FusedLinearKLDivLoss(nn.Module):
 
 
 class FusedLinearJSDLoss(nn.Module):
-    """Divergence of Jensen and Shannon of two linear heads.
+    """Jensen-Shannon divergence of two linear heads.
 
     Like:
         Two ``torch.nn.Linear`` and a divergence of their softmax; the heads' parameters are

@@ -10,7 +10,7 @@ from liger_multi.ops._divergence import FORMS
 
 
 class KLDivLoss(nn.Module):
-    """Divergence of Kullback and Leibler.
+    """KL divergence.
 
     Like:
         ``torch.nn.KLDivLoss``: its ``batchmean`` is ``mean`` here, its ``log_target`` a form.
@@ -62,10 +62,10 @@ class KLDivLoss(nn.Module):
 
 
 class JSDLoss(nn.Module):
-    """Divergence of Jensen and Shannon, of weight ``beta``.
+    """Jensen-Shannon divergence, of weight ``beta``.
 
     Like:
-        The generalised divergence of knowledge distillation (arXiv:2306.13649).
+        The generalized divergence of knowledge distillation (arXiv:2306.13649).
 
     Operator:
         jsd

@@ -32,7 +32,7 @@ def _first(module: str, config: Any, *names: str) -> Any:
 
 
 class Experts(nn.Module):
-    """All experts of a layer as one operator; the parameters are not initialised.
+    """All experts of a layer as one operator; the parameters are not initialized.
 
     Like:
         transformers ``MixtralExperts``, ``Qwen3MoeExperts``.
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
 
 class HyperConnection(nn.Module):
-    """Residual streams into a block, and out of it; the parameters are not initialised.
+    """Residual streams into a block, and out of it; the parameters are not initialized.
 
     Like:
         transformers ``DeepseekV4HyperConnection``, which has no ``expand``.

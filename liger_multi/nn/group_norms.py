@@ -58,7 +58,7 @@ class GroupNorm(nn.GroupNorm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise groups of axis 1."""
+        """Normalize groups of axis 1."""
         if not isinstance(input, Tensor) or input.ndim < 2 or input.shape[1] != self.num_channels:
             raise ValueError(
                 f"GroupNorm: axis 1 of the input must be {self.num_channels}, got "
@@ -81,7 +81,7 @@ class GatedRMSNorm(RMSNorm):
     Args:
         hidden_size: Width of the last axis.
         eps: Added to the mean of squares; the attribute is ``variance_epsilon``.
-        group_size: Neighbouring channels that are normalised together; all by default.
+        group_size: Neighboring channels that are normalized together; all by default.
         norm_before_gate: Whether the gate multiplies the norm, or its input.
         activation: Of the gate: silu or sigmoid.
         offset: Added to the weight, which then starts at ``1 - offset``.
@@ -120,7 +120,7 @@ class GatedRMSNorm(RMSNorm):
         self.activation = activation
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise the groups, and gate them."""
+        """Normalize the groups, and gate them."""
         fits(self, hidden_states, self.hidden_size)
         return ops.gated_rms_norm(
             hidden_states,
@@ -151,7 +151,7 @@ class ModulatedRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
     ) -> Tensor:
-        """Normalise the last axis, and modulate it."""
+        """Normalize the last axis, and modulate it."""
         fits(self, hidden_states, self.hidden_size)
         return ops.modulated_rms_norm(
             hidden_states,

@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalize the last axis."""
         fits(self, hidden_states, self.hidden_size)
         return ops.rms_norm(
             hidden_states,
@@ -193,6 +193,6 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalize the last axis."""
         fits(self, input, self.normalized_shape[0])
         return ops.layer_norm(input, self.weight, self.bias, self.eps)

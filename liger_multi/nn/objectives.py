@@ -27,7 +27,7 @@ class _Objective(nn.Module):
 
 
 class DPOLoss(_Objective):
-    """Direct preference optimisation of pairs, with every loss type of its family.
+    """Direct preference optimization of pairs, with every loss type of its family.
 
     Like:
         The losses of TRL's ``DPOTrainer``.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_multi import checks
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.nn._shared import size
 
 

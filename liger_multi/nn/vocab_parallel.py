@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_multi import checks, ops
-from liger_multi.double_backward import first_derivatives_only
+from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
 
 SMOOTHINGS = ("torch", "megatron")
@@ -106,7 +106,7 @@ class _Part:
             raise IndexError(f"{name}: target {found} is outside of [0, {vocabulary})")
         here = target - first
         self.mine = self.valid & (here >= 0) & (here < local)
-        # of rows whose target is elsewhere, only the normaliser is used
+        # of rows whose target is elsewhere, only the normalizer is used
         self.target = torch.where(self.valid, torch.where(self.mine, here, 0), ignore_index)
 
 
@@ -121,10 +121,10 @@ def _absent(rows: torch.Size, *unused: Tensor) -> LogProbOutput:
 def _joined_rows(
     part: _Part, found: LogProbOutput, group: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The target's log-probability, the normaliser, and this part's share of it.
+    """The target's log-probability, the normalizer, and this part's share of it.
 
     The share is a logarithm, 0 where the process has no classes, which the last output says. What
-    is added is small: a logit less the normaliser would lose the digits of both.
+    is added is small: a logit less the normalizer would lose the digits of both.
     """
     assert found.log_prob is not None
     assert found.lse is not None
@@ -276,7 +276,7 @@ def vocab_parallel_fused_linear_log_prob(
     chunk: int | str = "auto",
     outputs: tuple[str, ...] = ("log_prob", "entropy", "lse"),
 ) -> LogProbOutput:
-    """Log-probabilities of tokens, the rows' entropy and normaliser, over all processes' classes.
+    """Log-probabilities of tokens, the rows' entropy and normalizer, over all processes' classes.
 
     As :func:`liger_multi.ops.fused_linear_log_prob`, for losses of policies and preferences; the
     other arguments are those of :func:`vocab_parallel_fused_linear_cross_entropy`.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import OPS, Op
+from liger_multi.dispatch.op import OPS, Op
 from liger_multi.ops._overwrite import share_memory, writable_rows
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -21,7 +21,7 @@ def statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def declare(op: Op) -> None:
-    """Both halves of a divergence of given rows."""
+    """Forward and backward of a divergence of given rows."""
 
     def forward(
         student: Tensor,
@@ -67,7 +67,7 @@ def declare(op: Op) -> None:
 
 
 def declare_inplace(op: Op) -> None:
-    """Both halves of a divergence whose gradient replaces the student."""
+    """Forward and backward of a divergence whose gradient replaces the student."""
 
     def forward(
         student: Tensor,

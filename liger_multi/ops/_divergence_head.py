@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
 from liger_multi.samples import Sample
@@ -20,7 +20,7 @@ CONSUMED = (
 
 
 def declare(op: Op) -> None:
-    """Both halves of a divergence of two heads."""
+    """Forward and backward of a divergence of two heads."""
 
     def forward(
         hidden: Tensor,
@@ -44,8 +44,8 @@ def declare(op: Op) -> None:
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Shape rule; the residual gradients are as large as the real ones, or empty."""
-        from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
-        from liger_multi.reference.fused_linear_pairs import student_budget
+        from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
+        from liger_multi.reference.divergences.fused_linear_pairs import student_budget
 
         kept, (rows, width) = reduction != "none", hidden.shape
         kind = compute_dtype or hidden.dtype

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.config import current
-from liger_multi.config_file import parse_bytes
-from liger_multi.primitive import constant_in_graphs
+from liger_multi.dispatch.config import current
+from liger_multi.dispatch.config_file import parse_bytes
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.samples import Tensor as T
 
 IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
@@ -44,7 +44,7 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtyp
 
 @constant_in_graphs
 def _in_8_bits() -> torch.dtype | None:
-    return _DTYPES.get(current().head_products)
+    return _DTYPES.get(current().head_gemms)
 
 
 def compute_dtype(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.primitive import LIBRARY
+from liger_multi.dispatch.primitive import LIBRARY
 
 LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
 LIBRARY.impl(
     "looked_at_ranges",
-    importlib.import_module("liger_multi.reference.causal_ranges").looked_at,
+    importlib.import_module("liger_multi.reference.attention.causal_ranges").looked_at,
     "CompositeExplicitAutograd",
 )
 torch.library.register_fake(

@@ -159,7 +159,7 @@ def gradients(
     dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The shape rule of a backward half."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     made = [
         dense(grad, order, dtype) if needed and grad is not None else like.new_empty(0, dtype=dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -36,16 +36,16 @@ def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tenso
     )
     each = (rows,) if reduction == "none" else ()
 
-    def room(name: str, shape: tuple[int, ...], dtype: torch.dtype = kind) -> Tensor:
+    def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = kind) -> Tensor:
         return like.new_empty(shape if name in wanted else (0,), dtype=dtype)
 
     return (
         like.new_empty(each, dtype=kind),
-        room("z_loss", each),
-        room("token_accuracy", each),
-        room("predicted_tokens", (rows,), torch.int64),
-        room("log_prob", (rows,)),
-        room("entropy", (rows,)),
+        empty("z_loss", each),
+        empty("token_accuracy", each),
+        empty("predicted_tokens", (rows,), torch.int64),
+        empty("log_prob", (rows,)),
+        empty("entropy", (rows,)),
         like.new_empty(rows, dtype=kind),
     )
 

@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._overwrite import writable_rows
 from liger_multi.ops.cross_entropy import RETURNS, shapes
 from liger_multi.ops.cross_entropy import SAMPLES as FUNCTIONAL

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -47,7 +47,7 @@ def backward(
 def dyt(
     x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Dynamic tanh, an elementwise stand-in for a norm: ``weight * tanh(alpha * x) + bias``.
+    """Dynamic tanh, an elementwise replica for a norm: ``weight * tanh(alpha * x) + bias``.
 
     Math:
         ``t = tanh(alpha * x)``, ``y = weight * t + bias``, rounded once. Backward:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
@@ -22,7 +22,7 @@ class FusedAddRMSNormOutput(NamedTuple):
     """What :func:`fused_add_rms_norm` returns; both have gradients.
 
     Attributes:
-        y: The normalised sum.
+        y: The normalized sum.
         new_residual: The sum, which the next layer adds to.
     """
 
@@ -70,7 +70,7 @@ def fused_add_rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> FusedAddRMSNormOutput:
-    """Add the residual stream and normalise the sum over the last axis, in one pass.
+    """Add the residual stream and normalize the sum over the last axis, in one pass.
 
     Math:
         ``new_residual = x + residual``, rounded to its dtype, and ``y = rms_norm(new_residual)``

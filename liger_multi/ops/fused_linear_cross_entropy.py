@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, frozen
 from liger_multi.ops.cross_entropy import (
@@ -53,8 +53,8 @@ def forward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
-    from liger_multi.reference.chunking import is_whole, weight_gradient_dtype
-    from liger_multi.reference.float8_head import logits_dtype
+    from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
+    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
 
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
@@ -154,7 +154,7 @@ def fused_linear_cross_entropy(
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
         the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_products`` of the configuration asks for them), statistics and loss
+        8 bits where ``head_gemms`` of the configuration asks for them), statistics and loss
         fp32 (fp64 for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded
         once to the dtype of weight.
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, heads, run, samples_of
 from liger_multi.samples import Sample
 
@@ -31,7 +31,7 @@ def fused_linear_jsd(
     accumulate: torch.dtype = torch.float32,
     compact: bool = True,
 ) -> Tensor:
-    """Divergence of Jensen and Shannon of two linear heads, without all their logits.
+    """Jensen-Shannon divergence of two linear heads, without all their logits.
 
     Math:
         A row costs ``beta KL(p, m) + (1 - beta) KL(q, m)``, ``m = beta p + (1 - beta) q``, and at
@@ -44,7 +44,7 @@ def fused_linear_jsd(
         it is 0. Rows where ``target`` (labels, shifted as the caller's loss wants them) is
         ``ignore_index`` are dropped before the products. The teacher is a constant: no gradient
         reaches it. Where the vocabularies differ in size, ``vocabulary="common"`` compares the
-        distributions over the first classes that both have, renormalised (the others are masked
+        distributions over the first classes that both have, renormalized (the others are masked
         in both); ``"equal"``, the default, raises.
 
     Shapes:
@@ -71,7 +71,7 @@ def fused_linear_jsd(
         elements (a ZeRO-3 shard).
 
     Source:
-        Generalised knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649); chunking as in
+        Generalized knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649); chunking as in
         :func:`fused_linear_cross_entropy`.
     """
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)

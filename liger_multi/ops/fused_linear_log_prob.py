@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, frozen
 from liger_multi.samples import Sample
@@ -43,7 +43,7 @@ def forward(
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
-    from liger_multi.reference.float8_head import logits_dtype
+    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
 
     kind = logits_dtype(compute_dtype, hidden.dtype)
     wide = torch.float64 if kind == torch.float64 else torch.float32
@@ -123,7 +123,7 @@ def fused_linear_log_prob(
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
         the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_products`` of the configuration asks for them), statistics fp32 (fp64
+        8 bits where ``head_gemms`` of the configuration asks for them), statistics fp32 (fp64
         for fp64). Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled
         into its range first. The gradient of weight accumulates in ``accumulate`` and is rounded
         once.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, run, samples_of
 
 op = Op("fused_linear_tvd")
@@ -39,7 +39,7 @@ def fused_linear_tvd(
         it is 0. Rows where ``target`` (labels, shifted as the caller's loss wants them) is
         ``ignore_index`` are dropped before the products. The teacher is a constant: no gradient
         reaches it. Where the vocabularies differ in size, ``vocabulary="common"`` compares the
-        distributions over the first classes that both have, renormalised (the others are masked
+        distributions over the first classes that both have, renormalized (the others are masked
         in both); ``"equal"``, the default, raises.
 
     Shapes:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -42,12 +42,12 @@ def forward(
     """Shape rule; without gradients no row of gate_up is kept."""
     wanted = needs_x or needs_gate_up_weight or needs_down_weight
     wanted = wanted or needs_routing or needs_gate_up_bias or needs_down_bias
-    slots = index.shape[0] * index.shape[1]
+    pairs = index.shape[0] * index.shape[1]
     wide = gate_up_weight.shape[2 if transposed else 1]
     return (
         x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(slots if wanted else 0, wide),
-        index.new_empty(slots, dtype=torch.int32),
+        x.new_empty(pairs if wanted else 0, wide),
+        index.new_empty(pairs, dtype=torch.int32),
         index.new_empty(gate_up_weight.shape[0] + 1, dtype=torch.int32),
     )
 
@@ -167,12 +167,12 @@ def fused_moe(
     given = checks.one_dtype(name, tensors)
     rows, weights = given[0], (given[1], given[2])
     assert rows is not None
-    slots = index.shape[-1]
+    pairs = index.shape[-1]
     result: Tensor = op(
         rows.reshape(_count(rows), rows.shape[-1]),
         *weights,
-        index.reshape(_count(index), slots).to(torch.int64),
-        routing.reshape(_count(routing), slots),
+        index.reshape(_count(index), pairs).to(torch.int64),
+        routing.reshape(_count(routing), pairs),
         *given[3:],
         activation,
         *by,

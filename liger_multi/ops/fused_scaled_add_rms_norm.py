@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
@@ -73,7 +73,7 @@ def fused_scaled_add_rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> FusedAddRMSNormOutput:
-    """Add the residual stream, both terms with a factor, and normalise the sum, in one pass.
+    """Add the residual stream, both terms with a factor, and normalize the sum, in one pass.
 
     Math:
         ``new_residual = x_scale * x + residual_scale * residual``, rounded to its dtype, products

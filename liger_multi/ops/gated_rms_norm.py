@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -77,7 +77,7 @@ def gated_rms_norm(
     """Root-mean-square norm of groups of channels, times an activated gate after or before it.
 
     Math:
-        ``n(u) = u / sqrt(mean(u^2) + eps)``, the mean over each group of ``group_size`` neighbours
+        ``n(u) = u / sqrt(mean(u^2) + eps)``, the mean over each group of ``group_size`` neighbors
         (all of the last axis by default), ``w = offset + weight``, and ``act`` silu or sigmoid.
         ``norm_before_gate``: ``y = w * n(x) * act(gate)``; else ``y = w * n(x * act(gate))``.
         Without a gate, ``y = w * n(x)``. ``casting`` says where ``n`` is rounded, as in

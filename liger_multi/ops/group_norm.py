@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -52,10 +52,10 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalisation of groups of channels to mean 0 and variance 1.
+    """Normalization of groups of channels to mean 0 and variance 1.
 
     Math:
-        For every sample, each of ``num_groups`` groups of C / num_groups neighbouring channels has
+        For every sample, each of ``num_groups`` groups of C / num_groups neighboring channels has
         the mean and the variance of all its values, ``n = (x - mean) / sqrt(var + eps)``, and
         ``y = weight * n + bias`` with one number a channel. The variance is that of what is left
         of x without its mean, never a difference of squares.

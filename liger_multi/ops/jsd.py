@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import declare, pair, run, samples_of
 from liger_multi.samples import Sample
 
@@ -24,13 +24,13 @@ def jsd(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Divergence of Jensen and Shannon of a student and a teacher, a number a row.
+    """Jensen-Shannon divergence of a student and a teacher, a number a row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row and
         ``m = beta p + (1 - beta) q``:
         ``sum_j beta p[j] (log p[j] - log m[j]) + (1 - beta) q[j] (log q[j] - log m[j])``.
-        At the ends, where that is 0, it is a divergence of Kullback and Leibler: ``beta = 0`` of
+        At the ends, where that is 0, it is a KL divergence: ``beta = 0`` of
         the student from the teacher, ``sum_j p[j] (log p[j] - log q[j])``, and ``beta = 1`` of
         the teacher from the student.
         ``form`` and ``teacher_form`` say what ``student`` and ``teacher`` are: ``log_prob``,
@@ -61,7 +61,7 @@ def jsd(
         or on elements that share memory.
 
     Source:
-        Generalised knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649).
+        Generalized knowledge distillation: Agarwal et al. 2023 (arXiv:2306.13649).
     """
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)
     return run(

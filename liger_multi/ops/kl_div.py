@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import FORMS, declare, run, samples_of
 
 op = Op("kl_div")
@@ -22,7 +22,7 @@ def kl_div(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Divergence of Kullback and Leibler of a student from a teacher, a number a row.
+    """KL divergence of a student from a teacher, a number a row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row:

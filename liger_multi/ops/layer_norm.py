@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -45,7 +45,7 @@ def backward(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalisation to mean 0 and variance 1 over the last axis.
+    """Normalization to mean 0 and variance 1 over the last axis.
 
     Math:
         ``n = (x - mean(x)) / sqrt(var(x) + eps)`` with the variance of all H values (not H - 1),

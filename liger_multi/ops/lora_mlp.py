@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T

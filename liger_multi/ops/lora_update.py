@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -41,7 +41,7 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
     Math:
         ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
-        may be of any kind, such as one with quantised weights. Backward computes ``x @ a.T`` again;
+        may be of any kind, such as one with quantized weights. Backward computes ``x @ a.T`` again;
         every product has r columns, rows or terms.
 
     Shapes:

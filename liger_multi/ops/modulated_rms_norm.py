@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
@@ -81,7 +81,7 @@ def modulated_rms_norm(
         x ``(..., H)`` with any strides. scale ``(H,)`` serves all rows; otherwise its leading axes
         are the first ones of x, perhaps followed by axes of 1: ``(B, H)``, ``(B, 1, H)`` or ``(B,
         S, H)`` for x ``(B, S, H)``. For x ``(N, H)``, each row of scale ``(R, H)`` serves N / R
-        neighbours. shift has the shape of scale; weight ``(H,)`` or None. y ``(..., H)``,
+        neighbors. shift has the shape of scale; weight ``(H,)`` or None. y ``(..., H)``,
         contiguous.
 
     Dtypes:
@@ -145,7 +145,7 @@ SAMPLES = (
     Sample("one-for-all", _case((2, 5, 72), (1, 72), weight=False)),
     Sample("every-row", _case((3, 4, 48), (3, 4, 48))),
     Sample("every-row-of-many", _case((300, 16), (300, 16))),
-    Sample("neighbours", _case((12, 33), (4, 33))),
+    Sample("neighbors", _case((12, 33), (4, 33))),
     Sample("three-leading-axes", _case((2, 3, 4, 16), (2, 3, 16))),
     Sample("without-shift", {"x": T((2, 5, 64)), "scale": T((2, 64)), "weight": T((64,))}),
     Sample("olmo", _case((2, 3, 40), (2, 40)), {"casting": "olmo"}),

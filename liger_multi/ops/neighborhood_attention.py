@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -54,7 +54,7 @@ def neighborhood_attention(
     dilation: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of every token to its neighbours on a line, in work of length x kernel size.
+    """Attention of every token to its neighbors on a line, in work of length x kernel size.
 
     Math:
         Token i sees the tokens ``i + d j`` for ``|j| <= kernel_size // 2`` with dilation d; those

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -54,7 +54,7 @@ def rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> Tensor:
-    """Root-mean-square normalisation over the last axis.
+    """Root-mean-square normalization over the last axis.
 
     Math:
         ``n = x / sqrt(mean(x^2) + eps)``, ``y = (offset + weight) * n``. ``casting`` says where

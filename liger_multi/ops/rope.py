@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._rotary import (
     check_angles,
     check_queries_and_keys,
@@ -19,7 +19,7 @@ from liger_multi.samples import Tensor as T
 
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")
-# traced, so that it fuses with its neighbours; unlike swiglu's, this choice was not measured
+# traced, so that it fuses with its neighbors; unlike swiglu's, this choice was not measured
 op = Op("rope")
 
 
@@ -37,7 +37,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; an order names the axes from the outermost in memory to the innermost."""
-    from liger_multi.reference.rope import dense, output_dtype
+    from liger_multi.reference.rope.rope import dense, output_dtype
 
     return (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),
@@ -63,7 +63,7 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     return (
         dense(dq_out, q_order, q_dtype)
@@ -89,11 +89,11 @@ def rope(
     """Rotary position embedding of queries and keys.
 
     Math:
-        ``out = x * cos + turn(x) * sin`` on the first R channels, the others pass through. ``turn``
-        maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
+        ``out = x * cos + rotate_half(x) * sin`` on the first R channels, the others pass through.
+        ``turn`` maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
         ``half`` and ``(2 i, 2 i + 1)`` for ``interleaved``. The two channels of a pair may have
         different values of cos and sin. Backward is the transposed matrix: ``dx = dout * cos -
-        turn(dout * sin)``. A negated sin turns the other way.
+        rotate_half(dout * sin)``. A negated sin turns the other way.
 
     Shapes:
         q ``(B, Hq, S, D)`` and k ``(B, Hk, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -25,7 +25,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; ``freqs`` has real and imaginary parts on its last axis."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     return dense(q, q_order, q.dtype), dense(k, k_order, k.dtype)
 
@@ -52,7 +52,7 @@ def backward(
 def rope_complex(
     q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding by complex numbers, one for each pair of neighbouring channels.
+    """Rotary position embedding by complex numbers, one for each pair of neighboring channels.
 
     Math:
         ``(x[2 i] + j x[2 i + 1]) * freqs[i]`` in fp32, for every head, on the first R channels;

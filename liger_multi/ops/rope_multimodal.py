@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -32,7 +32,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    from liger_multi.reference.rope import dense, output_dtype
+    from liger_multi.reference.rope.rope import dense, output_dtype
 
     return (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -31,7 +31,7 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule; ``position_ids`` has axes grids, batch (or 1) and tokens."""
-    from liger_multi.reference.rope import dense
+    from liger_multi.reference.rope.rope import dense
 
     kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
     return dense(q, q_order, q.dtype), dense(k, k_order, kind)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.softmax import along, samples_of
 
 op = Op("sparsemax", rows=("x", "dy"))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
 from liger_multi.ops.swiglu_packed import even
 from liger_multi.samples import Sample

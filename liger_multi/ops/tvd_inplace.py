@@ -1,6 +1,6 @@
 """Contract behind ``tvd(..., inplace=True)``: the gradient replaces the student."""
 
-from liger_multi.op import Op
+from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import declare_inplace, inplace_samples_of
 from liger_multi.ops.tvd import SAMPLES as FUNCTIONAL
 

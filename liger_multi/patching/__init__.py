@@ -4,11 +4,11 @@ Importing this imports no transformers; ``docs/patching.md`` tells how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
-from liger_multi.patching.attention import register_attention, unregister_attention
-from liger_multi.patching.experts import register_experts, unregister_experts
-from liger_multi.patching.kinds import MlpKind, MlpNames, NormKind
-from liger_multi.patching.logits import real_logits
-from liger_multi.patching.registered import Replacement, register, unregister
+from liger_multi.patching.lazy_logits.materialize import real_logits
+from liger_multi.patching.recognize.experts import register_experts, unregister_experts
+from liger_multi.patching.recognize.kinds import MlpKind, MlpNames, NormKind
+from liger_multi.patching.recognize.registered import Replacement, register, unregister
+from liger_multi.patching.replace.attention import register_attention, unregister_attention
 from liger_multi.patching.report import Entry, PatchReport, Skipped
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognise."""
+"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognize."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ from functools import partial
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import blocks, foreign, modeltypes, registered, resize
-from liger_multi.patching.adapters import FusedLora, adapters, looks_like_lora
-from liger_multi.patching.experts import (
+from liger_multi.patching import modeltypes
+from liger_multi.patching.lazy_logits.protocol import warn_once
+from liger_multi.patching.options import OpChoice, Request, parse_request
+from liger_multi.patching.recognize import conflicts, registered
+from liger_multi.patching.recognize.experts import (
     ExpertsSettings,
     FusedExperts,
     experts_kind,
     looks_like_experts,
 )
-from liger_multi.patching.head import LazyHead, behaviour, find_heads, head_refusal, with_heads
-from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
-from liger_multi.patching.mlp import FusedMlp
-from liger_multi.patching.mlp_probe import mlp_kind, mlp_names
-from liger_multi.patching.norms import FusedNorm, looks_like_norm, norm_settings
-from liger_multi.patching.options import OpChoice, Request, parse_request
-from liger_multi.patching.projections import SharedInput, projections, share
-from liger_multi.patching.protocol import warn_once
-from liger_multi.patching.report import Entry, PatchReport, Skipped, promised
-from liger_multi.patching.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
-from liger_multi.patching.swap import (
+from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
+from liger_multi.patching.recognize.norms import FusedNorm, looks_like_norm, norm_settings
+from liger_multi.patching.recognize.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
+from liger_multi.patching.replace import blocks, resize
+from liger_multi.patching.replace.adapters import FusedLora, adapters, looks_like_lora
+from liger_multi.patching.replace.head import (
+    LazyHead,
+    behavior,
+    find_heads,
+    head_refusal,
+    with_heads,
+)
+from liger_multi.patching.replace.mlp import FusedMlp
+from liger_multi.patching.replace.projections import SharedInput, projections, share
+from liger_multi.patching.replace.swap import (
     Patched,
     Swap,
     apply,
@@ -38,6 +45,7 @@ from liger_multi.patching.swap import (
     stock_class,
     swapped,
 )
+from liger_multi.patching.report import Entry, PatchReport, Skipped, promised
 
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
@@ -183,7 +191,7 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
     likely = looks_like_norm(module)
     if likely is None:
         return
-    overridden = foreign.of_module(module)
+    overridden = conflicts.of_module(module)
     found = overridden or norm_settings(module, likely)
     op = likely if isinstance(found, str) else found.kind.op
     options = request.get(op)
@@ -206,7 +214,7 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
     if not choices:
         _restore(report, path, module)
         return
-    found = foreign.of_module(module) or mlp_kind(module, candidates)
+    found = conflicts.of_module(module) or mlp_kind(module, candidates)
     if isinstance(found, str):
         told = [op for op in choices if op in _TOLD or op in request.named]
         if named and told:
@@ -227,7 +235,7 @@ def _experts(report: PatchReport, request: Request, path: str, module: nn.Module
     if options is None:
         _restore(report, path, module)
         return
-    found = foreign.of_module(module) or experts_kind(module)
+    found = conflicts.of_module(module) or experts_kind(module)
     if isinstance(found, str):
         report.skipped.append(Skipped(path, "fused_moe", found))
         return
@@ -242,7 +250,7 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         if isinstance(module, FusedRotary):
             _restore(report, path, module)
         return
-    overridden = foreign.of_module(module)
+    overridden = conflicts.of_module(module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
@@ -260,7 +268,7 @@ def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -
     if options is None:
         _restore(report, path, module)
         return
-    found = foreign.of_module(module) or adapters(module)
+    found = conflicts.of_module(module) or adapters(module)
     if isinstance(found, str):
         _restore(report, path, module)
         report.skipped.append(Skipped(path, "lora", found))
@@ -273,7 +281,7 @@ def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Layers with adapters that share an input: their module has them computed together."""
     for path, module in model.named_modules():
         layers = [] if request.get("lora") is None else projections(module)
-        if share(module, bool(layers) and not foreign.of_module(module)):
+        if share(module, bool(layers) and not conflicts.of_module(module)):
             names = {n for n, m in module.named_children() if any(m is one for one in layers)}
             paths = {f"{path}.{name}".strip(".") for name in names}
             report.entries = [
@@ -285,11 +293,11 @@ def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
 def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     """What users' probes say; modules that an operator serves are not asked."""
     held = swapped(module)
-    if held is not None and held.behaviour is not registered.Replaced:
+    if held is not None and held.behavior is not registered.Replaced:
         return
     for name, probe in registered.probes().items():
         options = request.get(name)
-        found = None if options is None or foreign.of_module(module) else probe(module)
+        found = None if options is None or conflicts.of_module(module) else probe(module)
         if isinstance(found, registered.Replacement):
             settings = replace(found, options=options)
             swap = Swap(name, stock_class(module), registered.Replaced, settings)
@@ -335,7 +343,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         report.skipped.append(Skipped("", op, missing, strict=needed))
-    theirs = next((why for m in with_heads(model) if (why := foreign.of_model(m))), None)
+    theirs = next((why for m in with_heads(model) if (why := conflicts.of_model(m))), None)
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
             _unwrapped(report, path, module)
@@ -350,7 +358,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
                     _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
-        swap = Swap(op, stock_class(module), behaviour(module, around), settings)
+        swap = Swap(op, stock_class(module), behavior(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
         resize.follow()
 
@@ -387,7 +395,7 @@ def _apply(
 
 def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
     found = restore(module)
-    if found and found.behaviour is not SharedInput:  # its layers have entries
+    if found and found.behavior is not SharedInput:  # its layers have entries
         report.entries.append(
             Entry(path, found.op, found.stock.__name__, found.stock.__name__, {}, "restored")
         )

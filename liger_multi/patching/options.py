@@ -11,7 +11,7 @@ import torch
 
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -185,7 +185,7 @@ def _checked(op: str, options: Options) -> Options:
         if not good(value):
             raise PatchError(f"{op}: {name} must be {wanted}, got {value!r:.60}")
     if options.backend is not None:
-        from liger_multi.config import use
+        from liger_multi.dispatch.config import use
 
         # raises on an unknown backend
         with use(**{"lora_update" if op == "lora" else op: options.backend}):

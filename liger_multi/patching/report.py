@@ -77,7 +77,7 @@ class PatchReport:
         return [(op, f"{n} x {place}", why) for (op, place, why), n in groups.items()]
 
     def __str__(self) -> str:
-        """Plain text, aligned, no colours."""
+        """Plain text, aligned, no colors."""
         lines = [f"patch {self.target}"]
         lines += _aligned([_HEADER, *self.rows()]) if self.entries else ["  nothing replaced"]
         if self.skipped:

@@ -39,12 +39,12 @@ def main() -> int:
     from sweep.pairs import registered
     from sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
-    from liger_multi.config import configure
+    from liger_multi.dispatch.config import configure
 
     transformers.logging.set_verbosity_error()
     device = given.device or "cpu"
     if given.backend:
-        from liger_multi.registry import backends
+        from liger_multi.dispatch.registry import backends
 
         configure({"default": given.backend})
         # the forks open the device: a driver that is started here would not outlive them

@@ -38,7 +38,7 @@ def executed(model: nn.Module) -> Iterator[Executed]:
     Patched modules fall back where somebody hooks them or replaces ``nn.Module.__call__``. So the
     record is taken one level below that, and of operators where all of them are dispatched.
     """
-    from liger_multi.op import Op
+    from liger_multi.dispatch.op import Op
 
     paths = {id(module): path for path, module in model.named_modules()}
     found, inside = Executed(), list[str | None]()

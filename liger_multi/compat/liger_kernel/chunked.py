@@ -63,7 +63,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
         types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
         self.given: dict[str, Any] = {
             "loss_type": types, "beta": beta, "label_smoothing": label_smoothing,
-            "length_normalised": average_log_prob,
+            "length_normalized": average_log_prob,
         }  # fmt: skip
         if "discopop" in types:
             self.given["discopop_tau"] = discopop_tau
@@ -112,7 +112,7 @@ class _Margins(_Pairs):
         """Loss, and the chosen and rejected rewards after the rest."""
         head = losses.Head(_input, lin_weight, bias)
         own, sums, _, first = self.tokens(head, target, nll_target)
-        more = {} if self.loss_type == "orpo" else {"length_normalised": self.average}
+        more = {} if self.loss_type == "orpo" else {"length_normalized": self.average}
         loss, _ = losses.cpo_loss(
             own, target, nll_target, ignore_index=self.ignore_index, **self.given, **more
         )

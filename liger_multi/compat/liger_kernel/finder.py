@@ -26,7 +26,7 @@ _FILES = {
 
 
 class _Metadata(Distribution):
-    """What ``importlib.metadata`` knows of the stand-in; no file of it is on disk."""
+    """What ``importlib.metadata`` knows of the replica; no file of it is on disk."""
 
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(filename)
@@ -43,7 +43,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.partition(".")[2]
-        module.__doc__ = "Stand-in of liger_multi; see liger_multi.compat.liger_kernel."
+        module.__doc__ = "Replica of liger_multi; see liger_multi.compat.liger_kernel."
         names = vars(module)
         names["__file__"] = __file__
         if not path:

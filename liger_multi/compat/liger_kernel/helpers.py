@@ -88,14 +88,14 @@ class _TritonDtypes(dict[torch.dtype, Any]):
 torch_to_triton_dtype = _TritonDtypes()
 
 
-def _no_halves(half: str) -> Callable[..., Any]:
+def _no_halves(direction: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"fused_linear_cross_entropy_{half}: the halves are no functions of their own here; "
+            f"fused_linear_cross_entropy_{direction}: the directions are no functions of their own here; "
             "call liger_multi.ops.fused_linear_cross_entropy"
         )
 
-    function.__name__ = function.__qualname__ = f"fused_linear_cross_entropy_{half}"
+    function.__name__ = function.__qualname__ = f"fused_linear_cross_entropy_{direction}"
     return function
 
 

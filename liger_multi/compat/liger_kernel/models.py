@@ -13,8 +13,9 @@ from torch import nn
 from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching import PatchReport, modeltypes, registered
+from liger_multi.patching import PatchReport, modeltypes
 from liger_multi.patching.options import BUILT_IN
+from liger_multi.patching.recognize import registered
 
 _DENSE = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu")
 _GELU = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "geglu")

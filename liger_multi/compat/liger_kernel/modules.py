@@ -113,7 +113,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
     ) -> Tensor:
-        """Normalise and modulate."""
+        """Normalize and modulate."""
         return ops.modulated_rms_norm(
             hidden_states, scale, shift, self.weight, self.variance_epsilon, offset=self.offset,
             casting=self.casting,
@@ -146,7 +146,7 @@ class LigerGroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise groups of channels."""
+        """Normalize groups of channels."""
         groups, eps = self.num_groups, self.variance_epsilon
         return ops.group_norm(hidden_states, groups, self.weight, self.bias, eps)
 

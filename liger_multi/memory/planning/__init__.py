@@ -5,7 +5,7 @@ from __future__ import annotations
 from liger_multi.memory.planning.applying import Applied, apply
 from liger_multi.memory.planning.cards import CARDS, Card
 from liger_multi.memory.planning.files import load
-from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.planning.result import TrainingPlan
 from liger_multi.memory.planning.search import Space, plan
 from liger_multi.memory.planning.settings import Candidate, Settings
 
@@ -14,9 +14,9 @@ __all__ = [
     "Applied",
     "Candidate",
     "Card",
-    "Plan",
     "Settings",
     "Space",
+    "TrainingPlan",
     "apply",
     "load",
     "plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from liger_multi.config_file import parse_bytes
+from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.errors import unknown
 
 GB, TERA, GIGA = 10**9, 1e12, 1e9

@@ -12,7 +12,7 @@ from liger_multi.errors import ConfigurationError, shown, unknown
 from liger_multi.memory.planning.settings import Candidate, Settings
 
 if TYPE_CHECKING:
-    from liger_multi.memory.planning.result import Plan
+    from liger_multi.memory.planning.result import TrainingPlan
 
 VERSION = 1
 NAMES = (
@@ -37,7 +37,7 @@ OPTIMIZERS = {
 }
 
 
-def write(plan: Plan, folder: Path, candidate: Candidate) -> list[Path]:
+def write(plan: TrainingPlan, folder: Path, candidate: Candidate) -> list[Path]:
     """Write the files that fit a candidate.
 
     ``plan.yaml`` (:func:`load`), ``liger_multi.yaml`` (:func:`liger_multi.configure`) and
@@ -126,7 +126,7 @@ def _uses_deepspeed(settings: Settings) -> bool:
     return settings.pipeline == 1 and (settings.spread.startswith("zero") or alone)
 
 
-def accelerate(plan: Plan, settings: Settings) -> dict[str, Any]:
+def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
     """A configuration for ``accelerate launch --config_file``."""
     kind = "MULTI_GPU" if plan.devices > 1 else "NO"
     made: dict[str, Any] = {

@@ -9,11 +9,11 @@ from liger_multi.memory.measure import format_bytes
 
 if TYPE_CHECKING:
     from liger_multi.memory.planning.cards import Card
-    from liger_multi.memory.planning.result import Plan
+    from liger_multi.memory.planning.result import TrainingPlan
     from liger_multi.memory.planning.shapes import Shapes
 
 
-def notes_of(plan: Plan, card: Card, shapes: Shapes) -> list[str]:
+def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
     """Notes on the best candidate, or on the nearest where nothing fits."""
     best = plan.best if plan.best.fits else plan.nearest
     made = [*_precision(best.settings, card), *_spread(best.settings, plan)]
@@ -46,7 +46,7 @@ def _precision(settings: Any, card: Card) -> Iterator[str]:
         yield f"{card.name} has no bfloat16 products in hardware; ask for precision='fp16'."
 
 
-def _spread(settings: Any, plan: Plan) -> Iterator[str]:
+def _spread(settings: Any, plan: TrainingPlan) -> Iterator[str]:
     if plan.devices == 1:
         return
     if settings.spread == "ddp":
@@ -86,10 +86,10 @@ def _rest(best: Any, card: Card, shapes: Shapes) -> Iterator[str]:
         yield "apply(plan, model) sets what stands in no engine's file: chunks, tiles, offload."
     if best.host_bytes:
         yield f"{format_bytes(best.host_bytes)} of the host's memory are needed for each device."
-    if shapes.quantised:
+    if shapes.quantized:
         yield (
-            f"{format_bytes(shapes.quantised)} of frozen weights are counted at their stored "
-            "size, and the largest of them once more as it is dequantised for a product."
+            f"{format_bytes(shapes.quantized)} of frozen weights are counted at their stored "
+            "size, and the largest of them once more as it is dequantized for a product."
         )
     if card.guessed:
         yield (

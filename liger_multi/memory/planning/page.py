@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.planning.result import TrainingPlan
 from liger_multi.memory.planning.settings import Candidate
 from liger_multi.page import Page
 
@@ -23,7 +23,7 @@ def row_of(candidate: Candidate) -> tuple[str, ...]:
 HEADER = ("way", "batch", "loss rows", "peak", "fits", "time")
 
 
-def plan_page(plan: Plan, rows: int = ROWS) -> Page:
+def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
     """The best, the others, the limits and notes."""
     page = Page()
     best = plan.best if plan.best.fits else plan.nearest
@@ -41,7 +41,7 @@ def plan_page(plan: Plan, rows: int = ROWS) -> Page:
         facts.append(("largest micro-batch", f"{plan.largest_batch} (any way: {plan.most_batch})"))
         longest = f"{plan.longest_sequence:,} (any way: {plan.most_sequence:,})"
         facts.append(("longest sequence", longest))
-    page.add("Plan" if best.fits else "Nothing fits", facts)
+    page.add("TrainingPlan" if best.fits else "Nothing fits", facts)
     shown = plan.candidates[:rows]
     if best not in shown:
         shown = [*shown, best]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.picture import COLOURS, GRID, INK
-from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.picture import COLORS, GRID, INK
+from liger_multi.memory.planning.result import TrainingPlan
 from liger_multi.memory.planning.settings import Candidate
 
 
-def draw(plan: Plan, path: Path, most: int = 12) -> None:
+def draw(plan: TrainingPlan, path: Path, most: int = 12) -> None:
     """One bar a candidate: what is there at its peak, the budget as a line."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,8 +28,8 @@ def draw(plan: Plan, path: Path, most: int = 12) -> None:
         left = [0.0] * len(chosen)
         for i, part in enumerate(parts):
             widths = [one.parts.get(part, 0) / unit for one in chosen]
-            colour = (*COLOURS, "#7d8790")[i % (len(COLOURS) + 1)]
-            axis.barh(places, widths, left=left, color=colour, label=part, height=0.7)
+            color = (*COLORS, "#7d8790")[i % (len(COLORS) + 1)]
+            axis.barh(places, widths, left=left, color=color, label=part, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for place, total, one in zip(places, left, chosen, strict=True):
             speed = f"  {one.relative:.2f}" if one.fits else "  does not fit"

@@ -11,7 +11,7 @@ from liger_multi.memory.planning.settings import Candidate
 
 
 @dataclass
-class Plan:
+class TrainingPlan:
     """What was found for a model, a memory and a number of devices.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         return asdict(self)
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Plan:
+    def from_data(cls, data: Mapping[str, Any]) -> TrainingPlan:
         """From :meth:`as_data`."""
         found = [Candidate.from_data(one) for one in data["candidates"]]
         return cls(**{**data, "candidates": found})

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_multi.devices import device_type
+from liger_multi.dispatch.devices import device_type
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.estimation import OPTIMIZERS, known, positive
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cards import Card, card_of
 from liger_multi.memory.planning.notes import notes_of
 from liger_multi.memory.planning.predict import Predictor
-from liger_multi.memory.planning.result import Plan
+from liger_multi.memory.planning.result import TrainingPlan
 from liger_multi.memory.planning.settings import PRECISIONS, SPREADS, Candidate, Settings
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.policies import POLICIES
@@ -71,7 +71,7 @@ def plan(
     limits: bool = True,
     compression: bool = False,
     said: Callable[[str], None] | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """The fastest way to train a model that fits, and what else was weighed.
 
     Peaks come from the simulation of :func:`liger_multi.memory.estimate`, of three layers where
@@ -110,7 +110,7 @@ def plan(
     search = _Search(Predictor(shapes, card, device, said), space, round(size * (1 - headroom)))
     search.ask(devices, batch, sequence, optimizer)
     found = search.ranked()
-    made = Plan(
+    made = TrainingPlan(
         model=str(getattr(shapes.config, "model_type", type(model_or_config).__name__)),
         layers=shapes.count,
         card=card.name + (" (nearest in memory)" if card.guessed else ""),

@@ -11,7 +11,7 @@ from torch import nn
 
 from liger_multi.memory.estimation import meta_model
 from liger_multi.memory.planning.applying import layers_of, mlps_of
-from liger_multi.memory.planning.quantised import stand_in
+from liger_multi.memory.planning.quantized import stand_in
 from liger_multi.memory.planning.traces import DEPTH
 from liger_multi.memory.simulation import on_meta
 
@@ -33,7 +33,7 @@ class Shapes:
         count: Layers.
         layer_class: Class of a layer.
         has_mlps: Whether layers have MLPs that can run in tiles.
-        quantised: Bytes of frozen weights that are stored in few bits.
+        quantized: Bytes of frozen weights that are stored in few bits.
         uniform: Whether all layers have equal parameters; may be set to False by who finds that
             they do not behave alike.
     """
@@ -42,7 +42,7 @@ class Shapes:
         self.given = given
         self.is_model = isinstance(given, nn.Module)
         self.full = meta_model(given, _dtype(given), "sdpa", sequence)
-        self.quantised = stand_in(self.full) if self.is_model else 0
+        self.quantized = stand_in(self.full) if self.is_model else 0
         path, layers = layers_of(self.full)
         self.path, self.count = path, len(layers)
         self.layer_class = type(layers[0]).__name__

@@ -275,7 +275,7 @@ class Cutting(Simulation):
 
     @contextlib.contextmanager
     def _few_chunks(self) -> Iterator[None]:
-        from liger_multi.reference.fused_linear import visited
+        from liger_multi.reference.cross_entropy.fused_linear import visited
 
         token = visited.set(self._differing)
         try:
@@ -380,8 +380,8 @@ def _bytes(tensor: Tensor) -> int:
 
 def _entered(target: str) -> tuple[str, ...]:
     """Operators whose inner operators are seen and counted one by one."""
+    from liger_multi.dispatch.op import OPS
     from liger_multi.memory.simulation import CHUNKED
-    from liger_multi.op import OPS
 
     return tuple(OPS) if target == "cpu" else CHUNKED
 

@@ -1,0 +1,29 @@
+"""GEGLU of one tensor: npu_geglu forward, an Ascend kernel backward.
+
+npu_geglu activates the right half unless told otherwise, and its gradient wants the activation,
+which nobody keeps: the kernel computes it again without a second tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.npu.activations import gated_kernels
+from liger_multi.backends.npu.common.limits import halves
+from liger_multi.reference.activations.gated import GELU
+
+APPROXIMATE = {"tanh": 1, "none": 0}
+
+
+def forward(gate_up: Tensor, approximate: str) -> Tensor:
+    """gelu(first half) * second half."""
+    if halves(gate_up) is None:
+        y, _ = torch.ops.npu.npu_geglu(
+            gate_up.contiguous(), -1, APPROXIMATE[approximate], activate_left=True
+        )
+        return y
+    return gated_kernels.packed_forward(GELU[approximate], gate_up)
+
+
+def backward(dy: Tensor, gate_up: Tensor, approximate: str) -> Tensor:
+    """Gradients of both halves, side by side."""
+    return gated_kernels.packed_backward(GELU[approximate], dy, gate_up)

@@ -1,0 +1,66 @@
+"""Attention by npu_fusion_attention_v3 within its limits, else the reference on the device.
+
+Its gradient wants a row's maximum and sum of exponentials, of which it uses exp(s - max) / sum: the
+normalizer and 1 say the same, so any backward follows any forward. A mask of 1 hides, and causal
+means nothing without its mask, which has 2048 x 2048 elements whatever the lengths.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.npu.common.limits import fused_attention
+from liger_multi.reference.attention import attention as reference
+
+COPIES = 8  # of each statistic, as the operator lays them out
+
+
+def _how(q: Tensor, causal: bool) -> dict[str, Any]:
+    """The mask and its meaning: causal from the last query and key, or none."""
+    if not causal:
+        return {}
+    mask = torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu(1)
+    return {"atten_mask": mask, "sparse_mode": 3}
+
+
+def _tokens(*given: Tensor) -> list[Tensor]:
+    """Tokens before heads, as models' projections leave them."""
+    return [x.transpose(1, 2).contiguous() for x in given]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and the normalizers from the operator's two statistics."""
+    if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None:
+        return reference.forward(q, k, v, sinks, ranges, causal, scale, softcap)
+    y, top, total, *_ = torch.ops.npu.npu_fusion_attention_v3(
+        *_tokens(q, k, v), q.shape[1], "BSND", scale=scale, **_how(q, causal)
+    )
+    return y.transpose(1, 2), top[..., 0] + total[..., 0].log()
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
+    needs_k: bool, needs_v: bool, needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The operator makes all three gradients; one that nobody needs is an empty tensor."""
+    if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None or dy.dtype != q.dtype:
+        return reference.backward(
+            dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, needs_q, needs_k, needs_v,
+            needs_sinks,
+        )  # fmt: skip
+    top = lse.unsqueeze(-1).expand(*lse.shape, COPIES).contiguous()
+    ours, theirs, values, up, out = _tokens(q, k, v, dy, y)
+    made = torch.ops.npu.npu_fusion_attention_grad_v3(
+        ours, theirs, values, up, q.shape[1], "BSND", softmax_max=top,
+        softmax_sum=torch.ones_like(top), attention_in=out, scale_value=scale, **_how(q, causal),
+    )  # fmt: skip
+    dq, dk, dv = (
+        x.transpose(1, 2) if needed else x.new_empty(0)
+        for x, needed in zip(made[:3], (needs_q, needs_k, needs_v), strict=True)
+    )
+    return dq, dk, dv, q.new_empty(0)

@@ -1,0 +1,1 @@
+"""Cross-entropy, log-probabilities, softmax, and the linear heads fused with them."""

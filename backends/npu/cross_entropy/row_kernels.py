@@ -1,0 +1,240 @@
+"""Statistics and gradients of rows of logits on vector cores: every loss over a vocabulary.
+
+With z = cap * tanh(scale * raw / cap), lse = logsumexp(z), log p = z - lse and t the row's target,
+one kernel reads a row once, keeping a maximum and sums for every lane:
+
+    lse, log p[t], sum_j w[j] (z[j] - max), sum_j z[j] - max, entropy, the place of the maximum
+
+and one writes a gradient from four numbers of the row:
+
+    dz[j] = p[j] (share - entropy log p[j]) + [j = t] own - smooth w[j],  draw = scale slope(z) dz
+
+A row whose numbers are all 0 gets zeros whatever stands in it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, needs_argmax
+
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+
+
+class Coefficients(NamedTuple):
+    """Four numbers of every row, of which the last two may be None."""
+
+    own: Tensor
+    share: Tensor
+    entropy: Optional[Tensor] = None
+    smooth: Optional[Tensor] = None
+
+
+@triton.jit
+def _logit(raw, scale, cap, CAPPED: tl.constexpr):
+    z = raw.to(tl.float32) * scale
+    if CAPPED:
+        z = cap * (2.0 * tl.sigmoid(2.0 * (z / cap)) - 1.0)
+    return z
+
+
+@jitted
+def _row_statistics_kernel(
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, log_prob_ptr, spread_ptr, entropy_ptr, argmax_ptr,
+    raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        row_ptr = raw_ptr + row * raw_stride
+        most = tl.full([BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        spread = tl.zeros([BLOCK], tl.float32)
+        weighted = tl.zeros([BLOCK], tl.float32)
+        weights = tl.zeros([BLOCK], tl.float32)
+        # fp32, exact for 2^24 classes: the front end takes integers carried by a loop for addresses
+        place = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            raw = tl.load(row_ptr + col, mask=mask, other=0.0)
+            z = tl.where(mask, _logit(raw, scale, cap, CAPPED), LOWEST)
+            if argmax_ptr is not None:
+                place = tl.where(z > most, tl.cast(at, tl.float32), place)
+            new = tl.maximum(most, z)
+            shrink = tl.exp(most - new)
+            e = tl.where(mask, tl.exp(z - new), 0.0)
+            if entropy_ptr is not None:
+                spread = shrink * (spread + total * (most - new)) + e * tl.maximum(z - new, -200.0)
+            total = shrink * total + e
+            if spread_ptr is not None:
+                w = tl.where(mask, 1.0, 0.0)
+                if weight_ptr is not None:
+                    w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+                weighted += tl.where(mask, w * z, 0.0)
+                weights += w
+            most = new
+        top = tl.max(most, 0)
+        shrink = tl.exp(most - top)
+        every = summed(total * shrink, BLOCK)
+        log_total = tl.log(every)
+        tl.store(lse_ptr + row, top + log_total)
+        if log_prob_ptr is not None:
+            target = tl.load(target_ptr + row * target_stride)
+            own = tl.load(row_ptr + tl.where((target >= 0) & (target < cols), target, 0))
+            tl.store(log_prob_ptr + row, _logit(own, scale, cap, CAPPED) - top - log_total)
+        if spread_ptr is not None:
+            # sum w (lse - z), with no difference of large numbers but the unavoidable one
+            gaps = summed(weights * top - weighted, BLOCK)
+            tl.store(spread_ptr + row, gaps + summed(weights, BLOCK) * log_total)
+        if entropy_ptr is not None:
+            below = tl.where(total == 0.0, 0.0, shrink * (spread + total * (most - top)))
+            tl.store(entropy_ptr + row, log_total - summed(below, BLOCK) / every)
+        if argmax_ptr is not None:
+            first = tl.min(tl.where(most == top, place + lane.to(tl.float32), 0.0 + cols), 0)
+            tl.store(argmax_ptr + row, first.to(tl.int32))
+
+
+@jitted
+def _row_gradient_kernel(
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, smooth_ptr, out_ptr,
+    raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        row_ptr = raw_ptr + row * raw_stride
+        target = tl.load(target_ptr + row * target_stride).to(tl.int32)
+        lse = tl.load(lse_ptr + row)
+        own = tl.load(own_ptr + row)
+        share = tl.load(share_ptr + row)
+        some = (own != 0.0) | (share != 0.0)
+        entropy = 0.0
+        smooth = 0.0
+        if entropy_ptr is not None:
+            entropy = tl.load(entropy_ptr + row)
+            some = some | (entropy != 0.0)
+        if smooth_ptr is not None:
+            smooth = tl.load(smooth_ptr + row)
+            some = some | (smooth != 0.0)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            raw = tl.load(row_ptr + col, mask=mask, other=0.0)
+            z = _logit(raw, scale, cap, CAPPED)
+            log_p = z - lse
+            dz = tl.exp(log_p)
+            if entropy_ptr is not None:
+                dz = dz * (share - entropy * tl.maximum(log_p, -200.0))
+            else:
+                dz = dz * share
+            if smooth_ptr is not None:
+                if weight_ptr is not None:
+                    w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+                    dz = dz - smooth * w
+                else:
+                    dz = dz - smooth
+            dz = tl.where(col == target, dz + own, dz)
+            if CAPPED:
+                dz = dz * (1.0 - (z / cap) * (z / cap))
+            dz = tl.where(some, dz * scale, 0.0)
+            tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _curve(spec: Objective) -> tuple[float, float, bool]:
+    return spec.logit_scale, spec.softcap or 1.0, spec.softcap is not None
+
+
+def _filled(t: Tensor) -> Optional[Tensor]:
+    return t if t.numel() else None
+
+
+def normalizers(raw: Tensor, scale: float) -> Tensor:
+    """The lse of scaled rows alone."""
+    rows, lse = as_rows(raw), raw.new_empty(raw.shape[0], dtype=torch.float32)
+    count, cols = rows.shape
+    start(
+        _row_statistics_kernel, count, rows, None, None, lse, None, None, None, None,
+        rows.stride(0), 0, count, cols, scale, 1.0, CAPPED=False,
+        BLOCK=block_of("row_statistics", rows, cols),
+    )  # fmt: skip
+    return lse
+
+
+def statistics(
+    raw: Tensor, target: Tensor, weight: Optional[Tensor], spec: Objective, outputs: str
+) -> RowStats:
+    """Statistics of every row; ``raw`` is left alone."""
+    raw = as_rows(raw)
+    rows, (count, cols) = RowStats.empty(raw.shape[0], spec, outputs, raw), raw.shape
+    log_prob, spread = torch.empty_like(rows.lse), None
+    argmax = target.new_empty(count if needs_argmax(outputs) else 0, dtype=torch.int32)
+    if spec.label_smoothing:
+        spread = torch.empty_like(rows.lse)
+    scale, cap, capped = _curve(spec)
+    start(
+        _row_statistics_kernel, count, raw, target, None if weight is None else weight.contiguous(),
+        rows.lse, log_prob, spread, _filled(rows.entropy), _filled(argmax), raw.stride(0),
+        target.stride(0), count, cols, scale, cap, CAPPED=capped,
+        BLOCK=block_of("row_statistics", raw, cols),
+    )  # fmt: skip
+    return _finished(rows, target, weight, spec, log_prob, spread, argmax, cols)
+
+
+def _finished(
+    rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
+    spread: Optional[Tensor], argmax: Tensor, cols: int,
+) -> RowStats:  # fmt: skip
+    """From what kernels found of rows to the statistics of valid ones."""
+    valid = target != spec.ignore_index
+    inside = (target >= 0) & (target < cols)
+    log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
+    ce = -log_prob
+    if weight is not None:
+        ce = ce * weight.float()[torch.where(inside, target, 0)]
+    if spread is not None:
+        eps = spec.label_smoothing
+        ce = (1 - eps) * ce + eps / cols * spread
+    made = (ce, spec.z_loss_weight * rows.lse.square(), rows.lse, log_prob, rows.entropy)
+    kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(made, rows)]
+    winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
+    return RowStats._make((*kept, winners))
+
+
+def coefficients(
+    target: Tensor, weight: Optional[Tensor], lse: Tensor, spec: Objective, cols: int, ce: Tensor,
+    zl: Tensor,
+) -> Coefficients:  # fmt: skip
+    """Of the gradient of ``ce`` times the cross entropy and ``zl`` times the z-loss."""
+    valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
+    eps = spec.label_smoothing
+    own = torch.full_like(lse, 1 - eps)
+    if weight is not None:
+        own = own * weight.float()[torch.where(valid, target, 0)]
+    total = eps if weight is None else eps / cols * weight.float().sum()
+    share = ce * (own + total) + zl * (2 * spec.z_loss_weight) * lse
+    parts = (-ce * own, share, None, (ce * (eps / cols)).expand(lse.shape) if eps else None)
+    return Coefficients._make(None if p is None else torch.where(valid, p, 0) for p in parts)
+
+
+def gradient_into(
+    out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+    spec: Objective, numbers: Coefficients,
+) -> None:  # fmt: skip
+    """Write the gradient of raw logits; ``out`` may be ``raw``, if its columns are adjacent."""
+    given, (count, cols) = as_rows(raw), raw.shape
+    scale, cap, capped = _curve(spec)
+    start(
+        _row_gradient_kernel, count, given, target,
+        None if weight is None else weight.contiguous(), lse.contiguous(),
+        *(None if p is None else p.contiguous() for p in numbers), out, given.stride(0),
+        target.stride(0), out.stride(0), count, cols, scale, cap, CAPPED=capped,
+        BLOCK=block_of("row_gradient", given, cols),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""A mixture of experts by torch_npu's permutation of tokens and grouped products, within limits.
+
+Rows of no expert (the sentinels) come last. The grouped product gives them numbers all the same,
+perhaps not finite ones: they are overwritten before anything is made of them.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.npu.activations import swiglu_packed
+from liger_multi.backends.npu.common import limits
+from liger_multi.backends.npu.experts import grouped
+from liger_multi.dispatch.launch import device_info
+from liger_multi.reference.common.chunking import row_blocks
+from liger_multi.reference.experts import fused_moe as reference
+from liger_multi.reference.experts import pairs
+
+
+def _refusal(
+    x: Tensor, index: Tensor, gate_up: Optional[Tensor], down: Tensor, wide: int
+) -> Optional[str]:
+    return limits.experts(x, index, gate_up, down, wide, device_info(x.device).table)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Of a permutation: where every entry stands."""
+    every = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
+    return torch.empty_like(every).scatter_(0, order.long(), every)
+
+
+def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weighted sum over the pairs of every token, in fp32 where dtypes differ."""
+    kind = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
+    y: Tensor = torch.ops.npu.npu_moe_token_unpermute(
+        rows.to(kind), place, routing.to(kind).contiguous()
+    )
+    return y.to(dtype)
+
+
+def _is_plain(how: Any) -> bool:
+    activation, *_, interleaved = how
+    return bool(activation == "silu" and not interleaved)
+
+
+def _activated(gate_up: Tensor, how: Any) -> Tensor:
+    """act(gate) * up."""
+    if _is_plain(how):
+        return swiglu_packed.forward(gate_up, 1.0, 1.0)
+    made = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    for block in row_blocks(made.shape[0], 6 * made.shape[1] * made.element_size()):
+        made[block] = pairs.product(gate_up[block], how)
+    return made
+
+
+def forward(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
+    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
+    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
+    needs_gate_up_bias: bool, needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Permute, two grouped products, permute back with weights."""
+    first, second = (w if transposed else w.mT for w in (gate_up_weight, down_weight))
+    experts, _, wide = first.shape
+    how = (activation, limit, alpha, up_offset, interleaved)
+    needs = (
+        needs_x, needs_gate_up_weight, needs_down_weight, needs_routing, needs_gate_up_bias,
+        needs_down_bias,
+    )  # fmt: skip
+    if _refusal(x, index, gate_up_weight, down_weight, wide) is not None:
+        return reference.forward(
+            x, gate_up_weight, down_weight, index, routing, gate_up_bias, down_bias, *how,
+            transposed, y_dtype, *needs,
+        )  # fmt: skip
+    ids = torch.where((index < 0) | (index >= experts), experts, index)
+    rows, place = torch.ops.npu.npu_moe_token_permute(x.contiguous(), ids.contiguous())
+    order = _inverse(place)
+    ids = ids.reshape(-1).index_select(0, order.long())
+    every = torch.arange(experts + 1, device=ids.device)
+    offsets = torch.searchsorted(ids, every, out_int32=True)
+    gate_up = grouped.product(rows, first, offsets)
+    del rows
+    if gate_up_bias is not None:
+        grouped.add_bias_(gate_up, gate_up_bias, ids)
+    gate_up.masked_fill_((ids == experts).unsqueeze(1), 0)
+    made = grouped.product(_activated(gate_up, how), second, offsets)
+    if down_bias is not None:
+        grouped.add_bias_(made, down_bias, ids)
+    y = _combined(made, place, routing, y_dtype)
+    return y, gate_up if any(needs) else gate_up.new_empty(0, wide), order, offsets
+
+
+def _through_activation(
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, how: Any
+) -> tuple[Tensor, Tensor]:
+    """The gradient of gate and up, and every row's share in that of its routing weight.
+
+    act(gate) * up, weighted, takes the place of ``dproduct``.
+    """
+    dgate_up, shares = torch.empty_like(gate_up), []
+    for block in row_blocks(dproduct.shape[0], 32 * dproduct.shape[1]):
+        rows, d, by = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
+        weighted = (d * by).to(dproduct.dtype)
+        if _is_plain(how):
+            dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
+        else:
+            dgate_up[block] = pairs.gradients(weighted, rows, how)
+        made = _activated(rows.float(), how)
+        shares.append((d * made).sum(1))
+        dproduct[block] = (made * by).to(dproduct.dtype)
+    return dgate_up, torch.cat(shares)
+
+
+def backward(
+    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
+    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
+    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
+    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
+    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Four grouped products; rows are read in the order that forward left."""
+    dy = dy.to(gate_up.dtype)
+    how, wide = (activation, limit, alpha, up_offset, interleaved), gate_up.shape[1]
+    if _refusal(dy, index, gate_up_weight, down_weight, wide) is not None:
+        return reference.backward(
+            dy, x, gate_up_weight, down_weight, index, routing, down_bias, gate_up, order,
+            offsets, *how, transposed, needs_x, needs_gate_up_weight, needs_down_weight,
+            needs_routing, needs_gate_up_bias, needs_down_bias,
+        )  # fmt: skip
+    experts, at = down_weight.shape[0], order.long()
+    token, ids = at // index.shape[1], index.reshape(-1).index_select(0, at)
+    ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+    upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, at).float()
+    dproduct = grouped.product(upstream, down_weight.mT if transposed else down_weight, offsets)
+    dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
+    dgate_up, share = _through_activation(dproduct, gate_up, weight, how)
+    made = [dy.new_empty(0) for _ in range(6)]
+    if needs_down_weight:
+        made[2] = _weight_gradient(upstream, dproduct, offsets, transposed)
+    if needs_routing and down_bias is not None:
+        share = share + grouped.dot_with_bias(upstream, down_bias, ids)
+    if needs_down_bias:
+        made[5] = grouped.sums(upstream, ids, experts, weight)
+    del upstream, dproduct
+    place = _inverse(order)
+    made[3] = routing.new_empty(0)
+    if needs_routing:
+        share = share.index_select(0, place.long())
+        made[3] = share.to(routing.dtype).view(routing.shape)
+    if needs_gate_up_bias:
+        made[4] = grouped.sums(dgate_up, ids, experts)
+    if needs_gate_up_weight and x is not None:
+        made[1] = _weight_gradient(dgate_up, x.index_select(0, token), offsets, transposed)
+    if needs_x and gate_up_weight is not None:
+        first = gate_up_weight.mT if transposed else gate_up_weight
+        rows = grouped.product(dgate_up, first, offsets)
+        made[0] = _combined(rows, place, rows.new_ones(index.shape), dy.dtype)
+    dx, dfirst, dsecond, drouting, dbias, dother = made
+    return dx, dfirst, dsecond, drouting, dbias, dother
+
+
+def _weight_gradient(out: Tensor, rows: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Of a weight that made rows like ``out`` from ``rows``, as it lies."""
+    sides = (rows, out) if transposed else (out, rows)
+    return grouped.weight_gradient(*sides, offsets)

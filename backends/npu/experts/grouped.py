@@ -1,0 +1,67 @@
+"""Products of sorted rows, group by group; sizes are read back for fp32 weights' gradients alone.
+
+torch_npu's grouped products give no gradient and say nothing: they stand in formulas of our own.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import row_blocks
+from liger_multi.reference.experts.pairs import bounds_of
+
+
+def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of group e times ``weight[e]``, (K, N) in either order of memory.
+
+    npu_grouped_matmul wants its groups to hold all rows: those of no group get some numbers.
+    """
+    ends = offsets[1:].long()
+    ends[-1:].fill_(rows.shape[0])
+    made: list[Tensor] = torch.ops.npu.npu_grouped_matmul(
+        [rows], [weight], group_list=ends, split_item=3, group_type=0
+    )
+    return made[0]
+
+
+def weight_gradient(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """``left.T @ right`` of the rows of every group.
+
+    npu_grouped_matmul groups no sum by its page; npu_grouped_matmul_add_ does, adds to fp32 and
+    takes fp16 and bf16. fp32 is a product a group, whose bounds the host must know.
+    """
+    made = left.new_zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=torch.float32)
+    if left.dtype == torch.float32:
+        for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, left.shape[0]))):
+            if start < stop:
+                made[e] = left[start:stop].mT @ right[start:stop]
+        return made
+    torch.ops.npu.npu_grouped_matmul_add_(made, left, right, offsets[1:].long())
+    return made.to(left.dtype)
+
+
+def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
+    """Add to every row the bias of its group; to those of no group, zeros."""
+    bias = torch.nn.functional.pad(bias, (0, 0, 0, 1))
+    for block in row_blocks(rows.shape[0], rows.shape[1] * rows.element_size()):
+        rows[block] += bias.index_select(0, ids[block])
+
+
+def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
+    """The product of every row and the bias of its group, in fp32."""
+    bias, found = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
+    for block in row_blocks(rows.shape[0], 12 * rows.shape[1]):
+        found.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
+    return torch.cat(found)
+
+
+def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -> Tensor:
+    """The (weighted) sum of the rows of every group: products with zeros and ones in fp32."""
+    every = torch.arange(groups, device=ids.device).unsqueeze(1)
+    total = rows.new_zeros(groups, rows.shape[1], dtype=torch.float32)
+    for block in row_blocks(rows.shape[0], 4 * (rows.shape[1] + 2 * groups)):
+        mine = (ids[block] == every).float()
+        mine = mine if weight is None else mine * weight[block]
+        total.addmm_(mine, rows[block].float())
+    return total.to(rows.dtype)

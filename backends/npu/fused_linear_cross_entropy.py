@@ -1,6 +1,0 @@
-"""Cross entropy of a linear head: a product a chunk, and Ascend's row kernels on its logits."""
-
-from liger_multi.backends.npu.logits import AscendRows
-from liger_multi.reference.fused_linear_cross_entropy import halves
-
-forward, backward = halves(AscendRows())

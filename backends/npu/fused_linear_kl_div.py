@@ -1,6 +1,0 @@
-"""The divergence of Kullback and Leibler of two heads: a product a chunk, and kernels."""
-
-from liger_multi.backends.npu.pair_kernels import AscendPairs
-from liger_multi.reference.fused_linear_divergence import halves
-
-forward, backward = halves("kl_div", AscendPairs())

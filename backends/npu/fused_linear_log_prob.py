@@ -1,6 +1,0 @@
-"""Log-probabilities under a linear head: a product a chunk, and Ascend's row kernels."""
-
-from liger_multi.backends.npu.logits import AscendRows
-from liger_multi.reference.fused_linear_log_prob import halves
-
-forward, backward = halves(AscendRows())

@@ -1,6 +1,0 @@
-"""The total variation distance of two linear heads: a product a chunk, and Ascend kernels."""
-
-from liger_multi.backends.npu.pair_kernels import AscendPairs
-from liger_multi.reference.fused_linear_divergence import halves
-
-forward, backward = halves("tvd", AscendPairs())

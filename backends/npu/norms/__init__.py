@@ -1,0 +1,1 @@
+"""Norms over the last axis, group norm and dynamic tanh."""

@@ -1,6 +1,0 @@
-"""Log-probabilities of tokens under given logits, by Ascend's row kernels."""
-
-from liger_multi.backends.npu.logits import AscendRows
-from liger_multi.reference.token_log_prob import halves
-
-forward, backward = halves(AscendRows())

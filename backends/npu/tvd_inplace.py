@@ -1,6 +1,0 @@
-"""As tvd, over the student: the gradient kernel writes where it read."""
-
-from liger_multi.backends.npu.pair_kernels import AscendPairs
-from liger_multi.reference.divergence_halves import overwriting, scale_
-
-forward, backward = overwriting("tvd", AscendPairs()), scale_

@@ -1,0 +1,256 @@
+"""Gated activations, y = act(gate) * up: silu, gelu, and gelu by tanh (arXiv:2002.05202).
+
+All three are act(x) = x p(x), with p the sigmoid for silu, the normal distribution for gelu, and
+sigmoid(2 u) = (1 + tanh(u)) / 2 for its approximation. act is taken in fp32 and rounded to gate's
+dtype once before the product, as the Hugging Face MLPs do:
+
+    dup = dy * act(gate),  dgate = dy * up * (p(gate) + gate * p'(gate))
+
+A program takes one piece of one row; contiguous tensors are one long row. Nothing is kept for
+backward but the inputs. Rows may have any stride, so the halves of a packed tensor need no copy.
+Multipliers of gate, before the activation, and of y are run-time numbers; without one (None) the
+compiled kernel has no trace of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import (
+    LOG2E,
+    LONGEST_ROW,
+    as_rows,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    empty_contiguous,
+    power_of_2,
+    round_to,
+    sigmoid,
+    warps,
+)
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+CUBIC: tl.constexpr = tl.constexpr(0.044715)
+SQRT_8_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
+SQRT_1_2: tl.constexpr = tl.constexpr(0.7071067811865476)
+SQRT_1_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """``block`` columns of one row a program."""
+
+    block: int
+    num_warps: int
+
+
+def tile_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
+    """1024 columns, 8 of them a thread: one 16-byte access of a 16-bit dtype."""
+    block = max(16, min(1024, power_of_2(checked_cols(cols))))
+    return TileConfig(block, warps(block // 8, info.warp_size))
+
+
+@triton.jit
+def _share(x, ACTIVATION: tl.constexpr):
+    """p(x) in fp32."""
+    if ACTIVATION == "silu":
+        return sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 + 0.5 * tl.erf(x * SQRT_1_2)
+    else:
+        return sigmoid(x * SQRT_8_PI * (1.0 + tl.minimum(x * x, 100.0) * CUBIC))
+
+
+@triton.jit
+def _slope(x, p, ACTIVATION: tl.constexpr):
+    """The derivative of p at x."""
+    if ACTIVATION == "silu":
+        return p * (1.0 - p)
+    elif ACTIVATION == "gelu":
+        return tl.exp2(x * x * (-0.5 * LOG2E)) * SQRT_1_2PI
+    else:
+        # from |x| = 10 on p is 0 or 1; an infinite square would make NaN of 0 * inf
+        square = tl.minimum(x * x, 100.0)
+        return p * (1.0 - p) * (1.0 + square * (3.0 * CUBIC)) * SQRT_8_PI
+
+
+@triton.jit
+def _gated_forward_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
+    down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
+    mask = col < cols
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
+    act = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty).to(tl.float32)
+    y = act * up
+    if down_multiplier is not None:
+        y *= down_multiplier
+    tl.store(y_ptr + row * y_stride + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, out_stride,
+    cols, tiles, gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr,
+    PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PRODUCT: act(gate) * up takes the place of dy."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
+    mask = col < cols
+    dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
+    if down_multiplier is not None:
+        dy *= down_multiplier
+    p = _share(gate, ACTIVATION)
+    if dup_ptr is not None:
+        act = round_to(gate * p, gate_ptr.dtype.element_ty).to(tl.float32)
+        dup = round_to(dy * act, dup_ptr.dtype.element_ty)
+        tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
+    if dgate_ptr is not None:
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if PRODUCT:
+            product = round_to(act * up, dy_ptr.dtype.element_ty)
+            tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
+        dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
+        if gate_multiplier is not None:
+            dgate *= gate_multiplier
+        dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
+        tl.store(dgate_ptr + row * out_stride + col, dgate, mask=mask)
+
+
+def flatten(*tensors: Tensor) -> list[Tensor]:
+    """View tensors of one shape as one long row where all are contiguous, else as rows."""
+    if all(t.is_contiguous() for t in tensors) and tensors[0].numel() <= LONGEST_ROW.value:
+        return [t.view(1, -1) for t in tensors]
+    return [as_rows(t) for t in tensors]
+
+
+Rows = tuple[tuple[Tensor, ...], int, int, tuple[int, ...]]
+
+
+def by_rows(*tensors: Tensor) -> Rows:
+    """Tensors of one shape, the number of their rows and columns, and the strides of rows.
+
+    Contiguous ones are one long row and go as they are: a view costs the host 3 us.
+    """
+    cols = tensors[0].numel()
+    if cols <= LONGEST_ROW.value and False not in [t.is_contiguous() for t in tensors]:
+        return tensors, 1, cols, (cols,) * len(tensors)
+    made = tuple([as_rows(t) for t in tensors])
+    return made, *made[0].shape, tuple([t.stride(0) for t in made])
+
+
+Multipliers = tuple[Optional[float], Optional[float]]
+NONE: Multipliers = (None, None)
+
+
+def multipliers(gate: float, down: float) -> Multipliers:
+    """What kernels are given for two multipliers: None leaves the multiplication out."""
+    return None if gate == 1.0 else gate, None if down == 1.0 else down
+
+
+def _launch_forward(op: str, activation: str, by: Multipliers, given: Rows) -> None:
+    """Write y, the last of the tensors after gate and up."""
+    tensors, rows, cols, strides = given
+    k = launch_config(f"{op}.forward", tile_config, tensors[0].device, rows=rows, cols=cols)
+    tiles = cdiv(cols, k.block)
+    launch(
+        _gated_forward_kernel, rows * tiles, (*tensors, *strides, cols, tiles, *by),
+        (activation, k.block), k.num_warps,
+    )  # fmt: skip
+
+
+def _launch_backward(
+    op: str, activation: str, by: Multipliers, given: Rows, needs_gate: bool = True,
+    needs_up: bool = True, product: bool = False,
+) -> None:  # fmt: skip
+    """Write dgate and dup, the last of the tensors after dy, gate and up.
+
+    They have one row stride, and one that nobody needs may be the other. With ``product``, which
+    takes both, act(gate) * up is written over dy.
+    """
+    (dy, gate, up, dgate, dup), rows, cols, strides = given
+    k = launch_config(f"{op}.backward", tile_config, dy.device, rows=rows, cols=cols)
+    tiles = cdiv(cols, k.block)
+    rooms = (dgate if needs_gate else None, dup if needs_up else None)
+    launch(
+        _gated_backward_kernel, rows * tiles,
+        (dy, gate, up, *rooms, *strides[:4], cols, tiles, *by),
+        (activation, product, k.block), k.num_warps,
+    )  # fmt: skip
+
+
+def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
+    """act(gate) * up in the promoted dtype."""
+    y = empty_contiguous(gate, torch.promote_types(gate.dtype, up.dtype))
+    if y.numel():
+        _launch_forward(op, activation, by, by_rows(gate, up, y))
+    return y
+
+
+def backward(
+    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool,
+    needs_up: bool, by: Multipliers = NONE,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    dgate = empty_contiguous(gate) if needs_gate else gate.new_empty(0)
+    dup = empty_contiguous(up) if needs_up else up.new_empty(0)
+    if (needs_gate or needs_up) and dy.numel():
+        rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
+        _launch_backward(op, activation, by, by_rows(dy, gate, up, *rooms), needs_gate, needs_up)
+    return dgate, dup
+
+
+def backward_and_product(
+    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and act(gate) * up in the place of dy."""
+    dgate, dup = empty_contiguous(gate), empty_contiguous(up)
+    if dy.numel():
+        _launch_backward(op, activation, NONE, by_rows(dy, gate, up, dgate, dup), product=True)
+    return dgate, dup, dy
+
+
+def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = NONE) -> Tensor:
+    """act(first half) * second half; the halves are strided views."""
+    half = gate_up.shape[-1] // 2
+    y = gate_up.new_empty((*gate_up.shape[:-1], half))
+    if y.numel():
+        packed = as_rows(gate_up)
+        halves = (packed[:, :half], packed[:, half:])
+        _launch_forward(op, activation, by, by_rows(*halves, as_rows(y)))
+    return y
+
+
+def packed_backward(
+    op: str, activation: str, dy: Tensor, gate_up: Tensor, by: Multipliers = NONE
+) -> Tensor:
+    """Gradient of gate_up, both halves in one buffer."""
+    half = gate_up.shape[-1] // 2
+    dgate_up = gate_up.new_empty(gate_up.shape)
+    if dy.numel():
+        packed, out = as_rows(gate_up), as_rows(dgate_up)
+        halves = (packed[:, :half], packed[:, half:], out[:, :half], out[:, half:])
+        _launch_backward(op, activation, by, by_rows(as_rows(dy), *halves))
+    return dgate_up

@@ -1,0 +1,14 @@
+"""A gated MLP with adapters: the launches of gated_mlp, between products of the vendor's library.
+
+The thin products are the library's too: reading x once more for one of 16 columns costs what a copy
+of x does, which is little beside the layer's own product.
+"""
+
+from __future__ import annotations
+
+from liger_multi.backends.triton.activations.gated_mlp import TritonActivation
+from liger_multi.backends.triton.adapters.low_rank import split
+from liger_multi.reference.adapters.lora_mlp import forward_and_backward
+from liger_multi.reference.adapters.low_rank import LowRank
+
+forward, backward = forward_and_backward(TritonActivation(), LowRank(split))

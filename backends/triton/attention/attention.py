@@ -1,0 +1,292 @@
+"""Attention by Triton kernels: every mask that is made of ranges of keys, softcap and sinks.
+
+Source: Dao 2023 (arXiv:2307.08691); the kernels are in attention_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.attention.attention_bounds import tile_bounds
+from liger_multi.backends.triton.attention.attention_kernels import (
+    _attention_backward_kernel,
+    _attention_forward_kernel,
+)
+from liger_multi.backends.triton.attention.attention_keys import (
+    SHARED,
+    _attention_backward_keys_kernel,
+    _attention_parts_kernel,
+)
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import cdiv, power_of_2, tile_rows
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, tabled
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile of queries by keys; ``stages`` of loads are in flight; ``parts`` of a long pass."""
+
+    block_m: int = 64
+    block_n: int = 64
+    stages: int = 2
+    num_warps: int = 4
+    parts: int = 1
+
+
+# The widest tiles (queries, keys, stages, warps) that ci.static finds to spill no register at any
+# launch: (forward, backward, backward of the keys) by kind of core and widest head. What operands,
+# sums and the compiler's copies of them take follows no rule across kinds. Launch
+# tables have what single architectures hold beyond their kind.
+LARGEST_TILE, MANY = 128, 2**20  # rows of a tile, rows of a long sequence
+SMALL, SMALLEST = (32, 32, 1, 4), (16, 16, 1, 4)
+TILES = {
+    ("waves of 64", 64): ((128, 32, 1, 8), (128, 32, 1, 8), (32, 64, 1, 4)),
+    ("waves of 64", 128): ((64, 32, 1, 4), (64, 32, 1, 4), (16, 64, 1, 4)),
+    ("little memory", 64): ((64, 32, 1, 4), SMALLEST, (16, 32, 1, 4)),
+    ("some memory", 64): ((128, 64, 3, 8), (128, 32, 3, 8), (16, 128, 3, 8)),
+    ("some memory", 128): ((128, 32, 3, 8), (128, 32, 3, 8), (16, 128, 1, 8)),
+    ("much memory", 64): ((128, 64, 3, 8), (64, 32, 2, 4), (32, 128, 3, 8)),
+    ("much memory", 128): ((128, 64, 3, 8), (128, 32, 3, 8), SMALL),
+    ("much memory", 256): ((64, 32, 1, 8), (32, 32, 1, 8), (16, 32, 1, 8)),
+}
+
+
+def _kind(info: DeviceInfo) -> str:
+    """Cores whose products hold operands and sums in much the same way, by their limits."""
+    if info.warp_size == 64:
+        return "waves of 64"
+    if info.shared_bytes <= 65536:
+        return "little memory"
+    return "some memory" if info.shared_bytes < 200_000 else "much memory"
+
+
+def _class(dim: int, value_dim: int) -> int:
+    return max(64, power_of_2(max(dim, value_dim)))
+
+
+def supports(q: Tensor, v: Tensor) -> str | None:
+    """Why a call is refused, or None."""
+    info, widest = device_info(q.device), max(q.shape[3], v.shape[3])
+    if tile_rows(LARGEST_TILE, q.shape[1] * widest) == 1:  # what the results are stored by
+        return f"takes tokens of less than 16 MiB, got {q.shape[1]} heads of {widest} elements"
+    if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
+        return None
+    directions = ("forward", "backward", "backward_keys")
+    shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
+    shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
+    if all(tabled(f"attention.{direction}", info, **shape) for direction in directions):
+        return None  # a kind's registers, and more: this architecture's hold them
+    limit = max(size for kind, size in TILES if kind == _kind(info))
+    return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
+
+
+def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
+    return max(16, power_of_2(dim)), max(16, power_of_2(value_dim))
+
+
+def _tile(
+    info: DeviceInfo, which: int, dim: int, value_dim: int, rows: tuple[int, int],
+    on_chip: Callable[[int, int, int], int],
+) -> AttentionConfig:  # fmt: skip
+    """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
+    kind = _kind(info)
+    small = () if kind == "little memory" else (SMALL,)
+    tiles = TILES.get((kind, _class(dim, value_dim)), (SMALLEST,) * 3)
+    for m, n, stages, warps in (tiles[which], *small):
+        few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
+        if few and on_chip(m, n, stages) <= info.shared_bytes:
+            return AttentionConfig(m, n, stages, warps)
+    return AttentionConfig(*SMALLEST)
+
+
+def forward_config(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionConfig:  # fmt: skip
+    """Queries, and the blocks of keys and values in flight, fit on chip."""
+    both = sum(_sizes(dim, value_dim))
+
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * (m * _sizes(dim, value_dim)[0] + stages * n * both)
+
+    return _tile(info, 0, dim, value_dim, (0, queries), on_chip)
+
+
+def backward_config(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionConfig:  # fmt: skip
+    """As forward, with the upstream gradient beside the queries."""
+    both = sum(_sizes(dim, value_dim))
+
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * ((m + stages * n) * both + m * n)
+
+    return _tile(info, 1, dim, value_dim, (0, queries), on_chip)
+
+
+def backward_keys_config(
+    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    ranges: int,
+) -> AttentionConfig:  # fmt: skip
+    """Keys and values stay; two gradients of their size are summed in registers."""
+    both = sum(_sizes(dim, value_dim))
+
+    def on_chip(m: int, n: int, stages: int) -> int:
+        return item * ((n + stages * m) * both + 2 * m * n)
+
+    made = _tile(info, 2, dim, value_dim, (1, keys), on_chip)
+    return replace(made, parts=8 if extra == 2 and queries >= 2048 else 1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Heads of adjacent elements, a tile of whose rows is no 2 GiB long (see assume_rows)."""
+    near = tile_rows(LARGEST_TILE, x.stride(2)) > 1
+    return x if near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
+
+
+def _steps(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _shape(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
+) -> dict[str, int]:
+    """What launch numbers may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
+    width = 0 if ranges is None else ranges.shape[2]
+    extra = 2 if width > 2 else int(softcap != 0.0)
+    return {
+        "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
+        "item": q.element_size(), "extra": extra, "ranges": width,
+    }  # fmt: skip
+
+
+def _constants(
+    q: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float, k: AttentionConfig
+) -> tuple[Any, ...]:
+    size, value = _sizes(q.shape[3], v.shape[3])
+    return (
+        0 if ranges is None else ranges.shape[2], causal, softcap != 0.0, q.shape[3], size,
+        v.shape[3], value, k.block_m, k.block_n, k.stages,
+    )  # fmt: skip
+
+
+def _batch_step(ranges: Tensor | None) -> int:
+    return 0 if ranges is None or ranges.shape[0] == 1 else ranges.stride(0)
+
+
+def _ordered(like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One program a tile of queries."""
+    y, lse = _ordered(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not y.numel():
+        return y, lse.fill_(-torch.inf)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    ranges = None if ranges is None else ranges.contiguous()
+    numbers = launch_config(
+        "attention.forward", forward_config, q.device, **_shape(q, k, v, ranges, softcap)
+    )
+    blocks = cdiv(q.shape[2], numbers.block_m)
+    args = (
+        q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
+        *_steps(q), *_steps(k), *_steps(v), _batch_step(ranges), blocks, q.shape[1], k.shape[1],
+        q.shape[2], k.shape[2], scale, softcap,
+    )  # fmt: skip
+    constants = _constants(q, v, ranges, causal, softcap, numbers)
+    count = blocks * q.shape[0] * q.shape[1]
+    launch(_attention_forward_kernel, count, args, constants, numbers.num_warps)
+    return y, lse
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
+    needs_k: bool, needs_v: bool, needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries first, which leaves the sums of ``dy y`` for the keys and the sinks."""
+    made = [
+        _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
+        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+    ]
+    inner = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    masked = (None if ranges is None else ranges.contiguous(), causal, scale, softcap)
+    if lse.numel():
+        dy, q, k, v, y = (_rows(x) for x in (dy, q, k, v, y))
+        lse = lse.contiguous()
+        _backward_queries(dy, q, k, v, y, lse, inner, made[0] if needs_q else None, *masked)
+        if needs_k or needs_v:
+            dk, dv = (made[i] if needed else None for i, needed in ((1, needs_k), (2, needs_v)))
+            _backward_keys(dy, q, k, v, lse, inner, dk, dv, *masked)
+    else:
+        _ = [x.zero_() for x in made]
+    if sinks is None or not needs_sinks:
+        return made[0], made[1], made[2], q.new_empty(0)
+    share = torch.exp(sinks.float()[None, :, None] - lse) * inner
+    return made[0], made[1], made[2], -share.sum((0, 2)).to(sinks.dtype)
+
+
+def _backward_queries(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, inner: Tensor,
+    dq: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    numbers = launch_config(
+        "attention.backward", backward_config, q.device, **_shape(q, k, v, ranges, softcap)
+    )
+    blocks = cdiv(q.shape[2], numbers.block_m)
+    args = (
+        q, k, v, dy, y, lse, ranges, dq, inner, *_steps(q), *_steps(k), *_steps(v), *_steps(dy),
+        *_steps(y), _batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
+        scale, softcap,
+    )  # fmt: skip
+    constants = _constants(q, v, ranges, causal, softcap, numbers)
+    count = blocks * q.shape[0] * q.shape[1]
+    launch(_attention_backward_kernel, count, args, constants, numbers.num_warps)
+
+
+def _backward_keys(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, inner: Tensor, dk: Tensor | None,
+    dv: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    if not k.numel():
+        return
+    numbers = launch_config(
+        "attention.backward_keys",
+        backward_keys_config,
+        q.device,
+        **_shape(q, k, v, ranges, softcap),
+    )
+    (batch, groups, keys, _), queries = k.shape, q.shape[2]
+    tiles, width = cdiv(keys, numbers.block_n), 0 if ranges is None else ranges.shape[2]
+    parts = numbers.parts if width == 4 else 1
+    limits, partial, extra = None, None, SHARED * parts if parts > 1 else 0
+    if ranges is not None:
+        limits = tile_bounds(ranges, keys, numbers.block_m, numbers.block_n)
+    if extra:
+        size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
+        partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
+    args = (
+        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv, *_steps(q), *_steps(k),
+        *_steps(v), *_steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
+        scale, softcap,
+    )  # fmt: skip
+    constants = (*_constants(q, v, ranges, causal, softcap, numbers), SHARED, parts)
+    count = (tiles + extra) * batch * groups
+    launch(_attention_backward_keys_kernel, count, args, constants, numbers.num_warps)
+    if extra:
+        rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
+        launch(
+            _attention_parts_kernel, SHARED * batch * groups, (partial, limits, *rest),
+            (*constants[3:9], SHARED, parts), numbers.num_warps,
+        )  # fmt: skip

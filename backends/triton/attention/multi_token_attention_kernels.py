@@ -1,0 +1,248 @@
+"""Kernels of multi_token_attention.py: row r of an image (R, S) sees columns 0 to r.
+
+Loads end at the next multiple of GROUP columns: the compiler takes 16 bytes at a time only where
+it knows that a mask does not change within them. What is loaded past the diagonal is not used.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_multi.backends.triton.common.rows import (
+    LOG2E,
+    LONGEST_ROW,
+    assume_cols,
+    assume_rows,
+    round_to,
+)
+
+GROUP: tl.constexpr = tl.constexpr(16)
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # scores from here down, -inf too, have no probability
+
+
+@triton.jit
+def _image_and_row(rows, ROWS: tl.constexpr):
+    """The image of a program and the first row of its tile."""
+    tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    return (program // tiles).to(tl.int64), program % tiles * ROWS
+
+
+@triton.jit
+def _loaded(row):
+    """A multiple of GROUP columns, past what a row sees."""
+    return (row // GROUP + 1) * GROUP
+
+
+@triton.jit
+def _start_of(image, row, batch_stride, head_stride, row_stride, heads):
+    """Where a row of an image starts."""
+    return image // heads * batch_stride + image % heads * head_stride + row * row_stride
+
+
+@triton.jit
+def _store_zeros(row_ptr, first, cols, BLOCK: tl.constexpr):
+    """From column ``first`` to the end of a row."""
+    zeros = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
+    for start in tl.range(first, cols, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        tl.store(row_ptr + col, zeros, mask=col < cols)
+
+
+@triton.jit
+def _multi_token_forward_kernel(
+    x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    image, first = _image_and_row(rows, ROWS)
+    x_ptr += _start_of(image, first.to(tl.int64), batch_stride, head_stride, row_stride, heads)
+    p_ptr += (image * rows + first) * cols
+    assume_rows(x_ptr, row_stride, ROWS)
+    assume_cols(cols, BLOCK)
+    lane = tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    row = first + lane
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    mask = inside & (col[None, :] < _loaded(row)[:, None])
+    x = tl.load(x_ptr + (lane[:, None] * row_stride + col[None, :]), mask=mask, other=0.0)
+    seen = (col[None, :] <= row[:, None]) & (col < cols)[None, :]
+    x = tl.where(seen, x.to(tl.float32), float("-inf"))
+    largest = tl.maximum(tl.max(x, axis=1), LOWEST)
+    e = tl.exp2((x - largest[:, None]) * LOG2E)
+    total = tl.sum(e, axis=1)
+    p = e * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+    p = tl.where(seen, p, 0.0)  # NaN stays where it is seen
+    p_offset = lane[:, None] * cols + col[None, :]
+    tl.store(p_ptr + p_offset, round_to(p, p_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multi_token_forward_wide_kernel(
+    x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols, BLOCK: tl.constexpr
+):
+    image, row = _image_and_row(rows, 1)
+    x_ptr += _start_of(image, row.to(tl.int64), batch_stride, head_stride, row_stride, heads)
+    p_ptr += (image * rows + row) * cols
+    assume_cols(cols)
+    end = tl.minimum(row + 1, cols)
+    largest = tl.full([BLOCK], LOWEST, tl.float32)  # of a lane: no step waits for all threads
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, end, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        mask = (col < _loaded(row)) & (col < cols)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
+        x = tl.where(col < end, x.to(tl.float32), float("-inf"))
+        higher = tl.maximum(largest, x)
+        total = total * tl.exp2((largest - higher) * LOG2E) + tl.exp2((x - higher) * LOG2E)
+        largest = higher
+    anchor = tl.max(largest, axis=0)
+    sum_ = tl.sum(total * tl.exp2((largest - anchor) * LOG2E), axis=0)
+    scale = tl.where(sum_ == 0.0, 0.0, 1.0 / sum_)
+    for start in tl.range(0, end, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        mask = (col < _loaded(row)) & (col < cols)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        p = tl.exp2((x.to(tl.float32) - anchor) * LOG2E) * scale
+        p = round_to(tl.where(col < end, p, 0.0), p_ptr.dtype.element_ty)
+        tl.store(p_ptr + col, p, mask=col < cols)
+    _store_zeros(p_ptr, tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK)
+
+
+@triton.jit
+def _weight(p, SPARSE: tl.constexpr):
+    p = p.to(tl.float32)
+    return tl.where(p > 0.0, 1.0, 0.0) if SPARSE else p
+
+
+@triton.jit
+def _multi_token_backward_kernel(
+    p_ptr, dp_ptr, rows, cols, SPARSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    image, first = _image_and_row(rows, ROWS)
+    p_ptr += (image * rows + first) * cols
+    dp_ptr += (image * rows + first) * cols
+    assume_cols(cols, BLOCK)
+    lane = tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    row = first + lane
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    mask = inside & (col[None, :] < _loaded(row)[:, None])
+    offset = lane[:, None] * cols + col[None, :]
+    w = _weight(tl.load(p_ptr + offset, mask=mask, other=0.0), SPARSE)
+    dp = tl.load(dp_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    dp = tl.where(w == 0.0, 0.0, dp)  # past the diagonal too
+    mean = tl.sum(w * dp, axis=1)
+    if SPARSE:
+        mean = mean / tl.sum(w, axis=1)
+    dx = tl.where(w == 0.0, 0.0, w * (dp - mean[:, None]))
+    tl.store(dp_ptr + offset, round_to(dx, dp_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multi_token_backward_wide_kernel(
+    p_ptr, dp_ptr, rows, cols, SPARSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    image, row = _image_and_row(rows, 1)
+    p_ptr += (image * rows + row) * cols
+    dp_ptr += (image * rows + row) * cols
+    assume_cols(cols)
+    end = tl.minimum(row + 1, cols)
+    total = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, end, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        mask = (col < _loaded(row)) & (col < cols)
+        dp = tl.load(dp_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
+        p = tl.load(p_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
+        w = _weight(p, SPARSE)
+        total += tl.where(w == 0.0, 0.0, w * dp.to(tl.float32))
+        if SPARSE:
+            weights += w
+    mean = tl.sum(total, axis=0)
+    if SPARSE:
+        mean = mean / tl.sum(weights, axis=0)
+    for start in tl.range(0, end, BLOCK):
+        assume_cols(start)
+        col = start + tl.arange(0, BLOCK)
+        mask = (col < _loaded(row)) & (col < cols)
+        dp = tl.load(dp_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        p = tl.load(p_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        w = _weight(p, SPARSE)
+        dx = tl.where(w == 0.0, 0.0, w * (dp.to(tl.float32) - mean))
+        tl.store(dp_ptr + col, round_to(dx, dp_ptr.dtype.element_ty), mask=col < cols)
+    _store_zeros(dp_ptr, tl.cdiv(end, BLOCK) * BLOCK, cols, BLOCK)
+
+
+@triton.jit
+def _multi_token_lower_kernel(
+    x_ptr, y_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
+    LOWEST_PAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    image, first = _image_and_row(rows, ROWS)
+    x_ptr += _start_of(image, first.to(tl.int64), batch_stride, head_stride, row_stride, heads)
+    y_ptr += (image * rows + first) * cols
+    assume_rows(x_ptr, row_stride, ROWS)
+    assume_rows(y_ptr, cols, ROWS)
+    assume_cols(cols)
+    lane = tl.arange(0, ROWS)
+    row = first + lane
+    past = float("-inf") if LOWEST_PAST else 0.0
+    for start in tl.range(0, cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // ROWS)
+        col = start + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (col < cols)[None, :]
+        mask = inside & (col[None, :] < _loaded(row)[:, None])
+        x = tl.load(x_ptr + (lane[:, None] * row_stride + col[None, :]), mask=mask, other=0.0)
+        x = tl.where(col[None, :] <= row[:, None], x, past).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + (lane[:, None] * cols + col[None, :]), x, mask=inside)
+
+
+@triton.jit
+def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # as many rows as a group has columns, or one
+    KIND: tl.constexpr = y_ptr.dtype.element_ty
+    image, first = _image_and_row(rows, ROWS)
+    y_ptr += (image * rows + first) * cols
+    assume_rows(y_ptr, cols, ROWS)
+    assume_cols(cols)
+    lane = tl.arange(0, ROWS)
+    row = first + lane
+    offset = lane[:, None] * cols
+    near = first // GROUP * GROUP + tl.arange(0, GROUP)
+    past = (row < rows)[:, None] & (near < cols)[None, :] & (near[None, :] > row[:, None])
+    tl.store(y_ptr + (offset + near[None, :]), tl.zeros([ROWS, GROUP], KIND), mask=past)
+    for start in tl.range(_loaded(first), cols, BLOCK):
+        assume_cols(start, LONGEST_ROW // ROWS)
+        col = start + tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (col < cols)[None, :]
+        tl.store(y_ptr + (offset + col[None, :]), tl.zeros([ROWS, BLOCK], KIND), mask=mask)
+
+
+@triton.jit
+def _multi_token_turn_kernel(
+    x_ptr, y_ptr, batch_stride, head_stride, row_stride, rows, cols, pieces,
+    TO_LAST: tl.constexpr, HEADS: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads to the last axis (B, R, S, C), or from there: up to the diagonal, 0 past it."""
+    image = (tl.program_id(0) // pieces).to(tl.int64)  # a row of an element of the batch
+    start = (tl.program_id(0) % pieces) * BLOCK
+    row = image % rows
+    head, lane = tl.arange(0, TALL)[None, :], tl.arange(0, BLOCK)[:, None]
+    col = start + lane
+    inside = (head < HEADS) & (col < cols)
+    mask = inside & (col < _loaded(row))
+    last, apart = (image * cols + start) * HEADS, head * head_stride + lane
+    place = lane * HEADS + head
+    if TO_LAST:
+        assume_rows(x_ptr, head_stride, TALL)
+        x_ptr += image // rows * batch_stride + row * row_stride + start
+        x = tl.load(x_ptr + apart, mask=mask, other=0.0)
+        tl.store(y_ptr + last + place, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)
+    else:
+        assume_rows(y_ptr, head_stride, TALL)
+        y_ptr += image // rows * batch_stride + row * row_stride + start
+        x = tl.load(x_ptr + last + place, mask=mask, other=0.0)
+        tl.store(y_ptr + apart, tl.where(col <= row, x, 0.0).to(x.dtype), mask=inside)

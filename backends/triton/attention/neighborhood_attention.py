@@ -1,0 +1,9 @@
+"""Attention to neighbors on a line: the kernels of attention, whose tiles skip all other keys."""
+
+from liger_multi.backends.triton.attention import attention
+from liger_multi.backends.triton.attention.attention import supports
+from liger_multi.reference.attention.neighborhood_attention import forward_and_backward
+
+__all__ = ["backward", "forward", "supports"]
+
+forward, backward = forward_and_backward(attention)

@@ -1,0 +1,245 @@
+"""What the Triton kernels share: rounding, row views and the sum of per-program partials."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
+# columns of 4 bytes that a row of 2 GiB has, and a step of a kernel less
+LONGEST_ROW: tl.constexpr = tl.constexpr(2**29 - 2**16)
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """Tile of the sum over partials: ``block_rows`` partials by ``block`` columns."""
+
+    block_rows: int = 32
+    block: int = 64
+    num_warps: int = 4
+
+
+@triton.jit
+def round_to(value, DTYPE: tl.constexpr):
+    """Cast fp32 to DTYPE, to nearest even; Triton's interpreter would truncate to bf16."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        near = (bits & 0xFFFF0000) + ((((bits & 0xFFFF) + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16)
+        value = tl.where(value == value, near.to(tl.float32, bitcast=True), value)
+    return value.to(DTYPE)
+
+
+def short_offsets(_semantic=None, _builder=None):
+    """Whether the target has memory operations for 32-bit offsets: then what follows is said.
+
+    AMD's buffer operations check bounds too, and cost no branch a mask. NVIDIA has none, and there
+    its compiler would spend the bounds of a loop on more registers (40 for 32, triton 3.9).
+    """
+    options = getattr(getattr(_semantic, "builder", _builder), "options", None)
+    name = getattr(options, "backend_name", "interpreter")
+    return tl.constexpr(name not in ("cuda", "interpreter"))
+
+
+def _nvidia(_semantic=None, _builder=None):
+    """Whether NVIDIA's instructions may be named."""
+    options = getattr(getattr(_semantic, "builder", _builder), "options", None)
+    return tl.constexpr(getattr(options, "backend_name", "interpreter") == "cuda")
+
+
+for _told in (short_offsets, _nvidia):  # called by the compiler, which hands over its builder
+    setattr(_told, "__triton_builtin__", True)  # noqa: B010
+
+
+@triton.jit
+def log2_near(x):
+    """log2 of an fp32 x that is no denormal, to 2^-22 of the larger of 1 and the result.
+
+    NVIDIA has an instruction for it, where tl.log2 is right to an ulp, by 25 (triton 3.2 to 3.9).
+    """
+    if _nvidia():
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def at_most(x, limit: tl.constexpr):
+    """The smaller one, and ``limit`` for NaN: by Triton's definition, not by its interpreter."""
+    if INTERPRETED:
+        return tl.where(x < limit, x, limit)
+    return tl.minimum(x, limit)
+
+
+@triton.jit
+def assume_rows(ptr, stride, ROWS: tl.constexpr):
+    """Say what :func:`as_rows` makes true: no tile of rows reaches 2 GiB past its first element.
+
+    Without it the compiler must take 64-bit addresses for tensors of more than 2 GiB.
+    """
+    if short_offsets():
+        if ptr is not None:
+            if ROWS > 1:  # the first row of a tile is where its scalar base points
+                BYTES: tl.constexpr = ROWS * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+                tl.assume(stride >= 0)
+                tl.assume(stride < 2**31 // BYTES)
+
+
+@triton.jit
+def assume_cols(cols, MOST: tl.constexpr = LONGEST_ROW):
+    """Say that a number of columns, or the place of one, keeps a row below 2 GiB.
+
+    Where MOST is not the width of a tile, :func:`checked_cols` has made it true.
+    """
+    if short_offsets():
+        tl.assume(cols >= 0)
+        tl.assume(cols <= MOST)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of an fp32 x; 0 and 1 in the limits."""
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+
+
+@triton.jit
+def tanh_and_slope(x):
+    """The hyperbolic tangent of an fp32 x, and its derivative, exact where the first is nearly 1.
+
+    With e = exp(-2 |x|): tanh(|x|) = (1 - e) / (1 + e), which loses digits near 0, where the series
+    to x^9 stands in for it, and the derivative is 4 e / (1 + e)^2. One exponential, one division.
+    """
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    inverse = 1.0 / (1.0 + e)
+    far = tl.where(x < 0.0, e - 1.0, 1.0 - e) * inverse
+    s = x * x
+    near = 0.13333333333 + s * (-0.05396825397 + s * 0.02186948854)
+    near = x + x * s * (-0.33333333333 + s * near)
+    return tl.where(tl.abs(x) < 0.25, near, far), 4.0 * e * inverse * inverse
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent of an fp32 x."""
+    value, _ = tanh_and_slope(x)
+    return value
+
+
+@triton.jit
+def _sum_partials_kernel(
+    partial_ptr, out_ptr, other_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    assume_rows(partial_ptr, cols, BLOCK_ROWS)
+    first, lane = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    col = first + lane
+    row = tl.arange(0, BLOCK_ROWS)
+    which = tl.program_id(1)
+    partial_ptr += which.to(tl.int64) * partials * cols + first
+    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    offset = row[:, None] * cols + lane[None, :]
+    for start in tl.range(0, partials, BLOCK_ROWS):
+        mask = (start + row < partials)[:, None] & (col < cols)[None, :]
+        total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
+        partial_ptr += BLOCK_ROWS * cols
+    total = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(out_ptr + col, round_to(total, out_ptr.dtype.element_ty), mask=col < cols)
+    elif other_ptr is not None:
+        tl.store(other_ptr + col, round_to(total, other_ptr.dtype.element_ty), mask=col < cols)
+
+
+def reduce_config(info: DeviceInfo, rows: int, cols: int) -> ReduceConfig:
+    """Few columns: narrower tiles, so that more programs share the work."""
+    return ReduceConfig() if cols > 2048 else ReduceConfig(128, 16)
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum fp32 partials (programs, cols) over the programs, in a fixed order, and cast."""
+    return sum_all_partials(partial, dtype)[0]
+
+
+def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
+    """The same of one or two sets of partials (sets, programs, cols), with a dtype for each."""
+    count, cols = partial.shape[-2:]
+    outs = tuple([partial.new_empty(cols, dtype=d) for d in dtypes])
+    k = launch_config("sum_partials", reduce_config, partial.device, rows=count, cols=cols)
+    launch(
+        _sum_partials_kernel, cdiv(cols, k.block),
+        (partial, outs[0], outs[1] if len(outs) > 1 else None, count, checked_cols(cols)),
+        (tile_rows(k.block_rows, cols), k.block), k.num_warps, len(outs),
+    )  # fmt: skip
+    return outs
+
+
+def as_rows(x: Tensor, width: int = 0) -> Tensor:
+    """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
+
+    Also where rows stand so far apart that a tile of them would span 2 GiB (see assume_rows); a
+    tile has ``width`` columns of each, or all.
+    """
+    cols = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
+    tile = LARGEST_TILE // max(width or cols, 1)
+    near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
+    if near and (rows.stride(1) == 1 or cols == 1):
+        return rows
+    return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
+
+
+def with_stride(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` as :func:`as_rows` makes it, and the stride of its rows.
+
+    Contiguous tensors go as they are, whatever their axes: kernels see a pointer, and a view would
+    cost the host 3 us.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = as_rows(x)
+    return rows, rows.stride(0)
+
+
+def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of the shape of ``x``; ``x.new_empty(x.shape)`` costs the host twice."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def tile_rows(wanted: int, *strides: int) -> int:
+    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first.
+
+    It makes :func:`assume_rows` true of tiles that are parts of wide rows.
+    """
+    return wanted if wanted * max(strides) < 2**28 else 1
+
+
+def checked_cols(cols: int) -> int:
+    """Refuse rows whose offsets would leave what kernels take for granted."""
+    if cols > LONGEST_ROW.value:
+        raise ValueError(f"kernels take rows of up to {LONGEST_ROW.value} columns, got {cols}")
+    return cols
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own costs the host some microseconds a call."""
+    return -(-a // b)
+
+
+def power_of_2(value: int) -> int:
+    """The least power of two that is not less than ``value`` (at least 1)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def warps(threads: int, warp_size: int) -> int:
+    """Warps that hold about ``threads`` threads, a power of two and at least one."""
+    return max(power_of_2(threads) // warp_size, 1)

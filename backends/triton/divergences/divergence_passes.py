@@ -1,0 +1,288 @@
+"""Passes over one row of two distributions: normalizers, the sums of a loss, and the gradient.
+
+The pieces of the kernels in divergence.py. ``s``, to base 2, and ``q`` are the student's logarithms
+and probabilities, ``t`` and ``p`` the teacher's. What is subtracted from logits is natural: of a
+row with one class, that leaves exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_multi.backends.triton.common.rows import (
+    LN2,
+    LOG2E,
+    assume_cols,
+    at_most,
+    log2_near,
+    round_to,
+)
+
+FORWARD: tl.constexpr = tl.constexpr(0)  # kinds
+REVERSE: tl.constexpr = tl.constexpr(1)
+JENSEN: tl.constexpr = tl.constexpr(2)
+TVD: tl.constexpr = tl.constexpr(3)
+LOGITS: tl.constexpr = tl.constexpr(0)  # forms
+LOG_PROB: tl.constexpr = tl.constexpr(1)
+PROB: tl.constexpr = tl.constexpr(2)
+# beyond so many powers of 2 between both, the smaller probability adds nothing to the larger
+FAR: tl.constexpr = tl.constexpr(115.0)
+GONE: tl.constexpr = tl.constexpr(160.0)  # exp2 of it is 0 below
+
+
+@triton.jit
+def _values(ptr, mask, scale, FORM: tl.constexpr):
+    """Scaled logits, log-probabilities, or probabilities as they are; of no class outside."""
+    if FORM == PROB:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    raw = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    return raw * scale if FORM == LOGITS else raw
+
+
+@triton.jit
+def _logarithm(ptr, mask, scale, shift, FORM: tl.constexpr):
+    """Natural logarithm, of logits or log-probabilities."""
+    raw = _values(ptr, mask, scale, FORM)
+    return raw - shift if FORM == LOGITS else raw
+
+
+@triton.jit
+def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
+    """Logarithm, probability, and what stands in the same order as both, exactly."""
+    if FORM == PROB:
+        raw = _values(ptr, mask, scale, FORM)
+        return tl.log2(raw), raw, raw
+    natural = _logarithm(ptr, mask, scale, shift, FORM)
+    s = natural * LOG2E
+    return s, tl.exp2(s), natural
+
+
+@triton.jit
+def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+    """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
+    if KIND == TVD:
+        return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
+    gap = tl.where(q == p, 0.0, t - s)  # both may be 0
+    if KIND == FORWARD:
+        return tl.where(p == 0.0, 0.0, p * gap), -p
+    if KIND == REVERSE:
+        return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
+    gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
+    x = -tl.log2(students + teachers * tl.exp2(gap))  # log q - log m
+    return teachers * p * (gap + x) + q * (students * x), students * x * LN2
+
+
+@triton.jit
+def _both(
+    student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+):  # fmt: skip
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
+    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
+    if FORM == TEACHER_FORM:
+        return s, q, t, p, students, other
+    return s, q, t, p, q, p
+
+
+@triton.jit
+def _weights(beta):
+    """Of teacher and student in m; neither vanishes in fp32, so that log m is finite."""
+    if beta is None:
+        return 0.5, 0.5
+    else:
+        return tl.maximum(beta, 1e-30), tl.maximum(1.0 - beta, 1e-30)
+
+
+@triton.jit
+def _jensen_terms(s, t, teachers, students):
+    """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
+
+    By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
+    log2(w + w' e), in which nothing cancels.
+    """
+    far = at_most(tl.abs(t - s) * LOG2E, GONE)  # both may be -inf
+    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
+    e = tl.exp2(far * -1.0)
+    up = t > s
+    of_large = log2_near(tl.where(up, teachers, students) + tl.where(up, students, teachers) * e)
+    of_small = e * (far + of_large)
+    return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
+
+
+@triton.jit
+def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
+    """Largest scaled logit of the first ``cols``."""
+    best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        z = _values(ptr + col, col < cols, scale, LOGITS)
+        best = tl.maximum(best, tl.max(tl.reshape(z, [BLOCK // 4, 4]), axis=1))
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def _folded(x, BLOCK: tl.constexpr):
+    """Sums of 4 neighbors, which one thread holds: accumulators of a quarter of a step."""
+    return tl.sum(tl.reshape(x, [BLOCK // 4, 4]), axis=1)
+
+
+@triton.jit
+def _totals(
+    student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND: tl.constexpr,
+    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of exp2 over the anchors; of logits on both sides also that of KL's terms."""
+    lane = tl.arange(0, BLOCK)
+    s_total = tl.zeros([BLOCK // 4], tl.float32)
+    t_total = tl.zeros([BLOCK // 4], tl.float32)
+    cross = tl.zeros([BLOCK // 4], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + lane
+        mask = col < cols
+        if FORM == LOGITS:
+            s = (_values(student_ptr + col, mask, scale, LOGITS) - s_anchor) * LOG2E
+            q = tl.exp2(s)
+            s_total += _folded(q, BLOCK)
+        if TEACHER_FORM == LOGITS:
+            t = (_values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor) * LOG2E
+            p = tl.exp2(t)
+            t_total += _folded(p, BLOCK)
+        if FORM == LOGITS and TEACHER_FORM == LOGITS:
+            if KIND == FORWARD:
+                cross += _folded(tl.where(p == 0.0, 0.0, p * (t - s)), BLOCK)
+            if KIND == REVERSE:
+                cross += _folded(tl.where(q == 0.0, 0.0, q * (s - t)), BLOCK)
+    return tl.sum(s_total, axis=0), tl.sum(t_total, axis=0), tl.sum(cross, axis=0)
+
+
+@triton.jit
+def normalize(
+    student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lse of logits (0 of other forms) and, of logits on both sides, KL in one pass."""
+    s_anchor = 0.0
+    t_anchor = 0.0
+    first = tl.minimum(cols, BLOCK)
+    if FORM == LOGITS:
+        s_anchor = maximum(student_ptr, first, scale, BLOCK)
+    if TEACHER_FORM == LOGITS:
+        t_anchor = maximum(teacher_ptr, first, scale, BLOCK)
+    s_total, t_total, cross = _totals(
+        student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND, FORM, TEACHER_FORM, BLOCK
+    )
+    # the first step's maximum is no anchor where another step's lies far above it, or it is -inf
+    LIMIT: tl.constexpr = 4294967296.0 if KIND <= REVERSE else float("inf")  # KL is a difference
+    if (s_total >= LIMIT) | (t_total >= LIMIT) | (s_total != s_total) | (t_total != t_total):
+        if FORM == LOGITS:
+            s_anchor = maximum(student_ptr, cols, scale, BLOCK)
+        if TEACHER_FORM == LOGITS:
+            t_anchor = maximum(teacher_ptr, cols, scale, BLOCK)
+        s_total, t_total, cross = _totals(
+            student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND, FORM, TEACHER_FORM,
+            BLOCK,
+        )  # fmt: skip
+    # the logarithm of a quotient near 1 has more digits than a difference of logarithms
+    loss = cross / t_total + tl.log2(s_total / t_total)
+    if KIND == REVERSE:
+        loss = cross / s_total + tl.log2(t_total / s_total)
+    s_lse = s_anchor
+    t_lse = t_anchor
+    if FORM == LOGITS:
+        s_lse += tl.log2(s_total) * LN2
+    if TEACHER_FORM == LOGITS:
+        t_lse += tl.log2(t_total) * LN2
+    return s_lse, t_lse, loss * LN2
+
+
+@triton.jit
+def sums(
+    student_ptr, teacher_ptr, cols, scale, s_shift, t_shift, beta, KIND: tl.constexpr,
+    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and slope of a row, from its end: what was read last may still be in the cache."""
+    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    teachers, students = _weights(beta)
+    lane = tl.arange(0, BLOCK)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
+    slope = tl.zeros([BLOCK // 4], tl.float32)
+    steps = tl.cdiv(cols, BLOCK)
+    for step in tl.range(0, steps):
+        first = (steps - 1 - step) * BLOCK
+        assume_cols(first)
+        col = first + lane
+        mask = col < cols
+        if LOGS:
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            of_teacher, of_student = _jensen_terms(s, t, teachers, students)
+            loss += _folded(of_teacher, BLOCK)
+            slope += _folded(of_student, BLOCK)
+        else:
+            s, q, t, p, a, b = _both(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
+                TEACHER_FORM,
+            )  # fmt: skip
+            each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND, 0.0)
+            loss += _folded(each, BLOCK)
+            if FORM == LOGITS:
+                if KIND == FORWARD:
+                    slope += _folded(r, BLOCK)
+                else:
+                    slope += _folded(
+                        q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK
+                    )
+    total = tl.sum(loss, axis=0)
+    weighted = tl.sum(slope, axis=0)
+    if LOGS:
+        weighted *= -students * LN2
+        return weighted - teachers * LN2 * total, weighted
+    return total * (0.5 if KIND == TVD else LN2), weighted
+
+
+@triton.jit
+def write_gradient(
+    student_ptr, teacher_ptr, out_ptr, cols, scale, s_shift, t_shift, slope, factor, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient times ``factor``; the loss of the same pass is returned if ``SUM``."""
+    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    teachers, students = _weights(beta)
+    by_log = -students * LN2 * factor
+    lane = tl.arange(0, BLOCK)
+    loss = tl.zeros([BLOCK // 4], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + lane
+        mask = col < cols
+        if LOGS:
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            if SUM:
+                of_teacher, of_student = _jensen_terms(s, t, teachers, students)
+                loss -= _folded(teachers * of_teacher + students * of_student, BLOCK)
+                dz = of_student * by_log
+            else:
+                gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
+                log_m = log2_near(students + teachers * tl.exp2(gap))  # over q
+                dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
+        else:
+            s, q, t, p, a, b = _both(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
+                TEACHER_FORM,
+            )  # fmt: skip
+            each, r = _slopes(
+                s, q, t, p, a, b, teachers, students, KIND, 0.0 if FORM == LOGITS else 1.0
+            )
+            if SUM:
+                loss += _folded(each, BLOCK)
+            if KIND == FORWARD:
+                dz = r - q * slope if FORM == LOGITS else r
+                if FORM == PROB:
+                    dz = tl.where(p == 0.0, 0.0, r / q)
+            else:
+                dz = r - slope if FORM == LOGITS else r
+                if FORM != PROB:
+                    dz = q * dz if KIND == TVD else tl.where(q == 0.0, 0.0, q * dz)
+            dz *= factor
+        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(loss, axis=0) * (0.5 if KIND == TVD else LN2)

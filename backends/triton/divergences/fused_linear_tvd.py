@@ -1,0 +1,6 @@
+"""Total variation distance of two linear heads: Triton row kernels in the reference's loop."""
+
+from liger_multi.backends.triton.divergences.divergence import TritonPairs
+from liger_multi.reference.divergences.fused_linear_divergence import forward_and_backward
+
+forward, backward = forward_and_backward("tvd", TritonPairs("tvd"))

@@ -1,0 +1,220 @@
+"""Grouped matrix products: rows sorted into groups, a weight each; no size is read back.
+
+:mod:`.groups` says what groups are. Rows may be gathered while they are read, so that nobody writes
+them down first. Where a launch table says so (``library``), PyTorch's own grouped product does the
+work on rows that were written before. It knows neither fp32 nor odd strides; such calls stay here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import (
+    INTERPRETED,
+    LONGEST_ROW,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+MOST_ROWS = 128  # of a tile, all formulas and tables
+_forced: list[bool] = []  # not of a context: backward runs on a thread of autograd's
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """A tile of ``block_m`` by ``block_n``, ``block_k`` of the sum at a time; or the library's."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int
+    library: bool = False
+
+
+def product_config(
+    info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
+    factors: int = 1,
+) -> ProductConfig:  # fmt: skip
+    """Tiles that most groups fit in, in stages that half the on-chip memory holds.
+
+    Groups are uneven: a tile as large as their average reads the weights of every other one twice.
+    """
+    block_m = max(16, min(MOST_ROWS, power_of_2(cdiv(5 * rows, 4 * groups))))
+    return fitted(info, block_m, cols, inner, element_bytes, factors)
+
+
+def fitted(
+    info: DeviceInfo, m: int, cols: int, inner: int, element_bytes: int, factors: int = 1
+) -> ProductConfig:
+    """Tiles of ``m`` rows, for ``factors`` right-hand sides of one left.
+
+    In fp32, waves of 64 with much memory would copy ahead of the sum 4 bytes at a time, and cores
+    of some memory spill with so few threads, or stages, as others take (ci.static, triton 3.9).
+    """
+    large = info.shared_bytes > 2**16
+    most, share = 4 if large else 2, 32
+    n = max(16, min(128 // factors, power_of_2(cols)))
+    k = max(16, min((128 if large else 64) // element_bytes, power_of_2(inner)))
+    if element_bytes > 2:  # multiply-adds from registers
+        m, n, k = min(m, 64), min(n, 64 // factors), 16
+        if large and info.warp_size == 64:
+            most = 1
+        elif large and info.shared_bytes < 200_000:
+            most, share = 2, 16
+    stage = (m + factors * n) * k * element_bytes
+    room = info.shared_bytes // (2 if large else 1)
+    stages = max(1, min(most, room // stage))
+    threads = max(info.warp_size, min(256, m * n * factors // share))
+    return ProductConfig(m, n, k, stages, warps(threads, info.warp_size))
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def source_rows(order_ptr, row, stop, per):
+    """Where rows are read: those past the group's end repeat its last one, and are not stored."""
+    row = tl.minimum(row, stop - 1)
+    if order_ptr is not None:
+        row = tl.load(order_ptr + row) // per
+    return row.to(tl.int64)
+
+
+@triton.jit
+def load_factor(ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """A tile of a weight, masked along the axes that it does not divide."""
+    if EVEN_K and EVEN_N:
+        return tl.load(ptrs)
+    elif EVEN_K:
+        return tl.load(ptrs, mask=n_mask, other=0.0)
+    elif EVEN_N:
+        return tl.load(ptrs, mask=k_mask, other=0.0)
+    else:
+        return tl.load(ptrs, mask=k_mask & n_mask, other=0.0)
+
+
+@triton.jit
+def _grouped_product_kernel(
+    a_ptr, w_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, a_stride, w_stride, n_stride,
+    k_stride, cols, inner, per, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[s, n] = sum over k of a[source(s), k] w[group(s), n, k]."""
+    tile = tl.program_id(0) // steps
+    group = tl.load(tiles_ptr + 2 * tile)
+    if group < 0:
+        return
+    stop = tl.load(offsets_ptr + group + 1)
+    first, m = tl.load(tiles_ptr + 2 * tile + 1), tl.arange(0, BLOCK_M)
+    first_col = (tl.program_id(0) % steps) * BLOCK_N
+    assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
+    assume_cols(first_col, LONGEST_ROW // (2 * BLOCK_M))
+    row, col = first + m, first_col + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    source = source_rows(order_ptr, row, stop, per)
+    a_ptrs = a_ptr + source[:, None] * a_stride + k[None, :]
+    w_ptr += group.to(tl.int64) * w_stride
+    w_ptrs = w_ptr + col[None, :] * n_stride + k[:, None] * k_stride
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+        mask = start + k < inner
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=mask[None, :], other=0.0)
+        w = load_factor(w_ptrs, mask[:, None], (col < cols)[None, :], EVEN_K, EVEN_N)
+        total = dot(a, w, total)
+        a_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * k_stride
+    out_ptrs = out_ptr + first.to(tl.int64) * cols + (m[:, None] * cols + col[None, :])
+    mask = (row < stop)[:, None] & (col < cols)[None, :]
+    tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@contextlib.contextmanager
+def products_by(library: bool) -> Iterator[None]:
+    """Whether PyTorch's grouped products are taken where they can be, whatever the tables say."""
+    _forced.append(library)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
+    """Whether PyTorch's grouped product serves this call: what it wants is not written anywhere."""
+    wanted = _forced[-1] if _forced else k.library
+    return wanted and all(
+        t.dtype == torch.bfloat16
+        and t.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in t.shape[1:])
+        for t in tensors
+    )
+
+
+def library_gemm(
+    k: ProductConfig, a: RowOperand, weight: Tensor, groups: Groups
+) -> Optional[Tensor]:
+    """PyTorch's grouped product, or None where this call is not for it."""
+    dense = weight if weight.stride(2) == 1 else weight.mT
+    if by_library(k, a.source, dense) and dense.is_contiguous():
+        return torch._grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
+    return None
+
+
+def product(name: str, a: RowOperand, weight: Tensor, groups: Groups) -> Tensor:
+    """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N)."""
+    x, (_, cols, inner) = a.source, weight.shape
+    k = choice(name, product_config, x, groups, cols, inner)
+    found = library_gemm(k, a, weight, groups)
+    if found is not None:
+        return found
+    out, tiles = x.new_empty(groups.rows, cols), groups.tiles(k.block_m)
+    steps = cdiv(cols, k.block_n)
+    launch(
+        _grouped_product_kernel, tiles.shape[0] * steps,
+        (x, weight, out, tiles, groups.offsets, groups.order if a.gather else None, x.stride(0),
+         *weight.stride(), cols, inner, groups.per, steps),
+        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0,
+         k.stages), k.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def choice(
+    name: str,
+    formula: Callable[..., ProductConfig],
+    a: Tensor,
+    groups: Groups,
+    cols: int,
+    inner: int,
+) -> ProductConfig:
+    """Launch configuration of a product; rows to the next power of two, so that lengths do not fill the cache."""
+    checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
+    found: ProductConfig = launch_config(
+        name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,
+        inner=inner, element_bytes=a.element_size(),
+    )  # fmt: skip
+    return found

@@ -1,0 +1,179 @@
+"""Token-expert pairs of a mixture of experts sorted by expert, and rows written once for every pair.
+
+A counting sort in three launches: how many pairs of every expert each chunk has, sums of those over
+the chunks before, and the place of every pair. Its place within a chunk is a count of equal experts
+before it, so the order is stable and no order of additions is left to chance. ``order`` names the
+pair of every sorted row and ``inverse`` the sorted row of every pair; pairs of no expert come last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import (
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    warps,
+)
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
+
+CHUNK = 128  # pairs of a program, which compares each with all before it
+TALL, NARROW = 256, 16  # chunks by experts of a step of the sums
+
+
+@dataclass(frozen=True)
+class PieceConfig:
+    """``block`` columns of one row a program or a step."""
+
+    block: int
+    stages: int
+    num_warps: int
+
+
+def piece_config(info: DeviceInfo, cols: int) -> PieceConfig:
+    """1024 columns, 8 of them a thread; steps under way where they have memory of their own.
+
+    Elsewhere they take registers, and their stores the short addresses of buffer operations.
+    """
+    block = max(16, min(1024, power_of_2(cols)))
+    stages = 2 if info.shared_bytes > 2**16 and info.warp_size < 64 else 1
+    return PieceConfig(block, stages, warps(block // 8, info.warp_size))
+
+
+def piece(name: str, some: Tensor, cols: int) -> PieceConfig:
+    """Launch configuration of a pass over rows, which may hold gate and up."""
+    checked_cols(2 * cols)
+    found: PieceConfig = launch_config(f"fused_moe.{name}", piece_config, some.device, cols=cols)
+    return found
+
+
+@triton.jit
+def _pairs_count_kernel(
+    index_ptr, experts_ptr, counts_ptr, pairs, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The expert of a pair, ``experts`` for one of none; counts[c, e]: those of e in chunk c."""
+    chunk = tl.program_id(0)
+    pair = chunk * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=0)
+    expert = tl.where((expert < 0) | (expert >= experts), experts, expert).to(tl.int32)
+    expert = tl.where(pair < pairs, expert, experts + 1)
+    tl.store(experts_ptr + pair, expert)
+    place = chunk.to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    tl.store(counts_ptr + place, tl.histogram(expert, WIDE))
+
+
+@triton.jit
+def _pairs_sum_kernel(
+    counts_ptr, totals_ptr, chunks, WIDE: tl.constexpr, TALL: tl.constexpr, NARROW: tl.constexpr
+):  # fmt: skip
+    """The counts of chunks before, in the place of each; those of all in totals."""
+    first_expert, n, c = tl.program_id(0) * NARROW, tl.arange(0, NARROW), tl.arange(0, TALL)
+    counts_ptr += first_expert
+    total = tl.zeros([NARROW], tl.int32)
+    for first in tl.range(0, chunks, TALL):
+        ptrs = counts_ptr + (c[:, None] * WIDE + n[None, :])
+        mask = (first + c < chunks)[:, None]
+        count = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, axis=0)
+        counts_ptr += TALL * WIDE
+    tl.store(totals_ptr + first_expert + n, total)
+
+
+@triton.jit
+def _pairs_place_kernel(
+    experts_ptr, counts_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, experts,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The sorted row of every pair; the first program writes where experts begin."""
+    chunk, i, e = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    counts_ptr += chunk.to(tl.int64) * WIDE
+    count = tl.load(totals_ptr + e)
+    start = tl.cumsum(count, 0) - count
+    if chunk == 0:
+        tl.store(offsets_ptr + e, start, mask=e <= experts)
+    tl.store(counts_ptr + e, tl.load(counts_ptr + e) + start)
+    pair = chunk * BLOCK + i
+    expert = tl.load(experts_ptr + pair)
+    same = (expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])
+    before = tl.sum(same.to(tl.int32), axis=1)
+    tl.debug_barrier()  # what follows reads what other threads have written
+    row, mask = tl.load(counts_ptr + expert) + before, pair < pairs
+    tl.store(inverse_ptr + pair, row, mask=mask)
+    tl.store(order_ptr + row, pair, mask=mask)
+
+
+@triton.jit
+def _pairs_inverse_kernel(order_ptr, inverse_ptr, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(order_ptr + row, mask=row < rows, other=0)
+    tl.store(inverse_ptr + pair, row, mask=row < rows)
+
+
+@triton.jit
+def _pairs_rows_kernel(
+    x_ptr, inverse_ptr, offsets_ptr, out_ptr, x_stride, groups, cols, pieces, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A piece of a token's row, read once, to the sorted row of each of its pairs."""
+    token = (tl.program_id(0) // pieces).to(tl.int64)
+    first = (tl.program_id(0) % pieces) * BLOCK
+    assume_cols(first)
+    col = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * x_stride + col, mask=col < cols, other=0.0)
+    stop = tl.load(offsets_ptr + groups)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(inverse_ptr + token * TOP_K + k)
+        width = tl.where(row < stop, cols, 0)
+        tl.store(out_ptr + row.to(tl.int64) * cols + col, x, mask=col < width)
+
+
+def sorted_pairs(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pair of every sorted row, the sorted row of every pair, and where experts begin."""
+    pairs, wide = index.numel(), max(CHUNK, power_of_2(experts + 2))
+    chunks = cdiv(pairs, CHUNK)
+    order = index.new_empty(pairs, dtype=torch.int32)
+    inverse, offsets = torch.empty_like(order), order.new_empty(experts + 1)
+    if not pairs:
+        return order, inverse, offsets.zero_()
+    counts, ids = order.new_empty(chunks + 1, wide), order.new_empty(chunks * CHUNK)
+    sums = counts[chunks:]
+    threads, tile = warps(2 * CHUNK, device_info(index.device).warp_size), (CHUNK, wide)
+    launch(_pairs_count_kernel, chunks, (index, ids, counts, pairs, experts), tile, threads)
+    launch(
+        _pairs_sum_kernel, cdiv(wide, NARROW), (counts, sums, chunks), (wide, TALL, NARROW),
+        threads,
+    )  # fmt: skip
+    args = (ids, counts, sums, order, inverse, offsets, pairs, experts)
+    launch(_pairs_place_kernel, chunks, args, tile, threads)
+    return order, inverse, offsets
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The sorted row of every pair."""
+    found = torch.empty_like(order)
+    args = (order, found, order.shape[0])
+    launch(_pairs_inverse_kernel, cdiv(order.shape[0], 1024), args, (1024,), 4)
+    return found
+
+
+def rows_of_pairs(x: Tensor, inverse: Tensor, offsets: Tensor, per: int) -> Tensor:
+    """Row ``pair // per`` of x for every sorted row; those of no expert are left as they are."""
+    cols = x.shape[1]
+    out = x.new_empty(inverse.shape[0], cols)
+    k = piece("rows", x, cols)
+    pieces = cdiv(cols, k.block)
+    launch(
+        _pairs_rows_kernel, x.shape[0] * pieces,
+        (x, inverse, offsets, out, x.stride(0), offsets.shape[0] - 1, cols, pieces),
+        (per, k.block), k.num_warps,
+    )  # fmt: skip
+    return out

@@ -1,7 +1,0 @@
-"""Linear layers with adapters: the vendor's products, with parts of thin matrices by a kernel."""
-
-from liger_multi.backends.triton.low_rank import split
-from liger_multi.reference.lora_qkv import halves
-from liger_multi.reference.low_rank import LowRank
-
-forward, backward = halves(LowRank(split))

@@ -1,6 +1,0 @@
-"""Total variation distance: the row kernels of divergence.py."""
-
-from liger_multi.backends.triton.divergence import TritonPairs
-from liger_multi.reference.divergence_halves import halves
-
-forward, backward = halves("tvd", TritonPairs("tvd"))

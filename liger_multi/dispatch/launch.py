@@ -1,0 +1,140 @@
+"""Launch numbers: a formula beside the kernel, measured numbers beside the vendor.
+
+A kernel file states its launch configuration as a frozen dataclass and computes a default from the
+device's limits; ``backends/<backend>/launch/<arch>.yaml`` replaces fields where a measured entry
+fits the shape. Nothing is tuned at run time, and a device without a table runs on the formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.resources
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from liger_multi.dispatch.backend import DeviceInfo
+from liger_multi.documents import yaml_of
+from liger_multi.errors import ConfigurationError, unknown
+
+__all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
+
+Config = TypeVar("Config")
+INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
+_simulated: list[DeviceInfo] = []
+
+
+@contextlib.contextmanager
+def simulate(info: DeviceInfo) -> Iterator[None]:
+    """Answer :func:`device_info` with ``info``: launch formulas of any device, on any machine."""
+    _simulated.append(info)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
+def device_info(device: torch.device) -> DeviceInfo:
+    """The limits of ``device``, asked once of the backend that serves it."""
+    return _simulated[-1] if _simulated else _device_info(device)
+
+
+@functools.cache
+def _device_info(device: torch.device) -> DeviceInfo:
+    from liger_multi.dispatch.registry import serving
+
+    if device.type == "cpu":
+        return INTERPRETER
+    for record in serving(device.type):
+        if record.device_info is not None:
+            return record.device_info(device)
+    raise ConfigurationError(f"no available backend knows the limits of the device {device}")
+
+
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def launch_config(
+    name: str, formula: Callable[..., Config], device: torch.device, **shape: int
+) -> Config:
+    """The launch launch configuration of kernel ``name`` for a shape: the formula's, with the table's over them.
+
+    Args:
+        name: Key in the table, such as ``rms_norm.forward``.
+        formula: Makes the default, a frozen dataclass, from the device's limits and the shape.
+        device: Where the kernel will run.
+        shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
+    """
+    if _simulated:
+        made: Config = _config(name, formula, _simulated[-1], shape)
+        return made
+    key = (name, device, *shape.values())
+    found: Config | None = _found.get(key)
+    if found is None:
+        if len(_found) > 16384:  # of as many different shapes, most do not come again
+            _found.clear()
+        found = _found[key] = _config(name, formula, device_info(device), shape)
+    return found
+
+
+def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
+    made = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
+    warps = getattr(made, "num_warps", None)
+    if warps is not None and warps * info.warp_size > info.max_threads:
+        made = dataclasses.replace(made, num_warps=info.max_threads // info.warp_size)
+    return made
+
+
+def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
+    """What a device's launch table says of kernel ``name`` and a shape; empty for the formula."""
+    known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
+    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
+    for entry in entries.get(name, ()):
+        if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
+            found: dict[str, int] = entry["launch_config"]
+            return found
+    return {}
+
+
+@functools.cache
+def table(backend: str, arch: str) -> Mapping[str, Any]:
+    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file.
+
+    What the file says of its ``device``, a warp size and the least on-chip memory, is a condition
+    of every entry: the same name with other limits is another device.
+    """
+    from liger_multi.dispatch.registry import packages
+
+    if backend not in packages():
+        return {}
+    file = importlib.resources.files(packages()[backend]) / "launch" / f"{arch}.yaml"
+    if not file.is_file():
+        return {}
+    content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
+    device = dict(content.get("device") or {})
+    for key in device:
+        if key not in ("warp_size", "shared_bytes"):
+            wanted = ("warp_size", "shared_bytes")
+            raise ConfigurationError(unknown(f"limit of the device in {file}", key, wanted))
+    limits = {"warp_size": (device.get("warp_size", 1), device.get("warp_size", 2**31))}
+    limits["shared_bytes"] = (device.get("shared_bytes", 0), 2**31)
+    return {
+        name: tuple(_entry(e, name, os.fspath(str(file)), limits) for e in entries)
+        for name, entries in (content.get("entries") or {}).items()
+    }
+
+
+def _entry(
+    entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    for key in entry:
+        if key not in ("when", "launch_config", "source"):
+            raise ConfigurationError(
+                unknown(f"key of {name} in {file}", key, ("when", "launch_config", "source"))
+            )
+    when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
+    return {"when": {**when, **limits}, "launch_config": dict(entry["launch_config"])}

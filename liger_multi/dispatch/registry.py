@@ -1,0 +1,82 @@
+"""Backends, found by their folders, and the choice of one per (operator, direction, device, dtype).
+
+``liger_multi.backends.<backend>.<op>`` exports ``forward`` and ``backward`` (either may be absent)
+and optionally ``supports`` (per call) or ``supports_static`` (per device and dtype), which return
+the reason for a refusal or None. The path is the registration; modules are imported when first
+asked for and checked against the operator's schema. ``liger_multi.reference.<op>`` ends every
+automatic chain.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+from liger_multi.dispatch.backend import Backend
+from liger_multi.errors import ConfigurationError
+
+ENTRY_POINTS = "liger_multi.backends"
+REFERENCE = "reference"
+
+
+@functools.cache
+def operators() -> tuple[str, ...]:
+    """Names of all operators."""
+    from liger_multi.dispatch.op import OPS
+
+    importlib.import_module("liger_multi.ops")
+    return tuple(sorted(OPS))
+
+
+@functools.cache
+def packages() -> dict[str, str]:
+    """Import path of every backend by name: folders first, then installed entry points."""
+    root = importlib.import_module("liger_multi.backends")
+    found = {
+        m.name: f"{root.__name__}.{m.name}" for m in pkgutil.iter_modules(root.__path__) if m.ispkg
+    }
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if found.setdefault(point.name, point.value) != point.value:
+            raise ConfigurationError(
+                f"the entry point {point.name} = {point.value} takes the name of the backend at "
+                f"{found[point.name]}"
+            )
+    return {**found, REFERENCE: "liger_multi.reference"}
+
+
+@functools.cache
+def backends() -> dict[str, Backend]:
+    """The record of every backend by name."""
+    return {name: importlib.import_module(path).BACKEND for name, path in packages().items()}
+
+
+@functools.cache
+def unavailable(name: str) -> str | None:
+    """Why a backend cannot be used in this process, or None."""
+    return backends()[name].probe()
+
+
+def chain(name: str) -> Iterator[str]:
+    """A backend and all that it inherits from, nearest first."""
+    yield name
+    for parent in backends()[name].parents:
+        yield from chain(parent)
+
+
+def serving(device_type: str) -> Iterator[Backend]:
+    """Backends that declare a device type and are available."""
+    for record in backends().values():
+        if record.device_type == device_type and unavailable(record.name) is None:
+            yield record
+
+
+@functools.cache
+def module(name: str, op: str) -> Any:
+    """The module with which a backend implements an operator, or None where it has none."""
+    path = f"{packages()[name]}.{op}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None

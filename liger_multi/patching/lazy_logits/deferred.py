@@ -1,0 +1,415 @@
+"""How to get logits that were not computed: hidden states, head, and what was done since.
+
+deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
+elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.lazy_logits import versions
+from liger_multi.patching.options import HeadSettings
+from liger_multi.patching.replace.swap import Patched, buried
+
+Step = tuple[str, Any]
+"""An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
+"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with these logits after others."""
+
+STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
+    "mul": lambda z, by: z * by,
+    "div": lambda z, by: z / by,
+    "add": lambda z, by: z + by,
+    "tanh": lambda z, _: torch.tanh(z),
+    "exp": lambda z, _: torch.exp(z),
+    "log": lambda z, _: torch.log(z),
+    "softmax": lambda z, dtype: torch.softmax(z, dim=-1, dtype=dtype),
+    "to": lambda z, dtype: z.to(dtype),
+    "log_softmax": lambda z, dtype: torch.log_softmax(z, dim=-1, dtype=dtype),
+}
+
+
+class Job:
+    """What the head should do instead of a plain forward; passed through ``head.__call__``.
+
+    Going through the call lets the hooks of FSDP and ZeRO gather the weight first.
+    """
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        self.run = run
+
+
+class Recorded:
+    """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
+
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self.deferred = deferred
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.weight, self.bias = deferred.weights[:2]  # type: ignore[assignment]
+
+    def stock_forward(self, hidden: Tensor) -> Tensor:
+        """The forward of a linear layer with its adapters; the call of one that is sharded."""
+        if self.deferred.sharded:
+            return self.deferred.head(hidden)  # type: ignore[no-any-return]
+        return self.deferred.product(hidden, *self.deferred.weights)
+
+
+class DeferredLogits:
+    """Logits of ``head(hidden)`` after ``steps``."""
+
+    def __init__(
+        self,
+        head: Any,
+        weights: tuple[Tensor | None, ...],
+        hidden: Tensor,
+        settings: HeadSettings,
+        raw_dtype: torch.dtype,
+        grad: bool,
+        guard: Guard | TracedGuard | None = None,
+        dtype: torch.dtype | None = None,
+        steps: tuple[Step, ...] = (),
+        scales: tuple[float, ...] = (),
+    ) -> None:
+        self.head = head
+        # weight, bias, and both factors of every low-rank adapter, whose scales are ``scales``
+        self.weights, self.scales = weights, scales
+        self.hidden = hidden
+        self.settings = settings
+        self.raw_dtype = raw_dtype
+        self.dtype = dtype or raw_dtype
+        self.steps = steps
+        self.grad = grad
+        self.vocabulary: int = head.out_features
+        self.guard = guard
+        self._detached: DeferredLogits | None = None
+        self._packed: DeferredLogits | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the logits."""
+        return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the head has some of the classes, and other processes the others."""
+        return hasattr(self.weights[0], "placements")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the logits."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def step(self, name: str, value: Any = None) -> DeferredLogits:
+        """The deferred logits after one more elementwise step."""
+        dtype = value if name in ("to", "softmax", "log_softmax") else self.dtype
+        return self._with(self.hidden, dtype, (*self.steps, (name, value)), self.grad)
+
+    def undone(self) -> DeferredLogits:
+        """The deferred logits without its last step, which kept or widened the dtype."""
+        return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
+
+    def rows(self, hidden: Tensor) -> DeferredLogits:
+        """The deferred logits of other rows."""
+        return self._with(hidden, self.dtype, self.steps, self.grad)
+
+    def detached(self) -> DeferredLogits:
+        """The same values, cut off from autograd; the same deferred logits each time."""
+        if self._detached is None:
+            self._detached = self._with(self.hidden.detach(), self.dtype, self.steps, False)
+        return self._detached
+
+    def packed(self) -> DeferredLogits:
+        """The same values on hidden states without gaps; the same deferred logits each time.
+
+        The rows of hidden states lie in memory as those of the logits would, so that views of them
+        tell which operations on logits would share memory. Results of elementwise operations have
+        no gaps.
+        """
+        if is_dense(self.hidden):
+            return self
+        if self._packed is None:
+            self._packed = self.rows(self.hidden.contiguous())
+        return self._packed
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the logits."""
+        width = self.hidden.shape[-1]
+        return (*(s // width * self.vocabulary for s in self.hidden.stride()[:-1]), 1)
+
+    def copy(self) -> DeferredLogits:
+        """An equal deferred logits that is another object."""
+        return self._with(self.hidden, self.dtype, self.steps, self.grad)
+
+    def _with(
+        self, hidden: Tensor, dtype: torch.dtype, steps: tuple[Step, ...], grad: bool
+    ) -> DeferredLogits:
+        return DeferredLogits(
+            self.head,
+            self.weights,
+            hidden,
+            self.settings,
+            self.raw_dtype,
+            grad,
+            self.guard,
+            dtype,
+            steps,
+            self.scales,
+        )
+
+    def run(self, job: Job, hidden: Tensor) -> Any:
+        """``job`` with the weights of the forward pass.
+
+        Through the head's call while it is ours and holds them, or a sharding library's hooks will
+        gather them; with the recorded ones after an unpatch, a replacement, ``functional_call`` or
+        a change of adapters.
+        """
+        weight = cast(Tensor, self.weights[0])
+        if isinstance(self.head, Patched) and (
+            _gathered_again(self.head, weight) or self._held_by(self.head)
+        ):
+            return self.head(hidden, job)
+        return job.run(Recorded(self), hidden)
+
+    def _held_by(self, head: Any) -> bool:
+        """Whether the head has the weight, and the adapters that act, of the forward pass."""
+        if not hasattr(head, "thin") or head.weight is not self.weights[0]:
+            return False
+        if "forward" in head.__dict__ and not hasattr(head, "_hf_hook"):
+            return False  # somebody's, around ours; accelerate's hooks bring weights
+        thin, recorded = head.thin(), self.weights[2:]
+        same = len(thin) == len(recorded) and head.scales() == self.scales
+        return same and all(a is b for a, b in zip(thin, recorded, strict=True))
+
+    def product(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
+    ) -> Tensor:
+        """Raw logits of some rows, from tensors in the order of ``weights``."""
+        logits = F.linear(hidden, cast(Tensor, weight), bias)
+        for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
+            from liger_multi.ops import lora_update
+
+            logits = lora_update(logits, hidden, cast(Tensor, a), cast(Tensor, b), scale=scale)
+        return logits
+
+    def compute(self) -> Tensor:
+        """The real logits, differentiable where the deferred logits is."""
+        with self.mode():
+            job = Job(lambda head, hidden: head.stock_forward(hidden))
+            logits = self.finish(self.run(job, self.hidden))
+        return logits if self.grad else logits.detach()
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Apply the steps to raw logits."""
+        return finished(logits, self.steps)
+
+    def joined(self, name: str, other: DeferredLogits) -> DeferredLogits | None:
+        """The deferred logits of ``times`` or ``plus`` another one of the same rows, else None."""
+        same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
+        if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
+            return None
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
+
+    def mode(self) -> contextlib.AbstractContextManager[Any]:
+        """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
+        if self.guard is None:
+            return contextlib.nullcontext()
+        if _tracing(self.guard):
+            return self.guard.traced()
+        self.guard.check(self.head)
+        return self.guard.entered(self.grad)
+
+    def circumstances(self) -> contextlib.AbstractContextManager[None]:
+        """Autocast of the forward pass, for a backward pass that computes again."""
+        if self.guard is None or _tracing(self.guard):
+            return contextlib.nullcontext()
+        return self.guard.entered(True)
+
+    @property
+    def epilogue(self) -> tuple[float, float | None] | None:
+        """``(logit_scale, softcap)`` when the steps are no more than that, else None."""
+        dtype, names = self.raw_dtype, []
+        for name, value in self.steps:
+            if name != "to":
+                names.append((name, value))
+            elif value != dtype and value.itemsize <= dtype.itemsize:
+                return None  # the loss would not round the logits down
+            elif value == torch.float64 != dtype:
+                return None  # it would not be computed in fp64
+            else:
+                dtype = value
+        cap = None
+        if len(names) >= 3 and _is_softcap(names[-3:]):
+            cap = float(names[-1][1])
+            names = names[:-3]
+        scale = 1.0
+        for name, value in names:
+            if name not in ("mul", "div"):
+                return None
+            scale = scale * value if name == "mul" else scale / value
+        return float(scale), cap
+
+
+def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Apply steps to logits, in the dtypes that the steps name whatever autocast says now."""
+    if steps and torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
+        with torch._C._DisableAutocast():
+            return finished(raw, steps)
+    logits = raw
+    for name, value in steps:
+        if name in ("times", "plus"):
+            other = finished(raw, value)
+            logits = logits * other if name == "times" else logits + other
+        else:
+            logits = STEPS[name](logits, value)
+    return logits
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps and overlaps, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected = expected * size
+    return True
+
+
+def _is_softcap(last: list[Step]) -> bool:
+    (divide, by), (sinkhorn, _), (multiply, back) = last
+    return (divide, sinkhorn, multiply) == ("div", "tanh", "mul") and by == back
+
+
+class _Circumstances:
+    """Autocast of the head's forward, and which of its weights required grad."""
+
+    def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
+        kind = hidden.device.type
+        self.device_type = kind
+        self.autocast_dtype = autocast_dtype(kind)
+        self.trained = [(t, t.requires_grad) for t in weights]
+
+    @contextlib.contextmanager
+    def entered(self, grad: bool) -> Iterator[None]:
+        """Grad mode and autocast as in the forward pass; weights are frozen that were it then."""
+        kind, dtype = self.device_type, self.autocast_dtype
+        with contextlib.ExitStack() as stack:
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if not grad:
+                stack.enter_context(torch.no_grad())
+            for tensor, wanted in self.trained:
+                if tensor.requires_grad != wanted and tensor.is_leaf:
+                    tensor.requires_grad_(wanted)
+                    stack.callback(tensor.requires_grad_, not wanted)
+            yield
+
+    def traced(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as in the forward pass, in a form that a compiler traces."""
+        kind, dtype = self.device_type, self.autocast_dtype
+        if kind == "meta" or dtype == autocast_dtype(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+class Guard(_Circumstances):
+    """The circumstances of the head's forward that later use has to meet or restore.
+
+    Args:
+        head: The linear layer.
+        hidden: What it got.
+        settled: Whether nobody gathers the weights for a call and frees them after it, so that
+            their memory stays where it is.
+    """
+
+    def __init__(self, head: Any, hidden: Tensor, settled: bool = True) -> None:
+        weights = _parameters(head)
+        super().__init__(hidden, weights.values())
+        for tensor in weights.values():
+            versions.watch(tensor)
+        self.weight: Tensor = head.weight
+        self.seen = {
+            name: (t, versions.of(t)) for name, t in {"hidden states": hidden, **weights}.items()
+        }
+        self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
+
+    def check(self, head: Any) -> None:
+        """Raise when hidden states or the recorded weights were written since the forward pass.
+
+        Where sharding libraries put the gathered and the sharded parameter in turns, one that is
+        another object now is left alone.
+        """
+        if getattr(head, "merged", False):  # by PEFT, through .data
+            raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
+        gathered = _gathered_again(head, self.weight)
+        now = _parameters(head) if gathered else {}
+        for name, (tensor, version) in self.seen.items():
+            if now.get(name, tensor) is not tensor:
+                continue
+            if versions.of(tensor) != version:
+                raise RuntimeError(_stale(f"its {name} have been modified in place"))
+            if not gathered and self.places.get(name) not in (None, _place(tensor)):
+                raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
+
+
+class TracedGuard(_Circumstances):
+    """The same for logits of a compiled graph, whose runs execute no Python of ours.
+
+    What tells when a run was is the autograd node of its hidden states: nodes are numbered in the
+    order in which they are made. So optimizer steps are noticed, other writes are not.
+    """
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__(hidden, [weight])
+        self.weight, self.hidden = weight, hidden
+
+    def check(self, head: Any) -> None:
+        """Raise when an optimizer has stepped the weight since the run."""
+        if versions.stepped_since(self.weight, self.hidden):
+            raise RuntimeError(_stale("its head's weights have been modified in place"))
+
+
+def _tracing(guard: Guard | TracedGuard) -> bool:
+    return isinstance(guard, TracedGuard) and torch.compiler.is_compiling()
+
+
+def _stale(what: str) -> str:
+    return (
+        f"these logits were not computed during the forward pass, and {what} since "
+        "(an optimizer step does that), so they cannot be computed any more. Read the logits "
+        "before the step, keep them with liger_multi.patching.real_logits(outputs.logits), or "
+        "patch with fused_linear_cross_entropy=False"
+    )
+
+
+def _gathered_again(head: Any, weight: Tensor) -> bool:
+    """Whether a sharding library puts the weight of the forward pass into the head's next call."""
+    return isinstance(head, Patched) and (
+        buried(head) or hasattr(head.weight, "device_mesh") or weight.untyped_storage().size() == 0
+    )
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where the values of an ordinary tensor are."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.data_ptr() if plain else None
+
+
+def _parameters(head: Any) -> dict[str, Tensor]:
+    """The parameters of a linear head, under the words that messages use."""
+    found = {"head's weights": head.weight, "head's bias": head.bias}
+    thin = getattr(head, "thin", None)  # an adapter's factors
+    found |= {f"head's adapters ({i})": t for i, t in enumerate(thin() if thin else ())}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}

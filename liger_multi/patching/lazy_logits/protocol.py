@@ -1,0 +1,176 @@
+"""What lazy logits know about PyTorch's functions and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
+
+_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_cpu is_meta "
+    "is_sparse is_quantized is_nested "
+    "is_mkldnn is_xpu is_mps is_xla itemsize nbytes output_nr retains_grad names"
+)
+_METHODS = (
+    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "
+    "is_signed is_inference "
+    "element_size get_device __len__ __hash__ is_conj is_neg has_names"
+)
+METADATA: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)),
+    *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_conj, torch.is_inference),
+}
+"""Functions that are answered from shape and dtype alone."""
+
+GRADIENT_BY_LOGITS = (
+    "the gradient by logits that were not computed was asked for: the loss did not pass by them. "
+    "Compute it on logits = liger_multi.patching.real_logits(outputs.logits), and ask for the "
+    "gradient by these"
+)
+"""Why ``torch.autograd.grad`` refuses."""
+
+OBJECT_IN_FUNCTION = (
+    "the logits of a compiled model are no tensor, so an autograd.Function gives them no gradient; "
+    "pass liger_multi.patching.real_logits(outputs.logits) to it"
+)
+"""Why logits of a compiled model refuse to be the input of an autograd.Function."""
+
+PRODUCT = (
+    "in a compiled function PyTorch does not tell which factor of @ the logits are; write "
+    "torch.matmul(logits, w) or torch.matmul(w, logits)"
+)
+"""Why a product in a graph is refused."""
+
+WRITTEN_BELOW = (
+    "C++ makes a view of logits that were not computed, or has written to one; as_subclass and "
+    "nn.Parameter do that. Pass liger_multi.patching.real_logits(outputs.logits)"
+)
+"""Why lazy logits refuse to be viewed below Python's function protocol."""
+
+WRITTEN_SINCE = (
+    "an autograd.Function got logits that were not computed, and they were modified in place while "
+    "it holds them, or by itself; pass "
+    "liger_multi.patching.real_logits(outputs.logits) to it"
+)
+"""Why a backward refuses."""
+
+
+def asked_for(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``torch.autograd.grad`` is to differentiate by."""
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+HOOKS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
+"""What shows somebody the gradient by logits."""
+
+
+def refuse_late_hook(func: Any, args: Sequence[Any]) -> None:
+    """Refuse a hook on logits from which something was computed already without them.
+
+    Sharding libraries put theirs on the loss as well, so they miss nothing.
+
+    Raises:
+        RuntimeError: It is somebody else's hook, which would see a part of the gradient, or none.
+    """
+    if len(args) > 1 and is_infrastructure(args[1]):
+        return
+    raise RuntimeError(
+        f"{func.__name__} puts a hook on logits from which something was computed already without "
+        "them, such as the fused loss: that gradient does not pass by the logits. Put it on logits "
+        "= liger_multi.patching.real_logits(outputs.logits) before the loss is computed from "
+        "these, or patch with fused_linear_cross_entropy=False"
+    )
+
+
+_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
+
+
+def is_infrastructure(hook: Any, libraries: tuple[str, ...] = _INFRASTRUCTURE) -> bool:
+    """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
+    while hasattr(hook, "func"):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(libraries)
+
+
+def caller_level() -> tuple[int, str]:
+    """Stack level and place of the first frame outside of torch and of this package."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    inside = (own + os.sep, os.path.dirname(torch.__file__) + os.sep)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, key: str | None = None) -> None:
+    """Warn at the caller's line, once for a key (the line itself by default)."""
+    level, place = caller_level()
+    if (key or place) not in _warned:
+        _warned.add(key or place)
+        warnings.warn(message.replace("{place}", place), stacklevel=level, category=UserWarning)
+
+
+def warn_above_budget(deferred: DeferredLogits) -> None:
+    """Say, once a line, that large logits are being computed whole."""
+    fused = deferred.settings.fused
+    if fused is not None and deferred.bytes > fused.materialize_bytes:
+        warn_once(
+            f"{{place}} needs the whole logits {tuple(deferred.shape)}, {deferred.bytes / 2**20:.0f} "
+            "MiB, which the fused loss "
+            "had avoided. The loss itself, argmax, max, topk, gather, logsumexp and slices of "
+            "rows do without; see materialize_bytes "
+            "of fused_linear_cross_entropy to move the threshold"
+        )
+
+
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
+    signature = _signatures.get(function)
+    if signature is None:
+        signature = _signatures[function] = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    result = function(*args, **kwargs)
+    return NotImplemented if result is None else result
+
+
+_signatures: dict[Callable[..., Any], inspect.Signature] = {}
+
+
+def recording() -> contextlib.AbstractContextManager[Any]:
+    """Ordinary tensors with a version, also where the caller is in inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def as_saved_by_the_head() -> Iterator[None]:
+    """Without hooks on saved tensors: the head's forward, which stands behind, ran outside of them.
+
+    A checkpointed function would count tensors that its recomputation, on real logits, never saves.
+    """
+    autograd, hooks = cast(Any, torch._C)._autograd, []
+    while pair := autograd._top_saved_tensors_default_hooks(True):
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(pair)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

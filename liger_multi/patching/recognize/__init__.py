@@ -1,0 +1,1 @@
+"""What a module computes: numerical identification of norms, MLPs, rotary functions and experts."""

@@ -1,0 +1,249 @@
+"""What is known about the norms, gated MLPs and rotary functions of models, as data.
+
+Adding a name here widens where the probes look; whether a module is patched is decided by its
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """How one norm, or a function that stands for one, computes.
+
+    Attributes:
+        name: In the report.
+        op: Operator.
+        options: Its keyword arguments.
+        tensors: Names of its arguments after the input, of which the module holds those that exist.
+        exact: Whether it must agree bit for bit in bf16.
+        plus: Added to the first of the tensors, where the operator has no option for it.
+        one_dtype: Whether calls with a weight of another dtype are left to the module.
+    """
+
+    name: str
+    op: str = "rms_norm"
+    options: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[str, ...] = ("weight",)
+    exact: bool = True
+    plus: float = 0.0
+    one_dtype: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate follows the input."""
+        return self.op == "gated_rms_norm"
+
+    @property
+    def of_channels(self) -> bool:
+        """Whether the first tensor has a value for every channel."""
+        return self.op in ("rms_norm", "layer_norm", "gated_rms_norm")
+
+
+def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))
+
+
+def _layer_norm(name: str, plus: float = 0.0) -> NormKind:
+    return NormKind(name, "layer_norm", (), ("weight", "bias"), False, plus, one_dtype=True)
+
+
+def _gated(casting: str, activation: str, first: bool) -> NormKind:
+    options = _cast(casting, activation=activation, norm_before_gate=first)
+    order = "norm first" if first else "gate first"
+    return NormKind(f"{casting}, {activation}, {order}", "gated_rms_norm", options)
+
+
+NORM_KINDS = (
+    NormKind("llama", options=_cast("llama")),
+    NormKind("olmo", options=_cast("olmo")),
+    NormKind("gemma", options=_cast("gemma", 1.0)),
+    NormKind("gemma", options=_cast("gemma")),
+    NormKind("llama", options=_cast("llama"), one_dtype=True),
+    NormKind("gemma", options=_cast("gemma"), one_dtype=True),
+    _layer_norm("plain"),
+    _layer_norm("1 + weight", plus=1.0),
+    *(
+        _gated(casting, activation, first)
+        for first in (True, False)
+        for activation in ("silu", "sigmoid")
+        for casting in ("llama", "olmo", "gemma")
+    ),
+    NormKind("plain", "poly_norm", tensors=("weight", "bias"), exact=False),
+    NormKind("plain", "dyt", tensors=("alpha", "weight", "bias"), exact=False),
+    NormKind("plain", "relu_squared", tensors=(), exact=False),
+)
+"""Tried in this order; a norm without weight is the same in all of them."""
+
+NORM_OPS = tuple(dict.fromkeys(kind.op for kind in NORM_KINDS))
+
+EPS_NAMES = (
+    "variance_epsilon",
+    "eps",
+    "epsilon",
+    "norm_eps",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+)
+TENSOR_NAMES = {
+    "weight": ("weight", "scale", "gamma", "g"),
+    "bias": ("bias", "beta"),
+    "alpha": ("alpha",),
+}
+"""Names of parameters by the argument that they are."""
+GATE_NAMES = ("gate", "z", "gate_states")
+GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), ("ngroups", True))
+"""Attributes that tell the groups of a norm, and whether they count them."""
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """Names of the layers of a gated MLP; ``up`` is None where one holds gate and up."""
+
+    gate: str
+    up: str | None
+    down: str
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The names of the layers that exist."""
+        return tuple(name for name in (self.gate, self.up, self.down) if name)
+
+
+MLP_NAMES = (
+    MlpNames("gate_proj", "up_proj", "down_proj"),
+    MlpNames("w1", "w3", "w2"),
+    MlpNames("wi_0", "wi_1", "wo"),
+    MlpNames("gate_up_proj", None, "down_proj"),
+    MlpNames("Wi", None, "Wo"),
+)
+
+
+@dataclass(frozen=True)
+class MlpKind:
+    """The gated activation of an MLP.
+
+    Attributes:
+        op: Operator; the one for packed layers is ``<op>_packed``.
+        formula: What it computes, for messages.
+        activation: The same for ``gated_mlp``, which takes the layers as well; empty where it does
+            not know the formula.
+        options: Keyword arguments of the operator.
+        packed: More of them where one layer holds gate and up.
+        numbers: Further ones, whose values the module's attributes of such a name hold.
+    """
+
+    op: str
+    formula: str
+    activation: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    packed: tuple[tuple[str, Any], ...] = ()
+    numbers: tuple[str, ...] = ()
+
+
+MLP_KINDS = (
+    MlpKind("swiglu", "silu(gate) * up", "silu"),
+    MlpKind("geglu", "gelu(gate) * up", "gelu_tanh", (("approximate", "tanh"),)),
+    MlpKind("geglu", "gelu(gate) * up", "gelu", (("approximate", "none"),)),
+    *(
+        MlpKind(
+            "swiglu_clamped",
+            "silu(clamped gate) * clamped up",
+            options=(("up_offset", offset),),
+            packed=(("interleaved", interleaved),),
+            numbers=("limit", "alpha"),
+        )
+        for offset in (1.0, 0.0)
+        for interleaved in (False, True)
+    ),
+)
+MLP_OPS = tuple(dict.fromkeys(kind.op for kind in MLP_KINDS))
+"""Tried in this order."""
+
+
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+)
+"""Names of an attention module's layers that may share an input."""
+
+
+@dataclass(frozen=True)
+class RotaryKind:
+    """How one rotary function computes, in terms of the operator ``rope``.
+
+    Attributes:
+        name: In the report.
+        style: Which channels make a pair, as in ``rope``.
+        casting: Dtype inside and out, as in ``rope``.
+        angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
+            pair in their "first half"; "complex" where one complex number a pair stands for both.
+        backwards: Whether it turns the other way.
+        sorted: Whether interleaved pairs come in and halves go out.
+    """
+
+    name: str
+    style: str = "half"
+    casting: str = "llama"
+    angles: str = "channel"
+    backwards: bool = False
+    sorted: bool = False
+
+
+ROTARY_KINDS = (
+    RotaryKind("half"),
+    RotaryKind("half, cast back", casting="cohere"),
+    RotaryKind("half, an angle a pair", angles="pair"),
+    RotaryKind("interleaved", style="interleaved"),
+    RotaryKind("interleaved, cast back", style="interleaved", casting="cohere"),
+    RotaryKind("interleaved, angles in the first half", style="interleaved", angles="first half"),
+    RotaryKind("interleaved, an angle a pair", style="interleaved", angles="pair"),
+    RotaryKind(
+        "interleaved, angles in the first half, cast back",
+        style="interleaved",
+        casting="cohere",
+        angles="first half",
+    ),
+    RotaryKind("pairs to halves", sorted=True),
+    RotaryKind("pairs to halves, angles in the first half", angles="first half", sorted=True),
+    RotaryKind("pairs to halves, cast back", casting="cohere", sorted=True),
+    RotaryKind("half, backwards", backwards=True),
+    RotaryKind("half, cast back, backwards", casting="cohere", backwards=True),
+)
+"""Tried in this order."""
+
+ROTARY_NAME = re.compile(r"apply_.*rotary")
+ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+ROTARY_SINGLE = ("x", "cos", "sin")
+ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
+"""Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
+ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
+"""What may follow; a call that gives position ids is left to the function."""
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """One form of a call, as shapes for a replica; heads differ between q and k."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    angles: tuple[int, ...]
+    unsqueeze_dim: int = 1
+
+
+ROTARY_FORMS = (
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (1, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 4)),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 8), 2),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 4), 2),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 8)),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 4)),
+)

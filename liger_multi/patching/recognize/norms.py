@@ -1,0 +1,375 @@
+"""Norms and what stands for one: recognize instances by numbers, and run one operator instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import Options
+from liger_multi.patching.recognize import registered
+from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
+from liger_multi.patching.recognize.kinds import (
+    EPS_NAMES,
+    GATE_NAMES,
+    GROUP_NAMES,
+    TENSOR_NAMES,
+    NormKind,
+)
+from liger_multi.patching.recognize.probe import probe_context, random, scalars, skeleton
+from liger_multi.patching.recognize.signature import (
+    Signature,
+    code_holds,
+    code_of,
+    holds,
+    signature_of,
+)
+from liger_multi.patching.replace.swap import Patched, unpatched_class
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """How an instance computes, and the names of its attributes.
+
+    Attributes:
+        kind: What it computes.
+        tensors: Name of the parameter by argument of the operator, None where there is none.
+        eps: Name of the attribute; None where the operator takes none.
+        group: Name of the attribute that tells the groups, and whether it counts them.
+        options: What the patch call asked for.
+        signature: What must not have changed since the probe, or the stock forward runs.
+    """
+
+    kind: NormKind
+    tensors: tuple[tuple[str, str | None], ...]
+    eps: str | None
+    group: tuple[str, bool] | None
+    options: Options
+    signature: Signature = field(default_factory=Signature)
+
+    @property
+    def shown(self) -> str:
+        """What the report says that runs now."""
+        bare = all(name is None for _, name in self.tensors) and self.kind.op != "relu_squared"
+        name = "no weight" if bare else self.kind.name
+        return self.kind.op if name == "plain" else f"{self.kind.op}[{name}]"
+
+
+class FusedNorm(Patched):
+    """A norm that calls the operator."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The operator with the instance's parameters; what was not probed runs stock."""
+        if not isinstance(self, FusedNorm):
+            return cast(Tensor, type(self).forward(self, *args, **kwargs))
+        kind = type(self)
+        settings = cast(NormSettings, kind._liger_multi_swap.settings)
+        gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
+        form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
+        known = form and code_holds(kind)
+        given = operands(self, args[0], gate, settings) if known else None
+        if given is None:
+            return cast(Tensor, super().forward(*args, **kwargs))
+        bound = (self, args[0], gate, given, settings)
+        return cast(Tensor, run_bound(settings.options, (settings.kind.op,), _apply, *bound))
+
+
+def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
+    """The tensors of the operator, or None for a call that is left to the module."""
+    kind = settings.kind
+    if not holds(module, settings.signature):
+        return None
+    if (gate is not None) != kind.gated or not isinstance(x, Tensor):  # torch.fx has proxies
+        return None
+    if type(x).__name__ == "DTensor":
+        return None
+    held, given = module.__dict__["_parameters"], []
+    for _, name in settings.tensors:
+        # replicas and parametrized modules have it elsewhere
+        found = None if name is None else held.get(name)
+        given.append(found if name is None or found is not None else getattr(module, name))
+        if name is not None and given[-1] is None:
+            return None
+    first = given[0] if given else None
+    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
+        return None  # stock may broadcast it
+    if kind.one_dtype:
+        # torch's layer_norm chooses the dtype of its result under autocast
+        outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
+        if not outside or (first is not None and first.dtype != x.dtype):
+            return None
+    return given
+
+
+def _apply(
+    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+) -> Tensor:
+    from liger_multi import ops
+
+    kind = settings.kind
+    if kind.plus and given[0] is not None:
+        given = [given[0] + kind.plus, *given[1:]]
+    options = dict(kind.options)
+    if settings.group is not None:
+        name, counts = settings.group
+        value = getattr(module, name)
+        options["group_size"] = x.shape[-1] // value if counts else value
+    eps = [] if settings.eps is None else [getattr(module, settings.eps)]
+    first = [x, gate] if kind.gated else [x]
+    return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+
+
+def looks_like_norm(module: nn.Module) -> str | None:
+    """The operator that may stand for a module, for which to ask the probe; None for no norm."""
+    if module._modules or any(b is not None for b in module._buffers.values()):
+        return None
+    kind = unpatched_class(module)
+    names = {name for name, p in module._parameters.items() if p is not None}
+    every = {name: argument for argument, several in TENSOR_NAMES.items() for name in several}
+    if not names <= set(every):
+        return None
+    roles = {every[name] for name in names}
+    if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
+        return None
+    if isinstance(module, nn.LayerNorm):
+        return "layer_norm"
+    if "alpha" in roles:
+        return "dyt"
+    if not any(hasattr(module, name) for name in EPS_NAMES):
+        squared = not names and kind.__module__.partition(".")[0] != "torch" and _unary(kind)
+        return "relu_squared" if squared else None
+    if _takes_gate(kind):
+        return "gated_rms_norm"
+    if "bias" in roles:
+        return "poly_norm" if _elements(module, "weight") == 3 else "layer_norm"
+    if _elements(module, "weight") == 3:
+        return "poly_norm"
+    return "rms_norm" if names or "Norm" in kind.__name__ else None
+
+
+def _elements(module: nn.Module, role: str) -> int:
+    found = [module._parameters.get(name) for name in TENSOR_NAMES[role]]
+    return next((p.numel() for p in found if p is not None), 0)
+
+
+def _unary(kind: type[nn.Module]) -> bool:
+    """Whether a module is called with one tensor, as an activation is."""
+    try:
+        names = list(inspect.signature(kind.forward).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) == 2 and names[1] in ("x", "input", "hidden_states", "hidden_state")
+
+
+def _takes_gate(kind: type[nn.Module]) -> bool:
+    try:
+        names = list(inspect.signature(kind.forward).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) == 3 and names[2] in GATE_NAMES
+
+
+_known: dict[Any, NormSettings | str] = {}
+_STOCK = Options()
+
+
+def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
+    """The settings for an instance, or the reason why it stays as it is.
+
+    Args:
+        module: A module.
+        likely: What :func:`looks_like_norm` says.
+    """
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    kind = unpatched_class(module)
+    signature = signature_of(module, kind, held)
+    if isinstance(signature, str):
+        return signature
+    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in held.items())
+    beside = (shapes, scalars(module), likely, registered.generation())
+    key = (kind, code_of(kind, signature), signature, beside)
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _measure(module, likely)
+    return known
+
+
+def _candidates(likely: str) -> list[NormKind]:
+    """The kinds of the likely operator first; a norm with one weight may be either."""
+    also = {"rms_norm": ("layer_norm",)}.get(likely, ())
+    every = registered.norm_kinds()
+    return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
+
+
+def _measure(module: nn.Module, likely: str) -> NormSettings | str:
+    eps = next((name for name in EPS_NAMES if hasattr(module, name)), None)
+    if eps is not None and not isinstance(getattr(module, eps), float):
+        return f"its {eps} is {getattr(module, eps)!r}, not a number"
+    shapes = [p.shape for p in module._parameters.values() if p is not None]
+    vectors = [shape.numel() for shape in shapes if likely != "dyt" or shape.numel() > 1]
+    if any(len(shape) > 1 or shape.numel() == 0 for shape in shapes):
+        return "its weight is not a vector with elements (is it partitioned?)"
+    size = vectors[0] if vectors and likely != "poly_norm" else _width(module)
+    tried = 0
+    error: Exception | None = None
+    for kind in _candidates(likely):
+        for group in _groups(module, size) if kind.gated else (None,):
+            settings = NormSettings(kind, _tensors(module, kind), eps, group, _STOCK)
+            if len([n for _, n in settings.tensors if n]) != len(shapes):
+                continue  # it holds a parameter that the operator does not take
+            tried += 1
+            try:
+                if _agrees(module, settings, size):
+                    return _settled(module, settings, size)
+            except Exception as raised:  # somebody's forward: failing, it is not of this kind
+                error = error or raised
+    if error is not None and likely != "relu_squared":
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
+    name = unpatched_class(module).__name__
+    return f"{name} is no {_WORDS.get(likely, likely)} that is known, bit for bit in bf16"
+
+
+_WORDS = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "gated_rms_norm": "gated RMSNorm"}
+
+
+def _width(module: nn.Module) -> int:
+    """The number of channels of a norm without weight, where an attribute tells it."""
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else 64
+
+
+def _groups(module: nn.Module, size: int) -> list[tuple[str, bool] | None]:
+    found: list[tuple[str, bool] | None] = [
+        (name, counts)
+        for name, counts in GROUP_NAMES
+        if isinstance(value := getattr(module, name, None), int) and value > 0 and size % value == 0
+    ]
+    return found or [None]
+
+
+def _tensors(module: nn.Module, kind: NormKind) -> tuple[tuple[str, str | None], ...]:
+    held = module._parameters
+    return tuple(
+        (argument, next((n for n in TENSOR_NAMES[argument] if held.get(n) is not None), None))
+        for argument in kind.tensors
+    )
+
+
+_PAIRS = ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2)
+_CLOSE: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.bfloat16: (2**-6, 2**-7),
+    torch.float32: (1e-5, 1e-5),
+}
+
+
+def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
+    """Whether forward is equal in bits (or close) and dtype, and the gradients in fp32 close."""
+    kind, rows = settings.kind, max(4, 4096 // size)
+    with probe_context() as generator:
+        values = {
+            name: random(generator, *cast(Tensor, module._parameters[name]).shape)
+            for _, name in settings.tensors
+            if name is not None
+        }
+        x = random(generator, rows, 1, size) * random(generator, rows, 1, 1).exp()
+        gate = random(generator, rows, 1, size) if kind.gated else None
+        for of_x, of_weight in _PAIRS:
+            if kind.one_dtype and of_x != of_weight:
+                continue  # left to the module
+            replica = skeleton(module)
+            set_mode(replica, False)
+            for name, value in values.items():
+                replica._parameters[name] = nn.Parameter(value.to(of_weight))
+            inputs = [x.to(of_x).requires_grad_() for _ in range(2)]
+            gates = [] if gate is None else [gate.to(of_x).requires_grad_() for _ in range(2)]
+            stock = cast(Tensor, replica.forward(inputs[0], *gates[:1]))
+            ours = _formula(replica, inputs[1], gates[1] if gates else None, settings)
+            same = stock.dtype == ours.dtype and stock.shape == ours.shape
+            if not same or not _equal(stock, ours, kind.exact):
+                return False
+        if not _same_in_every_rank(replica, x, gate, settings):
+            return False
+        leaves = [p for p in replica._parameters.values() if p is not None]
+        upstream = random(generator, *stock.shape)
+        wanted = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
+        got = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
+        return all(
+            torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max().clamp(min=1)))
+            for a, b in zip(got, wanted, strict=True)
+        )
+
+
+def _same_in_every_rank(
+    replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
+) -> bool:
+    """Whether it takes the mean over the last axis whatever stands before it."""
+    rows = x.shape[0] - x.shape[0] % 4
+    for shape in ((rows, -1), (2, rows // 4, 2, -1)):
+        flat = x[:rows].reshape(*shape[:-1], x.shape[-1])
+        beside = None if gate is None else gate[:rows].reshape(flat.shape)
+        with torch.no_grad():
+            try:
+                stock = replica.forward(flat, *([] if beside is None else [beside]))
+            except Exception:  # somebody's forward, which does not take this rank
+                continue
+            if not _equal(stock, _formula(replica, flat, beside, settings), False):
+                return False
+    return True
+
+
+def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
+    given = [None if name is None else getattr(replica, name) for _, name in settings.tensors]
+    return _apply(replica, x, gate, given, settings)
+
+
+def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettings | str:
+    """The settings with the signature of the module, or why the kind does not hold always."""
+    kind, watch, held = unpatched_class(module), Watch(), module._parameters
+    with probe_context() as generator:
+        replica = skeleton(module)
+        for _, name in settings.tensors:
+            if name is not None:
+                shape = cast(Tensor, held[name]).shape
+                replica._parameters[name] = nn.Parameter(random(generator, *shape))
+        inputs = [random(generator, 5, 2, size) for _ in range(2 if settings.kind.gated else 1)]
+        with watch.over(replica):
+            for training, grad in MODES:
+                set_mode(replica, training)
+                with torch.set_grad_enabled(grad):
+                    replica.forward(*(x * 1 for x in inputs))
+
+        def stock(*given: Tensor) -> Any:
+            return replica.forward(*given)
+
+        def ours(x: Tensor, gate: Tensor | None = None) -> Tensor:
+            return _formula(replica, x, gate, settings)
+
+        def close(a: Tensor, b: Tensor) -> bool:
+            return _equal(a, b, False)
+
+        found = disagreement(replica, stock, ours, inputs, close, generator)
+    if watch.written:
+        found = f"its forward sets its {', '.join(sorted(watch.written))}"
+    if found:
+        return f"{kind.__name__} is no {settings.kind.op}: {found}"
+    signature = signature_of(
+        module, kind, [n for n, p in held.items() if p is not None], watch.read
+    )
+    return signature if isinstance(signature, str) else replace(settings, signature=signature)
+
+
+def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
+    if stock.shape != ours.shape:
+        return False
+    if exact:
+        return torch.equal(stock, ours)
+    rtol, atol = _CLOSE[stock.dtype]
+    # in bf16 nearly every bit, or it rounds at another place
+    same = stock.dtype != torch.bfloat16 or bool((stock == ours).double().mean() > 0.95)
+    return same and torch.allclose(stock, ours, rtol=rtol, atol=atol)

@@ -1,0 +1,281 @@
+"""What a forward depends on beside its inputs: recorded at the patch, and compared at every call.
+
+A probe sees a module at one moment. Whatever its forward may read and user code may change later
+belongs to the signature of the module: values of attributes, classes of submodules that the
+operator does not call, hooks on these, and the functions of the classes. Where one of them is no
+longer what the probe saw, the module's own forward runs. What cannot be compared at every call,
+such as a buffer or a configuration object, is a reason to leave the module alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterable, Sized
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.patching.recognize.plain_linear import is_watched_by_users
+from liger_multi.patching.replace import redirect
+
+Plain: TypeAlias = "tuple[tuple[str, type, Any], ...]"
+"""Attributes by name, with their types and values."""
+
+_VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a forward depends on, apart from inputs and what the operator takes.
+
+    Attributes:
+        plain: Values of the instance.
+        fields: Values of its configuration: its name, and theirs as in ``plain``.
+        parts: Submodules that the operator does not call.
+        absent: Tables (``_parameters``, ``_buffers``, ``_modules``) and names that hold None.
+        inherited: Methods and values of the class, which no attribute may hide.
+        missing: Names that the forward asked for in vain.
+    """
+
+    plain: Plain = ()
+    fields: tuple[tuple[str, str, type, Any], ...] = ()
+    parts: tuple[Part, ...] = ()
+    absent: tuple[tuple[str, str], ...] = ()
+    inherited: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A submodule without parameters: its place, its class and what it depends on."""
+
+    name: str
+    kind: type[nn.Module]
+    signature: Signature
+
+
+# --- at every call ---
+
+
+def holds(module: nn.Module, signature: Signature) -> bool:
+    """Whether an instance is still what the probe saw."""
+    held = module.__dict__
+    for name, kind, value in signature.plain:
+        if name not in held:
+            return False
+        now = held[name]
+        if now is not value and (type(now) is not kind or not _equal(now, value, module)):
+            return False
+    for holder, name, kind, value in signature.fields:
+        now = getattr(held.get(holder), name, ...)
+        if type(now) is not kind or now != value:
+            return False
+    for name in signature.inherited:
+        if name in held:
+            return False
+    for table, name in signature.absent:
+        if held[table].get(name) is not None:
+            return False
+    for part in signature.parts:
+        found = held["_modules"].get(part.name)
+        if type(found) is not part.kind or is_watched_by_users(found):
+            return False
+        if not holds(found, part.signature):
+            return False
+    for name in signature.missing:  # noqa: SIM110
+        if hasattr(module, name):
+            return False
+    return True
+
+
+@constant_in_graphs
+def code_holds(kind: Any) -> bool:
+    """Whether the classes behind one of ours have the functions that they had at the patch."""
+    for owner, name, held in kind._liger_multi_code:  # noqa: SIM110  (half the time of a generator)
+        if getattr(owner, name, None) is not held:
+            return False
+    return True
+
+
+def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
+    if isinstance(now, functools.partial):
+        func, args, *keywords = value
+        return now.func is func and now.args == args and [*now.keywords.items()] == keywords
+    if isinstance(now, MethodType):
+        return now.__func__ is value and now.__self__ is owner
+    return bool(now == value)
+
+
+# --- at the patch ---
+
+
+def code_of(
+    kind: type[nn.Module], signature: Signature | None
+) -> tuple[tuple[type, str, Any], ...]:
+    """The functions and values of classes on which a forward depends, as they are now."""
+    found = _code(kind, ("forward", *(signature.inherited if signature else ())))
+    for part in signature.parts if signature else ():
+        found += _code(part.kind, ("forward", "__call__", *part.signature.inherited))
+    return tuple(found)
+
+
+def watched_code(kind: type[nn.Module], signature: Signature) -> Callable[[], bool]:
+    """Tells whether :func:`code_of` a class is still what it is now."""
+    code = code_of(kind, signature)
+
+    @constant_in_graphs
+    def unchanged() -> bool:
+        return all(getattr(owner, name, None) is held for owner, name, held in code)
+
+    return unchanged
+
+
+def _code(kind: type, names: Iterable[str]) -> list[tuple[type, str, Any]]:
+    """``super()`` reaches the bases, so all that define a name count."""
+    found = []
+    for name in dict.fromkeys(names):
+        owners = [k for k in kind.__mro__[1:] if name in vars(k) and k not in (nn.Module, object)]
+        found += [(k, name, getattr(k, name, None)) for k in (kind, *owners)]
+    return [entry for entry in found if not isinstance(entry[2], MethodType)]
+
+
+def signature_of(
+    module: nn.Module,
+    kind: type[nn.Module],
+    taken: Collection[str],
+    names: Collection[str] | None = None,
+    starts: Iterable[str] = ("forward",),
+) -> Signature | str:
+    """What a module depends on, or why that cannot be compared at every call.
+
+    Args:
+        module: A module.
+        kind: Its stock class.
+        taken: Names that the operator reads or calls itself.
+        names: What the forward was seen to ask for, beside what its code names.
+        starts: The methods that run.
+    """
+    starts, seen = tuple(starts), set(names or ())
+    names = {*seen, *named_by(kind, starts), *(s for s in starts if s != "forward")}
+    names -= {*taken, *_of_every_module()}
+    held = vars(module)
+    plain, fields, absent, parts = [], [], [], []
+    for name in sorted(names & held.keys()):
+        token = _token(held[name], module)
+        inside = [] if token else _fields(held[name], names)
+        if token is None and not inside:
+            what = type(held[name]).__name__
+            return f"its forward reads its {name} ({what}), which may change later"
+        plain += [(name, *token)] if token else []
+        fields += [(name, *field) for field in inside]
+    for table in ("_parameters", "_buffers", "_modules"):
+        for name in sorted(names & held[table].keys()):
+            value = held[table][name]
+            if value is None:
+                absent.append((table, name))
+            elif table == "_modules":
+                inner = _part(name, value)
+                if isinstance(inner, str):
+                    return inner
+                parts.append(inner)
+            else:
+                what = "buffer" if table == "_buffers" else "parameter"
+                return f"its forward reads its {what} {name}, which may change later"
+    of_class = {n for n in names - held.keys() if n != "forward" and _on_class(kind, n)}
+    known = {*held, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
+    missing = {n for n in seen & names - known if not hasattr(kind, n)}
+    return Signature(
+        plain=tuple(plain),
+        fields=tuple(fields),
+        parts=tuple(parts),
+        absent=tuple(absent),
+        inherited=tuple(sorted(of_class)),
+        missing=tuple(sorted(missing)),
+    )
+
+
+def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
+    """What code with these names reads of a configuration; nothing where that is not plain."""
+    if isinstance(holder, (torch.Tensor, nn.Module, Sized)) or callable(holder):
+        return []
+    found = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
+    tokens = {n: _token(value, None) for n, value in found.items()}
+    return [] if None in tokens.values() else [(n, *t) for n, t in tokens.items() if t]
+
+
+def _part(name: str, module: nn.Module) -> Part | str:
+    kind = type(module)
+    if any(value is not None for value in module._parameters.values()) or module._modules:
+        return f"its {name} ({kind.__name__}) has parameters or layers of its own"
+    found = signature_of(module, kind, ())
+    if isinstance(found, str):
+        return f"its {name} ({kind.__name__}): {found}"
+    return Part(name, kind, found)
+
+
+def _on_class(kind: type, name: str) -> bool:
+    return any(name in vars(k) for k in kind.__mro__ if k not in (nn.Module, object))
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    return frozenset(vars(nn.Module())) | {"forward", "__class__", "__dict__"}
+
+
+def named_by(kind: type, starts: Iterable[str]) -> set[str]:
+    """The names that the code of methods loads, and that of the methods which these name."""
+    found: set[str] = set()
+    todo = list(starts)
+    while todo:
+        name = todo.pop()
+        for owner in kind.__mro__:
+            if owner not in (nn.Module, object):
+                for function in _functions(vars(owner).get(name)):
+                    fresh = redirect.names(function) - found
+                    found |= fresh
+                    todo += fresh
+    return found
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, property):
+        return [f for f in (value.fget,) if isinstance(f, FunctionType)]
+    value = getattr(value, "__func__", value)  # of a static or class method
+    return [value] if isinstance(value, FunctionType) else []
+
+
+def _token(value: Any, owner: nn.Module | None) -> tuple[type, Any] | None:
+    """Type and value of an attribute that can be compared at every call, or None.
+
+    The owner of a bound method is left out, so that equal modules have equal tokens.
+    """
+    kind = type(value)
+    if isinstance(value, (*_VALUES, enum.Enum)):
+        return kind, value
+    if kind is tuple:
+        return (kind, value) if all(_token(v, None) for v in value) else None
+    if kind is FunctionType:
+        inside = (_held(cell) for cell in value.__closure__ or ())
+        return (kind, value) if all(_token(v, None) for v in inside) else None
+    if kind is BuiltinFunctionType:
+        of = getattr(value, "__self__", None)
+        return (kind, value) if isinstance(of, (type(None), ModuleType, type)) else None
+    if kind is MethodType:
+        same = value.__self__ is owner and owner is not None
+        return (kind, value.__func__) if same else None
+    if kind is functools.partial:
+        parts = (value.func, value.args, *value.keywords.items())
+        return (kind, parts) if all(_token(v, None) for v in parts) else None
+    return None
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

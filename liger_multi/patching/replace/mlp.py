@@ -1,0 +1,213 @@
+"""Gated MLP instances: one operator between their own linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import MlpOptions
+from liger_multi.patching.recognize.kinds import MlpKind, MlpNames
+from liger_multi.patching.recognize.plain_linear import (
+    PLAIN,
+    bare_parts,
+    globally_hooked,
+    is_plain_linear,
+    is_watched,
+)
+from liger_multi.patching.recognize.signature import Signature, code_holds, holds
+from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.swap import Patched
+
+
+@dataclass(frozen=True)
+class MlpSettings:
+    """How an instance computes, and the names of its attributes.
+
+    Attributes:
+        kind: The gated activation.
+        names: The layers.
+        inner: Dropout between the product and the last layer.
+        outer: Dropout after the last layer.
+        numbers: Arguments of the operator and the attributes that hold them.
+        options: What the patch call asked for.
+        lora: Whether adapters on the layers are part of the operator.
+        casts: Whether the last layer's input takes the dtype of its weight, as in T5.
+        signature: What must not have changed since the probe, or the stock forward runs.
+    """
+
+    kind: MlpKind
+    names: MlpNames
+    inner: str | None = None
+    outer: str | None = None
+    numbers: tuple[tuple[str, str], ...] = ()
+    options: MlpOptions = field(default_factory=MlpOptions)
+    lora: bool = True
+    casts: bool = False
+    signature: Signature = field(default_factory=Signature)
+
+    def shown(self, module: nn.Module) -> str:
+        """What the report says that runs now."""
+        if self.kind.activation and _bare(module, self.names) and self.options.whole:
+            return f"gated_mlp[{self.kind.activation}]"
+        if self.kind.activation and self.lora and _adapted(module, self.names):
+            return f"lora_mlp[{self.kind.activation}]"
+        op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
+        details = ", ".join(value for _, value in self.kind.options if isinstance(value, str))
+        return f"{op}[{details}]" if details else op
+
+
+class FusedMlp(Patched):
+    """``down(act(gate(x)) * up(x))`` as one operator, or with one between layers of other kinds.
+
+    Adapters, hooks, sharded and quantized weights act in the layers' own calls, so these are made.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The MLP with few activations kept for backward; what was not probed runs stock."""
+        if not isinstance(self, FusedMlp):
+            return cast(Tensor, type(self).forward(self, *args, **kwargs))
+        kind = type(self)
+        settings = cast(MlpSettings, kind._liger_multi_swap.settings)
+        known = len(args) == 1 and not kwargs and code_holds(kind)
+        if not known or not serves(self, settings):
+            return cast(Tensor, super().forward(*args, **kwargs))
+        op = settings.kind.op
+        ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
+        return cast(Tensor, run_bound(settings.options, ops, _apply, self, args[0], settings))
+
+
+def serves(module: nn.Module, settings: MlpSettings) -> bool:
+    """Whether an instance still computes what its settings say, and nobody looks on."""
+    return not globally_hooked() and holds(module, settings.signature)
+
+
+def _apply(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
+    from liger_multi import ops
+
+    kind, names = settings.kind, settings.names
+    if names.up is not None and kind.activation and _silent(module, settings.inner):
+        result = _by_weights(module, x, settings)
+        if result is not None:
+            return _dropped(module, result, settings.outer)
+    gate, down = getattr(module, names.gate), getattr(module, names.down)
+    options = dict(kind.options)
+    for name, held in settings.numbers:
+        options[name] = getattr(module, held)
+    if names.up is None:
+        options.update(kind.packed)
+        inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
+    else:
+        inner = getattr(ops, kind.op)(gate(x), getattr(module, names.up)(x), **options)
+    inner = _dropped(module, inner, settings.inner)
+    inner = _for(down, inner) if settings.casts else inner
+    return _dropped(module, cast(Tensor, down(inner)), settings.outer)
+
+
+def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
+    """The MLP by the weights of layers that only multiply; None where their calls are needed."""
+    from liger_multi import ops
+
+    names = settings.names
+    layers = [module._modules[name] for name in names.all]
+    parts = [bare_parts(layer) for layer in layers]
+    if None in parts:
+        thin = _adapted(module, names) if settings.lora else None
+        if thin is None:
+            return None
+        layers = [getattr(layer, "base_layer", layer) for layer in layers]
+        if _one_dtype(x, *[layer.weight for layer in layers]) and all(
+            a is None or fits(x, a) for a in thin
+        ):
+            return _with_adapters(x, layers, thin, settings.kind.activation)
+        return None
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = cast(Any, parts)
+    if globally_hooked() or not _one_dtype(x, gate, up, down):
+        return None
+    if not settings.options.whole:
+        wide = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
+        return functional.linear(inner, down, down_bias)
+    return ops.gated_mlp(
+        x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+        activation=settings.kind.activation,
+    )  # fmt: skip
+
+
+def _with_adapters(
+    x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
+) -> Tensor:
+    from liger_multi.ops import lora_mlp
+
+    pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
+    scales = [1.0 if a is None else a.scale for a in thin]
+    return lora_mlp(
+        x,
+        *(layer.weight for layer in layers),
+        *(t for pair in pairs for t in pair),
+        gate_bias=layers[0].bias,
+        up_bias=layers[1].bias,
+        down_bias=layers[2].bias,
+        gate_scale=scales[0],
+        up_scale=scales[1],
+        down_scale=scales[2],
+        activation=activation,
+    )
+
+
+def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
+    return x if name is None else cast(Tensor, getattr(module, name)(x))
+
+
+def _silent(module: Any, name: str | None) -> bool:
+    """Whether a dropout does nothing now, and nobody looks at it."""
+    if name is None:
+        return True
+    drop = getattr(module, name)
+    rests = type(drop) is nn.Dropout and not (drop.training and drop.p)
+    return rests and not is_watched(drop)
+
+
+def _for(down: Any, x: Tensor) -> Tensor:
+    """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
+    weight: Any = getattr(down, "weight", None)
+    if type(weight) not in PLAIN or not weight.is_floating_point() or weight.itemsize < 2:
+        return x
+    return x if autocast_dtype(x.device.type) is not None else x.to(weight.dtype)
+
+
+def _bare(module: nn.Module, names: MlpNames) -> bool:
+    """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
+    if names.up is None or globally_hooked():
+        return False
+    return all(is_plain_linear(module._modules[name]) for name in names.all)
+
+
+def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
+    """The adapters of layers that are frozen and otherwise bare; None where not all are."""
+    if names.up is None or globally_hooked():
+        return None
+    found = []
+    for name in names.all:
+        layer: Any = module._modules[name]
+        adapter = None if is_plain_linear(layer) else one_adapter(layer)
+        if adapter is None and not (is_plain_linear(layer) and _frozen(layer)):
+            return None
+        found.append(adapter)
+    return found if any(found) else None
+
+
+def _frozen(layer: nn.Module) -> bool:
+    return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
+
+
+def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
+    if type(x) is not Tensor:
+        return False
+    if autocast_dtype(x.device.type) is not None:
+        return True
+    return {x.dtype, *[weight.dtype for weight in weights]} == {x.dtype}

@@ -1,0 +1,191 @@
+"""Swap the class of one module instance, and give the stock class back.
+
+Nothing is written into the module: what an instance should do stands on its new class, one per
+(stock class, behavior, settings). Stock name and module are kept, so ``save_pretrained``, adapters
+that match by class or by name, and ``isinstance`` see what they saw before; ``deepcopy`` and
+``pickle`` rebuild the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias, cast
+
+from torch import nn
+
+from liger_multi.errors import PatchError
+from liger_multi.patching.recognize.signature import Signature, code_of
+
+Code: TypeAlias = "tuple[tuple[type, str, Any], ...]"
+"""Functions of classes: where they stand, their names, and what they were at the patch."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Why an instance has the class that it has.
+
+    Attributes:
+        op: Operator that the new forward calls.
+        stock: The class that the instance had.
+        behavior: The mixin that brings the new forward.
+        settings: What the forward needs to know; hashable and picklable.
+        around: A mixin whose forward calls that of the behavior, if any.
+    """
+
+    op: str
+    stock: type[nn.Module]
+    behavior: type[Patched]
+    settings: Hashable
+    around: type[Patched] | None = None
+
+
+class Patched(nn.Module):
+    """Base of the behaviors; the concrete classes are made by :func:`apply`.
+
+    Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
+    forward) and call it when the module has its stock class again. So every behavior's forward
+    begins with ``isinstance(self, Behavior)``, and is the one of the class where that is false.
+    """
+
+    _liger_multi_swap: ClassVar[Swap]
+    _liger_multi_code: ClassVar[Code]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy through the stock class; the made class has no importable name."""
+        reduced = super().__reduce_ex__(protocol)
+        kind = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
+        if not isinstance(kind, type) or "_liger_multi_swap" not in vars(kind):
+            return reduced
+        return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
+
+
+_classes: dict[Swap, type[nn.Module]] = {}
+
+
+def _class_of(swap: Swap) -> type[nn.Module]:
+    made = _classes.get(swap)
+    if made is None:
+        stock = swap.stock
+        bases = (swap.behavior, stock)
+        if swap.around is not None:
+            bases = (swap.around, _class_of(replace(swap, around=None)))
+        namespace = {
+            "_liger_multi_swap": swap,
+            "_liger_multi_code": _code(swap),
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+        }
+        fresh = type(stock.__name__, bases, namespace)
+        fresh._liger_multi_made = fresh  # type: ignore[attr-defined]  # a subclass inherits it, and is not it
+        made = _classes.setdefault(swap, fresh)
+    return made
+
+
+def _code(swap: Swap) -> Code:
+    signature = getattr(swap.settings, "signature", None)
+    return code_of(swap.stock, signature if isinstance(signature, Signature) else None)
+
+
+def _new(swap: Swap) -> nn.Module:
+    made = _class_of(swap)
+    return made.__new__(made)
+
+
+def swapped(module: nn.Module) -> Swap | None:
+    """The swap of an instance whose class is exactly one of ours, else None."""
+    return swap_of(type(module))
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module has when it is not patched."""
+    found = swapped(module)
+    return found.stock if found else type(module)
+
+
+def unpatched_class(module: nn.Module) -> type[nn.Module]:
+    """The same, also where somebody swapped the class once more on top of ours."""
+    if isinstance(module, Patched):
+        return type(module)._liger_multi_swap.stock
+    return type(module)
+
+
+def buried(module: nn.Module) -> bool:
+    """Whether somebody swapped the class once more on top of ours (FSDP2 does)."""
+    return isinstance(module, Patched) and swapped(module) is None
+
+
+def apply(module: nn.Module, swap: Swap) -> str:
+    """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
+    found = swapped(module)
+    _drop_own_forward(module)
+    _class_of(swap)._liger_multi_code = _code(swap)  # type: ignore[attr-defined]  # probed just now
+    if found == swap:
+        return "already patched"
+    module.__class__ = _class_of(swap)
+    return "options changed" if found else "patched"
+
+
+def restore(module: nn.Module) -> Swap | None:
+    """Give the stock class back; None when the module was not patched."""
+    found = swapped(module)
+    if found:
+        _drop_own_forward(module)
+        module.__class__ = found.stock
+    return found
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward in a module's attributes is just that of its class, bound.
+
+    transformers 5.0 leaves it there when it has captured outputs, and accelerate when it removes
+    its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
+    Where the patch came or went in between, that is one of our forwards, or the stock one.
+    """
+    held = vars(module).get("forward")
+    function = getattr(held, "__func__", None)
+    if getattr(held, "__self__", None) is not module or function is None:
+        return False
+    written_in = str(getattr(function, "__globals__", {}).get("__name__"))
+    ours = written_in.startswith("liger_multi.patching.")
+    return ours or function in (type(module).forward, stock_class(module).forward)
+
+
+def _drop_own_forward(module: nn.Module) -> None:
+    """Let the class decide again; the attribute would outlive a change of class."""
+    if has_own_forward(module):
+        del module.__dict__["forward"]
+
+
+def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None:
+    """Raise, before anything is changed, when a class on top of ours is in the way.
+
+    Raises:
+        PatchError: Names the first module and its class.
+    """
+    found = [(path, type(m).__name__) for path, m in modules if buried(m)]
+    if found:
+        path, name = found[0]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise PatchError(
+            f"cannot {action}: the class of {path or 'the model'!r}{more} was swapped again "
+            "after the patch and is now "
+            f"{name} (FSDP2 does this); {action} before wrapping the model"
+        )
+
+
+def swap_of(kind: type[nn.Module]) -> Swap | None:
+    """The swap of a class that is exactly one of ours, else None.
+
+    By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
+    was written to the class while it was tracing.
+    """
+    ours = getattr(kind, "_liger_multi_made", None) is kind
+    return cast("Swap", kind._liger_multi_swap) if ours else None  # type: ignore[attr-defined]
+
+
+def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands behind one of ours, or the class itself."""
+    found = swap_of(kind)
+    return found.stock if found else kind

@@ -1,0 +1,1 @@
+"""Gated activations, gated MLPs and the squared ReLU."""

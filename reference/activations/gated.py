@@ -1,0 +1,115 @@
+"""Gated activations, ``y = act(gate) * up``: silu, gelu, and gelu by tanh.
+
+The activation is rounded to the dtype of ``gate`` before the product. Every activation and every
+slope is one call of PyTorch, which a compiler opens and fuses.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+from liger_multi.reference.common.one_piece import in_one_piece
+
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
+
+ONE = (1.0, 1.0)  # multipliers of gate and of what comes out
+
+
+def activate(gate: Tensor, activation: str) -> Tensor:
+    """The activation in the dtype of ``gate``; PyTorch computes it in fp32 inside."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATION[activation])
+
+
+def _times(x: Tensor, by: float) -> Tensor:
+    return x if by == 1.0 else x * by
+
+
+def forward(gate: Tensor, up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
+    """One product of two tensors; ``by`` multiplies gate, and what comes out."""
+    y = _times(activate(_times(gate, by[0]), activation) * up, by[1])
+    return y if y.is_contiguous() else y.contiguous()
+
+
+def backward(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, needs_gate: bool, needs_up: bool,
+    by: tuple[float, float] = ONE,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
+    if in_one_piece():
+        dgate, dup = gradients(dy, gate, up, activation, by)
+        dgate, dup = dgate.contiguous(), dup.contiguous()
+        return (dgate if needs_gate else gate.new_empty(0), dup if needs_up else up.new_empty(0))
+    dgate = gate.new_empty(gate.shape if needs_gate else (0,))
+    dup = up.new_empty(up.shape if needs_up else (0,))
+    rooms = (dgate if needs_gate else None, dup if needs_up else None)
+    gradients_into(*rooms, dy, gate, up, activation, by)
+    return dgate, dup
+
+
+def gradients_and_product(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both gradients, and the product; block by block it takes the place of ``dy``."""
+    if in_one_piece():
+        # not forward, whose question about strides no backward of a compiler can answer
+        return *gradients(dy, gate, up, activation, ONE), activate(gate, activation) * up
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    for block in row_blocks(gate.shape[0], 4 * gate.shape[1] * dy.element_size()):
+        rooms, at = (dgate[block], dup[block]), (gate[block], up[block])
+        gradients_into(*rooms, dy[block], *at, activation, ONE)
+        dy[block] = forward(*at, activation)
+    return dgate, dup, dy
+
+
+def gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, by: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """``dgate = dy up act'(gate)`` and ``dup = dy act(gate)``."""
+    kind, aten = statistics_dtype(gate.dtype), torch.ops.aten
+    gate = _times(gate, by[0])
+    g, d = gate.to(kind), _times(dy.to(kind), by[1])
+    if activation == "silu":
+        dgate = aten.silu_backward(d * up.to(kind), g)
+    else:
+        # from 100 on the slope is 0 or 1; where a square overflows, PyTorch's would be NaN
+        form = APPROXIMATION[activation]
+        dgate = aten.gelu_backward(d * up.to(kind), g.clamp(-100, 100), approximate=form)
+    return _times(dgate, by[0]).to(gate.dtype), (d * activate(gate, activation)).to(up.dtype)
+
+
+def gradients_into(
+    dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor,
+    activation: str, by: tuple[float, float],
+) -> None:  # fmt: skip
+    """Write the wanted gradients, block by block of rows."""
+    gates, ups, dys = as_rows(gate), as_rows(up), as_rows(dy)
+    row_bytes = 4 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize
+    for block in row_blocks(gates.shape[0], row_bytes):
+        made = gradients(dys[block], gates[block], ups[block], activation, by)
+        for room, part in zip((dgate, dup), made, strict=True):
+            if room is not None:
+                as_rows(room)[block] = part
+
+
+def packed_forward(gate_up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
+    """Gate is the first half of the last axis, up the second; neither is copied."""
+    gate, up = gate_up.chunk(2, -1)
+    return forward(gate, up, activation, by)
+
+
+def packed_backward(
+    dy: Tensor, gate_up: Tensor, activation: str, by: tuple[float, float] = ONE
+) -> Tensor:
+    """Both gradients side by side, written where a concatenation would copy them."""
+    if in_one_piece():
+        gate, up = gate_up.chunk(2, -1)
+        return torch.cat(gradients(dy, gate, up, activation, by), -1)
+    rows = as_rows(gate_up)
+    packed = rows.new_empty(rows.shape)
+    gate, up = rows.chunk(2, -1)
+    dgate, dup = packed.chunk(2, -1)
+    gradients_into(dgate, dup, as_rows(dy), gate, up, activation, by)
+    return packed.view(gate_up.shape)

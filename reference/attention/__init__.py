@@ -1,0 +1,1 @@
+"""Attention with masks made of key ranges."""

@@ -1,0 +1,85 @@
+"""Cross entropy of given logits; the gradient is recomputed from ``lse`` in backward.
+
+:func:`forward_and_backward` makes both halves from a backend's row kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.cross_entropy import objective as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+
+
+class GivenRows(Protocol):
+    """What a backend's row kernels do with logits that somebody else made."""
+
+    def statistics(
+        self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
+    ) -> RowStats:
+        """Statistics of every row; ``raw`` is left alone."""
+
+    def gradient_into(
+        self, out: Tensor, raw: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
+        objective: Objective, scales: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
+
+
+def forward_and_backward(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract."""
+
+    def forward(
+        logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+        label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+        validate: bool, outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        rows = kernels.statistics(logits, target, weight, spec, outputs)
+        by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
+        return (*reduction_of.reduced(rows, target, spec, reduction, by, outputs), by)  # type: ignore[return-value]
+
+    def backward(
+        dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+        denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
+        softcap: Optional[float], reduction: str,
+    ) -> Tensor:  # fmt: skip
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        scales = reduction_of.upstream(dloss, denominators, reduction)
+        kernels.gradient_into(dlogits, logits, target, weight, lse, spec, scales)
+        return dlogits
+
+    return forward, backward
+
+
+def overwriting(kernels: GivenRows) -> Callable[..., Any]:
+    """Forward of the contract in place; :func:`scale_` is its backward."""
+
+    def forward(
+        logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+        label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+        validate: bool, outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        rows = kernels.statistics(logits, target, weight, spec, outputs)
+        by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
+        one, how = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
+        scales = reduction_of.upstream(one, by, how)
+        kernels.gradient_into(logits, logits, target, weight, rows.lse, spec, scales)
+        return reduction_of.reduced(rows, target, spec, reduction, by, outputs)  # type: ignore[return-value]
+
+    return forward
+
+
+def scale_(dloss: Tensor, logits: Tensor) -> None:
+    """Scale the gradient that stands in ``logits`` by the upstream gradient."""
+    logits.mul_(dloss.unsqueeze(1) if dloss.ndim else dloss)
+
+
+forward, backward = forward_and_backward(rows_of)

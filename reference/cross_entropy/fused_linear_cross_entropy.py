@@ -1,0 +1,119 @@
+"""Cross entropy of ``hidden @ weight.T + bias`` without rows x vocabulary in memory.
+
+A scalar loss computes its gradients in the forward pass, unnormalized (as of the sum over rows,
+class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
+arrives, and divides them in backward; ``none`` keeps only ``lse`` and computes the logits once more
+when the upstream gradient of every row is known. :func:`forward_and_backward` makes both halves
+from a backend's row kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.retry import retried
+from liger_multi.reference.cross_entropy import objective as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
+from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+from liger_multi.reference.cross_entropy.gradients import Accumulator, Gradients, scale_to
+from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, RowStats
+
+
+class ReferenceRows:
+    """Row kernels in plain PyTorch."""
+
+    statistics = staticmethod(rows_of.statistics)
+    scale = staticmethod(scale_to)
+    rounding: ClassVar[Rounding] = PLAIN
+
+    @staticmethod
+    def statistics_and_gradient_(
+        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, scales: Tensor,
+        outputs: str,
+    ) -> RowStats:  # fmt: skip
+        """Statistics of a chunk; ``raw`` becomes its gradient."""
+        rows = rows_of.statistics(raw, target, weight, objective, outputs)
+        by = (scales[0], scales[1])
+        rows_of.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
+        return rows
+
+    @staticmethod
+    def gradient_(
+        raw: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, objective: Objective,
+        dloss: Tensor,
+    ) -> None:  # fmt: skip
+        """``raw`` becomes its gradient for one upstream gradient a row."""
+        rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
+
+
+def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's row kernels."""
+
+    @retried
+    def forward(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
+        class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
+        z_loss_weight: float, softcap: Optional[float], reduction: str, logit_scale: float,
+        chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
+        compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[
+        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    ]:  # fmt: skip
+        reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
+        spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
+        plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
+        needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
+        by = reduction_of.denominators(target, class_weight, ignore_index, reduction, chunks.kind)
+        scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
+        dropped = chunks.index is not None
+        rows = RowStats.empty(target.numel(), spec, outputs, chunks.buffer, ignored=dropped)
+        into = Accumulator(chunks, hidden, weight, accumulate, needs)
+        for place, where, h, t, raw in chunks:
+            if any(needs):
+                made = kernels.statistics_and_gradient_(raw, t, class_weight, spec, scales, outputs)
+                into.add(place, where, h, raw)
+            else:
+                made = kernels.statistics(raw, t, class_weight, spec, outputs)
+            rows.put(where, made)
+        results = reduction_of.reduced(rows, target, spec, reduction, by, outputs)
+        return (*results, *into.gradients, by)  # type: ignore[return-value]
+
+    @retried
+    def backward(
+        dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor], target: Tensor,
+        bias: Optional[Tensor], class_weight: Optional[Tensor], lse: Tensor,
+        hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
+        denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
+        softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
+        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
+        needs_hidden: bool, needs_weight: bool, needs_bias: bool, hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype, bias_dtype: Optional[torch.dtype],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
+        factor: Tensor | None = None
+        if hidden is not None and weight is not None:
+            spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
+            plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+            needs = (needs_hidden, needs_weight, needs_bias)
+            chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
+            into = Accumulator(chunks, hidden, weight, accumulate, needs)
+            for place, where, h, t, raw in chunks:
+                kernels.gradient_(raw, t, class_weight, lse[where], spec, dloss[where].contiguous())
+                into.add(place, where, h, raw)
+            gradients = into.gradients
+        else:
+            factor = reduction_of.divide(dloss, denominators[1])
+        kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
+        return tuple(
+            kernels.scale(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True)
+        )  # type: ignore[return-value]
+
+    return forward, backward
+
+
+forward, backward = forward_and_backward(ReferenceRows)

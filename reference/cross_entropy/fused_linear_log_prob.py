@@ -1,0 +1,103 @@
+"""Log-probabilities of tokens under ``hidden @ weight.T + bias``, their entropy and normalizer.
+
+Forward keeps numbers of rows only; backward computes the logits again, a chunk at a time, and
+overwrites them by their gradient. :func:`forward_and_backward` makes both halves from a backend's
+row kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.retry import retried
+from liger_multi.reference.cross_entropy import objective as rows_of
+from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
+from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+from liger_multi.reference.cross_entropy.gradients import Accumulator, scale_to
+from liger_multi.reference.cross_entropy.log_prob import (
+    Upstream,
+    gradient_,
+    upstream_of,
+    within_range,
+)
+from liger_multi.reference.cross_entropy.reduction import check_targets
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+
+
+class LogProbKernels(Protocol):
+    """What a backend's row kernels do with a chunk of raw logits."""
+
+    rounding: Rounding
+
+    def statistics(
+        self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
+    ) -> RowStats:
+        """Statistics of every row; ``raw`` is left alone."""
+
+    def log_prob_gradient_(
+        self, raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+    ) -> None:
+        """Overwrite ``raw`` by its gradient."""
+
+
+class ReferenceRows:
+    """Row kernels in plain PyTorch."""
+
+    scale = staticmethod(scale_to)
+    rounding: Rounding = PLAIN
+    statistics = staticmethod(rows_of.statistics)
+    log_prob_gradient_ = staticmethod(gradient_)
+
+
+def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's row kernels."""
+
+    @retried
+    def forward(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
+        softcap: Optional[float], logit_scale: float, chunk: int, budget: int,
+        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
+        validate: bool, outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        check_targets(target, weight.shape[0], ignore_index, validate)
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
+        dropped = chunks.index is not None
+        like, count = chunks.buffer, target.numel()
+        rows = RowStats.empty(count, spec, outputs, like, ignored=dropped, loss=False)
+        for _, where, _, t, raw in chunks:
+            rows.put(where, kernels.statistics(raw, t, None, spec, outputs))
+        return rows.log_prob, rows.entropy, rows.lse, rows.argmax
+
+    @retried
+    def backward(
+        dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], entropy: Tensor,
+        lse: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float, chunk: int,
+        budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
+        needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
+        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        needs = (needs_hidden, needs_weight, needs_bias)
+        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs_hidden)
+        into = Accumulator(chunks, hidden, weight, accumulate, needs)
+        arrived = upstream_of(
+            dlog_prob, dentropy, dlse, entropies=entropy, target=target,
+            vocabulary=weight.shape[0], objective=spec,
+        )  # fmt: skip
+        upstream, factor = within_range(arrived, spec, chunks.kind)
+        for place, where, h, t, raw in chunks:
+            kernels.log_prob_gradient_(raw, t, lse[where].contiguous(), spec, upstream.at(where))
+            into.add(place, where, h, raw)
+        kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        return tuple(scale_to(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
+
+    forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
+    return forward, backward
+
+
+forward, backward = forward_and_backward(ReferenceRows())

@@ -1,0 +1,77 @@
+"""From rows to a loss: checked targets, divisors of the mean, and the outputs of the contracts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+
+
+def check_targets(
+    target: Tensor, vocabulary: int, ignore_index: int | None, validate: bool, name: str = "target"
+) -> None:
+    """Raise for a target outside of ``[0, vocabulary)``: on a CPU, elsewhere on demand (a sync)."""
+    if not (validate or target.device.type == "cpu") or target.numel() == 0:
+        return
+    wrong = (target < 0) | (target >= vocabulary)
+    if ignore_index is not None:
+        wrong &= target != ignore_index
+    if bool(wrong.any()):
+        row, value = int(wrong.nonzero()[0, 0]), int(target[wrong][0])
+        raise IndexError(
+            f"{name} {value} at row {row} is out of range: expected 0 <= {name} < {vocabulary}"
+            + ("" if ignore_index is None else f" or ignore_index = {ignore_index}")
+        )
+
+
+def denominators(
+    target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, dtype: torch.dtype
+) -> Tensor:
+    """Divisors of ``ce`` and ``zl``: sum of the class weights of valid targets and their count."""
+    kind = statistics_dtype(dtype)
+    if reduction != "mean":
+        return torch.ones(2, dtype=kind, device=target.device)
+    valid = target != ignore_index
+    count = valid.sum(dtype=kind)
+    if weight is None:
+        return torch.stack((count, count))
+    label = torch.where(valid & (target >= 0) & (target < weight.shape[0]), target, 0)
+    return torch.stack((torch.where(valid, weight.to(kind)[label], 0).sum(), count))
+
+
+def divide(value: Tensor, by: Tensor) -> Tensor:
+    """``value / by``, and 0 where ``by`` is 0."""
+    return torch.where(by == 0, 0, value / by)
+
+
+def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """Factors of the gradients of ``ce`` and ``zl``: scalars, or one a row for ``none``."""
+    return (dloss, dloss) if reduction == "none" else (divide(dloss, by[0]), divide(dloss, by[1]))
+
+
+def reduced(
+    rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
+) -> tuple[Tensor, ...]:
+    """Loss and the wanted outputs in the order of the contract."""
+    wanted = outputs.split(",")
+    if reduction == "none":
+        loss, z_loss = rows.ce + rows.zl if rows.zl.numel() else rows.ce, rows.zl
+    else:
+        z_loss = divide(rows.zl.sum(), by[1])
+        loss = divide(rows.ce.sum(), by[0]) + z_loss
+    accuracy = rows.ce.new_empty(0)
+    if "token_accuracy" in wanted:
+        hits = ((rows.argmax == target) & (target != objective.ignore_index)).to(rows.ce.dtype)
+        valid = (target != objective.ignore_index).sum(dtype=rows.ce.dtype)
+        accuracy = hits if reduction == "none" else divide(hits.sum(), valid)
+    return (
+        loss,
+        z_loss if "z_loss" in wanted else rows.ce.new_empty(0),
+        accuracy,
+        rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0),
+        rows.log_prob,
+        rows.entropy,
+        rows.lse,
+    )

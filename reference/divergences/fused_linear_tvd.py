@@ -1,0 +1,6 @@
+"""Total variation distance of two linear heads, without holding all their logits."""
+
+from liger_multi.reference.divergences.fused_linear_divergence import forward_and_backward
+from liger_multi.reference.divergences.given_rows import ReferenceRows
+
+forward, backward = forward_and_backward("tvd", ReferenceRows)

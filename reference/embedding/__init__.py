@@ -1,0 +1,1 @@
+"""Embedding look-up."""

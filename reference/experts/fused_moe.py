@@ -1,0 +1,95 @@
+"""A mixture of gated experts, one expert after the other over its sorted pairs."""
+
+from itertools import pairwise
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.experts.pairs import (
+    bounds_of,
+    gradients,
+    product,
+    sorted_pairs,
+    sum_of_pairs,
+)
+
+
+def forward(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
+    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
+    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
+    needs_gate_up_bias: bool, needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Two products for every expert that has tokens."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
+    keep = keep or needs_gate_up_bias or needs_down_bias
+    how, experts = (activation, limit, alpha, up_offset, interleaved), first.shape[0]
+    _, order, offsets = sorted_pairs(index, experts)
+    gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
+    pairs = x.new_zeros(index.numel(), x.shape[1])
+    bounds = bounds_of(offsets, index.numel())
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        place = order[start:stop].long()
+        bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        inner = linear(x[place // index.shape[1]], first[e], bias)
+        if keep:
+            gate_up[start:stop] = inner
+        pairs[place] = linear(product(inner, how), second[e], other)
+    return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
+
+
+def backward(
+    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
+    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
+    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
+    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
+    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Four products for every expert; the activation's product is computed again."""
+    dy = dy.to(gate_up.dtype)
+    how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    experts, top_k = down_weight.shape[0], index.shape[1]
+    first = (experts, gate_up.shape[1], dy.shape[1])
+    dfirst = dy.new_zeros(first if needs_gate_up_weight else 0)
+    dsecond = dy.new_zeros((experts, dy.shape[1], first[1] // 2) if needs_down_weight else 0)
+    drouting = routing.new_zeros(routing.shape if needs_routing else 0)
+    dbias = dy.new_zeros(first[:2] if needs_gate_up_bias else 0)
+    dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)
+    pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
+    bounds = bounds_of(offsets, index.numel())
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        place = order[start:stop].long()
+        upstream, inner = dy[place // top_k], gate_up[start:stop]
+        weight = routing.reshape(-1)[place].to(kind).unsqueeze(1)
+        second = down_weight[e].mT if transposed else down_weight[e]
+        dproduct, made = (upstream @ second).to(kind), product(inner.to(kind), how)
+        if needs_routing:
+            share = (dproduct * made).sum(1)
+            if down_bias is not None:
+                share = share + (upstream.to(kind) * down_bias[e].to(kind)).sum(1)
+            drouting.view(-1)[place] = share.to(drouting.dtype)
+        if needs_down_weight:
+            dsecond[e] = upstream.mT @ (made * weight).to(dy.dtype)
+        if needs_down_bias:
+            dother[e] = (upstream.to(kind) * weight).sum(0).to(dy.dtype)
+        dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
+        if needs_gate_up_weight and x is not None:
+            dfirst[e] = dinner.mT @ x[place // top_k]
+        if needs_gate_up_bias:
+            dbias[e] = dinner.sum(0, dtype=kind).to(dy.dtype)
+        if needs_x and gate_up_weight is not None:
+            pairs[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
+    dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)
+    if transposed:
+        turned = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
+        dfirst, dsecond = turned
+    return dx, dfirst, dsecond, drouting, dbias, dother

@@ -1,5 +1,0 @@
-"""The divergence of Kullback and Leibler of given rows, computed again in backward."""
-
-from liger_multi.reference.divergence_halves import ReferenceRows, halves
-
-forward, backward = halves("kl_div", ReferenceRows)

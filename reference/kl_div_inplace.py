@@ -1,5 +1,0 @@
-"""As kl_div, over the student: its rows are overwritten by their gradient."""
-
-from liger_multi.reference.divergence_halves import ReferenceRows, overwriting, scale_
-
-forward, backward = overwriting("kl_div", ReferenceRows), scale_

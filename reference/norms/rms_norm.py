@@ -1,0 +1,80 @@
+"""RMSNorm, ``y = w * x / sqrt(mean(x^2) + eps)``, in the order of the Hugging Face classes."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+
+
+def _scaled(
+    n: Tensor, weight: Tensor | None, offset: float, casting: str, dtype: torch.dtype
+) -> Tensor:
+    if weight is None:
+        return n.to(dtype)
+    if casting == "gemma":
+        return (n * (offset + weight.to(n.dtype))).to(dtype)
+    w = weight + offset if offset else weight
+    return w * n.to(dtype) if casting == "llama" else (w * n).to(dtype)
+
+
+def forward(
+    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor]:
+    """Normalize block by block of rows; statistics in fp32 (fp64 for fp64)."""
+    kind, rows = statistics_dtype(x.dtype), as_rows(x)
+    wide = x.dtype if weight is None or casting != "llama" else weight.dtype
+    result = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, wide))
+    y = result.view(rows.shape)  # the result is no view, so that models may write to it
+    rstd = rows.new_empty(rows.shape[0], dtype=kind)
+    for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
+        f = rows[block].to(kind)
+        r = torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
+        y[block] = _scaled(f * r, weight, offset, casting, x.dtype)
+        rstd[block] = r.squeeze(-1)
+    return result, rstd.view(x.shape[:-1])
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """``dx = rstd * (g - n * mean(g * n))``, ``g = dy * w``; ``dw`` sums ``dy * n`` over rows."""
+    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+
+
+def gradients(
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Those of :func:`backward`; ``ds``, from other uses of x, is added before dx is rounded."""
+    kind, rows, dys, rstds = rstd.dtype, as_rows(x), as_rows(dy), rstd.reshape(-1, 1)
+    others = None if ds is None else as_rows(ds)
+    dx = (
+        torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else x.new_empty(0)
+    )
+    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
+    for block in row_blocks(rows.shape[0], 4 * rows.shape[1] * kind.itemsize):
+        n, g = rows[block].to(kind) * rstds[block], dys[block].to(kind)
+        if dw is not None:
+            dw += (g * (n.to(x.dtype).to(kind) if casting == "llama" else n)).sum(0)
+        if needs_x:
+            g = g if weight is None else g * (weight.to(kind) + offset)
+            total = (g - n * (g * n).mean(-1, keepdim=True)) * rstds[block]
+            dx[block] = total if others is None else total + others[block]
+    dweight = x.new_empty(0) if dw is None or weight is None else dw.to(weight.dtype)
+    return dx.view(x.shape) if needs_x else dx, dweight

@@ -1,0 +1,1 @@
+"""Residual streams: hyper-connections and attention over depth."""

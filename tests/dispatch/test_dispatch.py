@@ -1,0 +1,600 @@
+"""Configuration, the choice of a backend, and what the machinery promises around autograd."""
+
+import concurrent.futures
+import copy
+import logging
+import multiprocessing
+import pickle
+import sys
+import textwrap
+import threading
+import types
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi import errors, ops
+from liger_multi.dispatch.backend import Backend
+from liger_multi.dispatch.config import configure, current, forget
+from liger_multi.dispatch.config_file import parse_bytes
+from liger_multi.dispatch.op import OPS, Op, inline_ops
+from liger_multi.dispatch.resolution import resolve
+from liger_multi.samples import of
+from liger_multi.tolerance import excess
+
+
+def chosen(op="rms_norm", direction="forward", device="cpu"):
+    return liger_multi.explain(op, device).chosen(op, direction)
+
+
+# --- configuration ---
+
+
+def test_auto_on_a_cpu_is_the_reference():
+    assert chosen() == "reference"
+
+
+def test_precedence(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    file.write_text("ops: {rms_norm: [reference], swiglu: [reference]}\nchunk_bytes: 3MiB\n")
+    monkeypatch.setenv("LIGER_MULTI_CONFIG", str(file))
+    configure(None)
+    assert current().choice("rms_norm", "cpu").source == str(file)
+    assert current().chunk_bytes == 3 * 2**20
+    configure({"ops": {"rms_norm": "reference"}})
+    assert current().choice("rms_norm", "cpu").source == "configure()"
+    assert current().choice("swiglu", "cpu").source == str(file)
+    with liger_multi.use(rms_norm="reference"):
+        assert current().choice("rms_norm", "cpu").source == "use()"
+    assert current().choice("rms_norm", "cpu").source == "configure()"
+
+
+def test_globs_devices_and_defaults():
+    configure(
+        {
+            "default": ["reference"],
+            "ops": {"fused_linear_*": ["triton", "reference"], "rms_norm": ["reference"]},
+            "devices": {"cuda": {"ops": {"rms_norm": ["triton", "reference"]}}},
+        }
+    )
+    choose = lambda op, device: current().choice(op, device).order  # noqa: E731
+    assert choose("fused_linear_cross_entropy", "cpu") == ("triton", "reference")
+    assert choose("rms_norm", "cpu") == ("reference",)
+    assert choose("rms_norm", "cuda") == ("triton", "reference")
+    assert choose("swiglu", "cpu") == ("reference",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"ops": {"rms_nrom": "reference"}}, "did you mean 'rms_norm'"),
+        ({"ops": {"no_such_*": "reference"}}, "unknown operator"),
+        ({"ops": {"rms_norm": "refrence"}}, "did you mean 'reference'"),
+        ({"opps": {}}, "did you mean 'ops'"),
+        ({"ops": {"rms_norm": 3}}, "got 3"),
+        ({"ops": {"rms_norm": []}}, "got \\[\\]"),
+        ({"ops": ["rms_norm"]}, "must be a mapping of operator names"),
+        ({"devices": {"cuda": {"op": {}}}}, "did you mean 'ops'"),
+        ({"ops": {"rms_norm": ["auto", "reference"]}}, "mixes 'auto'"),
+        ({"chunk_bytes": "many"}, "got 'many'"),
+    ],
+)
+def test_wrong_configurations_name_what_is_wrong_and_change_nothing(content, message):
+    configure({"ops": {"rms_norm": "reference"}})
+    before = current()
+    with pytest.raises(errors.ConfigurationError, match=message):
+        configure(content)
+    assert current() is before
+
+
+def test_files_that_are_no_configuration(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("ops: {rms_norm: [")
+    with pytest.raises(errors.ConfigurationError, match=r"broken\.yaml' is not YAML"):
+        configure(broken)
+    with pytest.raises(errors.ConfigurationError, match="cannot read the configuration"):
+        configure(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("- rms_norm\n")
+    with pytest.raises(errors.ConfigurationError, match="must be a mapping with the keys"):
+        configure(tmp_path / "list.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x9f")
+    with pytest.raises(errors.ConfigurationError, match="is not YAML"):
+        configure(tmp_path / "binary.yaml")
+
+
+def test_byte_counts():
+    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
+    assert parse_bytes(4096, "x") == 4096
+    for wrong in (0, -1, True, "1 TB", ""):
+        with pytest.raises(errors.ConfigurationError, match="positive number"):
+            parse_bytes(wrong, "x")
+
+
+def test_unknown_operator_to_explain():
+    with pytest.raises(errors.ConfigurationError, match="did you mean 'swiglu'"):
+        liger_multi.explain("swigul")
+
+
+# --- choice ---
+
+
+def test_a_bound_backend_that_cannot_run_says_why():
+    x = torch.randn(3, 8)
+    with (
+        liger_multi.use(rms_norm="npu"),
+        pytest.raises(errors.BackendUnavailableError, match="needs torch_npu"),
+    ):
+        ops.rms_norm(x)
+    with liger_multi.use(rms_norm=["npu", "reference"]):
+        assert ops.rms_norm(x).shape == x.shape
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with (
+        liger_multi.use(swiglu="triton"),
+        pytest.raises(
+            errors.BackendUnavailableError,
+            match=r"only under its interpreter \(TRITON_INTERPRET=1\)",
+        ),
+    ):
+        ops.swiglu(torch.randn(2, 4), torch.randn(2, 4))
+
+
+def test_a_dtype_without_kernels_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with (
+        liger_multi.use(swiglu="triton"),
+        pytest.raises(errors.BackendUnavailableError, match="and bfloat16, not float64"),
+    ):
+        ops.swiglu(torch.randn(2, 4).double(), torch.randn(2, 4).double())
+
+
+def test_unknown_devices_get_the_reference():
+    for device in ("meta", "mps", "xpu"):
+        assert chosen(device=device) == "reference"
+    y = ops.rms_norm(torch.empty(3, 8, device="meta"), torch.empty(8, device="meta"))
+    assert (y.device.type, y.shape) == ("meta", (3, 8))
+    loss = ops.fused_linear_cross_entropy(
+        torch.empty(4, 8, device="meta"),
+        torch.empty(9, 8, device="meta"),
+        torch.empty(4, dtype=torch.long, device="meta"),
+    )
+    assert loss.device.type == "meta"
+
+
+def test_explain_names_every_backend_with_a_reason():
+    found = liger_multi.explain("rms_norm", "cpu")
+    assert {r.backend for r in found.rows} >= {"reference", "triton", "cuda", "rocm", "npu"}
+    assert all(r.chosen or r.reason for r in found.rows)
+    assert "needs torch_npu" in str(found)
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """A backend from outside the tree, with forward of rms_norm only, that refuses wide rows."""
+    from liger_multi.dispatch import registry, resolution
+    from liger_multi.reference.norms import rms_norm as reference
+
+    calls = []
+    package, module = types.ModuleType("toy_backend"), types.ModuleType("toy_backend.rms_norm")
+    package.BACKEND, package.__path__ = Backend("toy", device_type="cpu"), []
+    source = textwrap.dedent(
+        """
+        from typing import Optional
+        from torch import Tensor
+
+        def forward(
+            x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+        ) -> tuple[Tensor, Tensor]:
+            calls.append("forward")
+            return reference.forward(x, weight, eps, offset, casting)
+
+        def supports(x):
+            return f"takes rows up to 16, got {x.shape[-1]}" if x.shape[-1] > 16 else None
+        """
+    )
+    exec(source, {"calls": calls, "reference": reference}, vars(module))
+    module.calls, module.forward.__globals__["calls"] = calls, calls
+    point = types.SimpleNamespace(name="toy", value="toy_backend")
+    monkeypatch.setitem(sys.modules, "toy_backend", package)
+    monkeypatch.setitem(sys.modules, "toy_backend.rms_norm", module)
+    module.__spec__ = types.SimpleNamespace(name="toy_backend.rms_norm")
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
+    cached = (
+        registry.packages,
+        registry.backends,
+        registry.unavailable,
+        registry.module,
+        resolution._half,
+    )
+    for function in cached:
+        function.cache_clear()
+    forget()
+    yield calls
+    monkeypatch.undo()
+    for function in cached:
+        function.cache_clear()
+    forget()
+
+
+def test_an_entry_point_adds_a_backend_that_may_implement_one_half(plugin, caplog):
+    x = torch.randn(3, 8, requires_grad=True)
+    ops.rms_norm(x).sum().backward()
+    assert plugin == ["forward"]
+    wide = torch.randn(3, 32)
+    with caplog.at_level(logging.WARNING, "liger_multi"):
+        ops.rms_norm(wide)
+        ops.rms_norm(wide)
+    assert plugin == ["forward"]
+    said = [
+        r.getMessage() for r in caplog.records if "takes rows up to 16, got 32" in r.getMessage()
+    ]
+    assert len(said) == 1, "a fall to the reference is said once"
+    with (
+        liger_multi.use(rms_norm="toy"),
+        pytest.raises(errors.BackendUnavailableError, match="got 32"),
+    ):
+        ops.rms_norm(wide)
+
+
+def test_a_wrong_signature_is_refused_when_loaded(plugin):
+    module = sys.modules["toy_backend.rms_norm"]
+
+    def forward(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return x
+
+    module.forward = forward
+    with pytest.raises(errors.ContractError, match="its contract is"):
+        ops.rms_norm(torch.randn(3, 8))
+
+
+def test_an_exception_inside_a_kernel_propagates(plugin):
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ZeroDivisionError("inside")
+
+    sys.modules["toy_backend.rms_norm"].forward = forward
+    with pytest.raises(ZeroDivisionError, match="inside"):
+        ops.rms_norm(torch.randn(3, 8))
+
+
+# --- autograd ---
+
+
+def spy_backends(monkeypatch, op):
+    """The configuration source that each direction was resolved under."""
+    seen = []
+    for prim in OPS[op].primitives:
+        original = prim.call
+        monkeypatch.setattr(
+            prim,
+            "call",
+            lambda *a, p=prim, f=original: (
+                seen.append((p.direction, current().choice(op, "cpu").source)),
+                f(*a),
+            )[1],
+        )
+    return seen
+
+
+def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
+    seen = spy_backends(monkeypatch, "rms_norm")
+    x = torch.randn(3, 8, requires_grad=True)
+    with liger_multi.use(rms_norm="reference"):
+        y = ops.rms_norm(x)
+    y.sum().backward()
+    assert seen == [("forward", "use()"), ("backward", "use()")]
+
+
+class Nested(torch.autograd.Function):
+    """A backward in a backward, ``depth`` times: autograd then takes a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, seen):
+        ctx.depth, ctx.seen = depth, seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                inner = Nested.apply(grad.detach().requires_grad_(), ctx.depth - 1, ctx.seen)
+                inner.sum().backward()
+        else:
+            source = current().choice("rms_norm", "cpu").source
+            ctx.seen.append((threading.get_ident(), source))
+        return grad, None, None
+
+
+def sources_in_threads():
+    """Whether a backward ran in this thread, and what it found, in a scope and outside."""
+    seen, x = [], torch.ones(1, requires_grad=True)
+    y = Nested.apply(x, 100, seen)
+    with liger_multi.use(rms_norm="reference"):
+        y.sum().backward()
+    Nested.apply(x, 100, seen).sum().backward()
+    return [(thread == threading.get_ident(), source) for thread, source in seen]
+
+
+def test_autograds_own_threads_see_the_scope_around_backward():
+    """As the backward of a compiled forward does on a device.
+
+    In another process: where autograd has started a thread, no later fork can differentiate.
+    """
+    fresh = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:
+        found = pool.submit(sources_in_threads).result()
+    assert found == [(False, "use()"), (False, "default")]
+
+
+def test_a_yaml_change_reaches_a_compiled_model():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    compiled(x)
+    configure({"ops": {"rms_norm": "npu"}})
+    with pytest.raises(errors.BackendUnavailableError, match="needs torch_npu"):
+        compiled(x)
+
+
+LINEAR = {"embedding", *(op for op in OPS if op.startswith("rope"))}
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("use", [torch.square, torch.clone], ids=["squares", "as they are"])
+def test_double_backward_raises(op, use):
+    """Of the sum of the outputs as they are, the upstream gradient is a constant."""
+    from test_ops import call, outputs
+
+    sample = next(s for s in of(op) if s.size == "small")
+    tensors = sample.make("cpu", torch.float32)
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    result, _ = outputs(call(op, tensors, sample.options))
+    total = sum(use(t).sum() for t in result.values())
+    (grad, *_) = torch.autograd.grad(total, leaves, create_graph=True)
+    if use is torch.clone and op in LINEAR:
+        assert not grad.requires_grad  # a constant, of which nobody can take the derivative
+        return
+    with pytest.raises(errors.DoubleBackwardError, match=f"liger_multi.{op} has first"):
+        grad.pow(2).sum().backward()
+
+
+def test_a_second_backward_is_right_or_raises():
+    x = torch.randn(6, 16, requires_grad=True)
+    w, t = torch.randn(11, 16, requires_grad=True), torch.randint(11, (6,))
+    for loss in (ops.fused_linear_cross_entropy(x, w, t), ops.cross_entropy(x @ w.t(), t)):
+        first = torch.autograd.grad(loss * 2, (x, w), retain_graph=True)
+        again = torch.autograd.grad(loss * 2, (x, w), retain_graph=True)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a, b)
+    loss = ops.cross_entropy(x @ w.t(), t, inplace=True)
+    torch.autograd.grad(loss * 2, (x, w), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss * 2, (x, w))
+
+
+def test_inplace_makes_somebody_elses_saved_logits_raise():
+    x = torch.randn(6, 16, requires_grad=True)
+    p = torch.softmax(x * 1, -1)  # keeps its output, which the loss then overwrites
+    loss = ops.cross_entropy(p, torch.randint(16, (6,)), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_softmax_then_cross_entropy_keeps_its_gradient():
+    """Nothing a caller owns is written, so an upstream softmax sees its own output."""
+    x, t = torch.randn(6, 16, requires_grad=True), torch.randint(16, (6,))
+    ours = torch.autograd.grad(ops.cross_entropy(torch.softmax(x, -1), t), x)[0]
+    right = torch.autograd.grad(torch.nn.functional.cross_entropy(torch.softmax(x, -1), t), x)[0]
+    torch.testing.assert_close(ours, right)
+
+
+def test_inplace_refuses_leaves_and_strides():
+    t = torch.randint(8, (4,))
+    with pytest.raises(ValueError, match="must come from an operation, got a leaf"):
+        ops.cross_entropy(torch.randn(4, 8, requires_grad=True), t, inplace=True)
+    wide = torch.randn(2, 3, 8, requires_grad=True) * 1
+    with pytest.raises(ValueError, match="can be viewed as"):
+        ops.cross_entropy(wide.transpose(0, 1), torch.randint(8, (3, 2)), inplace=True)
+
+
+def test_functorch_transforms_raise_a_message_of_ours():
+    with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
+        torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
+    with pytest.raises(errors.TransformError, match="vmap"):
+        torch.func.vmap(lambda x: ops.rms_norm(x))(torch.randn(3, 2, 8))
+
+
+def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
+    def never(*args):
+        raise AssertionError("a graph node for nobody")
+
+    monkeypatch.setattr(OPS["rms_norm"], "apply", never)
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(AssertionError, match="for nobody"):
+        ops.rms_norm(x)
+    with torch.no_grad():
+        assert ops.rms_norm(x).grad_fn is None
+    assert ops.rms_norm(x.detach()).grad_fn is None
+
+
+def test_frozen_weights_allocate_no_gradient():
+    """The only tensors as large as the weight are the weight and what it needs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        def __init__(self, shape):
+            super().__init__()
+            self.shape, self.found = shape, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for leaf in torch.utils._pytree.tree_leaves(out):
+                if (
+                    isinstance(leaf, torch.Tensor)
+                    and leaf.shape == self.shape
+                    and not leaf._is_view()
+                ):
+                    self.found += 1
+            return out
+
+    x, t = torch.randn(6, 16, requires_grad=True), torch.randint(50, (6,))
+    for frozen in (True, False):
+        w = torch.randn(50, 16, requires_grad=not frozen)
+        mode = Largest(w.shape)
+        with inline_ops(), mode:
+            ops.fused_linear_cross_entropy(x, w, t, chunk=2).backward()
+        assert (mode.found == 0) == frozen
+
+
+def test_hidden_states_without_gradient_do_not_stop_the_weight():
+    w = torch.randn(11, 16, requires_grad=True)
+    ops.fused_linear_cross_entropy(torch.randn(6, 16), w, torch.randint(11, (6,))).backward()
+    assert w.grad.abs().sum() > 0
+
+
+def test_gradient_checkpointing_and_saved_tensor_hooks():
+    from torch.utils.checkpoint import checkpoint
+
+    x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    right = torch.autograd.grad(ops.rms_norm(x, w).pow(2).sum(), (x, w))
+    for reentrant in (True, False):
+        y = checkpoint(lambda a: ops.rms_norm(a, w), x, use_reentrant=reentrant)
+        again = (
+            torch.autograd.grad(y.pow(2).sum(), (x, w)) if not reentrant else _reentrant(y, x, w)
+        )
+        for a, b in zip(right, again, strict=True):
+            assert torch.equal(a, b)
+    with torch.autograd.graph.save_on_cpu():
+        y = ops.rms_norm(x, w)
+    for a, b in zip(right, torch.autograd.grad(y.pow(2).sum(), (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="this PyTorch cannot be asked whether it checkpoints (liger_multi.checks.in_checkpoint)",
+)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_checkpointing_does_not_compute_the_last_product_again(activation):
+    """It stops when it has the input of ``down``, which one operator for all would hide."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
+    weights = [w.requires_grad_() for w in (x, *weights)]
+    mlp = lambda *w: ops.gated_mlp(*w, activation=activation)  # noqa: E731
+    right = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        made = checkpoint(mlp, *weights, use_reentrant=False)
+        found = torch.autograd.grad(made.pow(2).sum(), weights)
+    product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
+    assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
+    for a, b in zip(right, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _reentrant(y, x, w):
+    x.grad = w.grad = None
+    y.pow(2).sum().backward()
+    return x.grad, w.grad
+
+
+def test_selective_checkpointing_sees_the_operator_by_name():
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append(str(op))
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if "liger_multi" in str(op)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    context = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    y = checkpoint(lambda a: ops.rms_norm(a, w), x, use_reentrant=False, context_fn=context)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), x), torch.autograd.grad(ops.rms_norm(x, w).sum(), x)
+    )
+    assert "liger_multi.rms_norm_forward.default" in seen
+
+
+def test_profilers_see_named_operators():
+    with torch.profiler.profile() as profile:
+        ops.rms_norm(torch.randn(3, 8))
+    assert any("liger_multi::rms_norm_forward" in e.key for e in profile.key_averages())
+
+
+def test_autocast_reaches_the_fused_linear_loss_and_leaves_norms_alone():
+    x, w = torch.randn(6, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)
+    t = torch.randint(11, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = torch.nn.functional.cross_entropy((x @ w.t()).float(), t)
+        ours = ops.fused_linear_cross_entropy(x, w, t)
+        assert ops.rms_norm(x).dtype == torch.float32
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ours, ops.fused_linear_cross_entropy(x, w, t)), (
+        "autocast changed nothing"
+    )
+    grads = torch.autograd.grad(ours, (x, w))
+    for a, b in zip(grads, torch.autograd.grad(stock, (x, w)), strict=True):
+        assert a.dtype == torch.float32
+        assert excess(a, b, torch.bfloat16) <= 1
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # mixed inputs, as an adapter's fp32 hidden states over a bf16 head
+        ops.fused_linear_cross_entropy(x, w.bfloat16(), t).backward()
+
+
+def test_contract_mistakes_are_found_when_declared():
+    op = Op("toy_contract")
+    try:
+
+        @op.forward(returns="y")
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        with pytest.raises(
+            errors.ContractError, match="'mean' is no gradient, input, output or flag"
+        ):
+
+            @op.backward(returns="dx")
+            def backward(dy: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+                return dy
+    finally:
+        del OPS["toy_contract"]
+
+
+def test_results_pickle_and_copy():
+    out = ops.cross_entropy(torch.randn(4, 8), torch.randint(8, (4,)), outputs=("lse",))
+    assert torch.equal(pickle.loads(pickle.dumps(out)).lse, copy.deepcopy(out).lse)
+
+
+def test_a_lazy_name_stays_what_it_is():
+    assert liger_multi.patch is liger_multi.patch
+    assert callable(liger_multi.patch)
+    assert callable(liger_multi.ops.rms_norm)
+
+
+def test_resolution_is_cached(monkeypatch):
+    from liger_multi.dispatch import resolution
+
+    x = torch.randn(3, 8)
+    ops.rms_norm(x)
+    monkeypatch.setattr(resolution, "candidates", lambda *a: pytest.fail("resolved again"))
+    ops.rms_norm(x)
+    assert (
+        resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
+        == "liger_multi.reference.norms.rms_norm"
+    )

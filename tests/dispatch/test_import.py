@@ -1,0 +1,206 @@
+"""What importing costs and needs: nothing optional, no driver, no network, no writable home."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = (
+    "triton",
+    "transformers",
+    "torch_npu",
+    "rich",
+    "matplotlib",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "trl",
+)
+
+TRAIN = """
+import torch
+import liger_multi
+from liger_multi import ops
+
+x = torch.randn(6, 16, requires_grad=True)
+w = torch.ones(16, requires_grad=True)
+head = torch.randn(40, 16, requires_grad=True)
+target = torch.tensor([1, 2, -100, 39, 0, 7])
+loss = ops.fused_linear_cross_entropy(ops.swiglu(ops.rms_norm(x, w), x), head, target)
+loss = loss + ops.cross_entropy(x @ head.T, target)
+loss.backward()
+assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, w, head))
+"""
+
+# A stock model, built from its configuration as nothing can be fetched, and trained patched.
+PATCHED = """
+import torch
+import liger_multi
+from transformers import LlamaConfig, LlamaForCausalLM
+
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+))
+liger_multi.patch(model, strict=True)
+ids = torch.arange(12).view(2, 6)
+out = model(input_ids=ids, labels=ids)
+out.loss.backward()
+assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+assert out.logits.argmax(-1).shape == ids.shape
+"""
+
+# Finds a module where it was told to hide one, and says so as a machine without it would.
+HIDE = """
+import sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+sys.meta_path.insert(0, Hide())
+import importlib.util
+original = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: (
+    None if name.partition(".")[0] in {names!r} else original(name, package)
+)
+"""
+
+
+def python(code, *, cwd=ROOT, **environment):
+    """Run code in a fresh interpreter that finds this checkout."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error:::liger_multi", "-c", code],
+        cwd=cwd,
+        env={**env, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# torch may import one of these itself: what counts is what comes on top.
+BEFORE = "import sys, torch\nbefore = set(sys.modules)\n"
+ADDED = f"print(*(m for m in {OPTIONAL!r} if m in set(sys.modules) - before))\n"
+NO_DEVICES = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+}
+
+
+def test_importing_loads_nothing_optional_and_touches_no_driver():
+    code = (
+        BEFORE
+        + "import liger_multi, threading\n"
+        + ADDED
+        + "print(torch.cuda.is_initialized(), *(t.name for t in threading.enumerate()))"
+    )
+    assert python(code) == "False MainThread"
+
+
+def test_modules_are_loaded_when_they_are_asked_for_and_load_nothing_optional():
+    use = """
+import liger_multi
+print("liger_multi.nn" in sys.modules)
+y = liger_multi.nn.RMSNorm(4)(torch.ones(2, 4))
+loss = liger_multi.nn.CrossEntropyLoss()(y, torch.tensor([0, 1]))
+from liger_multi import nn
+print(nn is liger_multi.nn is sys.modules["liger_multi.nn"], round(loss.item(), 3))
+"""
+    said = python(BEFORE + use + ADDED, **NO_DEVICES)
+    assert said.splitlines() == ["False", "True 1.386"]
+
+
+def test_the_first_calls_without_a_device_load_nothing_optional():
+    assert python(BEFORE + TRAIN + ADDED + "print('ran')", **NO_DEVICES) == "ran"
+
+
+def test_every_operator_runs_with_optional_packages_hidden():
+    bound = """
+try:
+    with liger_multi.use(rms_norm="triton"):
+        ops.rms_norm(x, w)
+except liger_multi.errors.BackendUnavailableError as error:
+    print(error)
+"""
+    said = python(HIDE.format(names=OPTIONAL) + TRAIN + bound)
+    assert "needs Triton, which is not installed" in said
+    assert "rms_norm" in said
+
+
+@pytest.mark.parametrize("what", ["operators", "patched model"])
+def test_offline_with_a_read_only_home(tmp_path, what):
+    if what == "patched model":
+        pytest.importorskip("transformers")
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    for folder in (home, work):
+        folder.chmod(0o555)
+    # A superuser writes where permission is denied: refuse the calls, as a read-only mount does.
+    refuse = """
+import builtins, os, socket
+HOME = os.path.realpath(os.environ["HOME"])
+
+def guard(call):
+    def refused(path, *args, **kwargs):
+        text = os.fspath(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+        text = os.fsdecode(text)
+        mode = args[0] if args and isinstance(args[0], str) else kwargs.get("mode", "w")
+        writes = call is not real_open or any(c in str(mode) for c in "wax+")
+        if writes and os.path.realpath(text).startswith((HOME, os.getcwd())):
+            raise OSError(30, "Read-only file system", text)
+        return call(path, *args, **kwargs)
+    return refused
+
+def offline(*args, **kwargs):
+    raise OSError(101, "Network is unreachable")
+
+real_open = builtins.open
+builtins.open, os.mkdir, os.makedirs = guard(real_open), guard(os.mkdir), guard(os.makedirs)
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = offline
+"""
+    environment = {
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **NO_DEVICES,  # a driver keeps a cache of its own at home
+    }
+    train = TRAIN if what == "operators" else PATCHED
+    assert python(refuse + train + "print('ran')", cwd=work, **environment) == "ran"
+    assert not list(home.iterdir())
+    assert not list(work.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "module"), [("backends", "backends.cuda"), ("reference", "reference.rms_norm")]
+)
+def test_a_source_folder_refuses_another_name(folder, module):
+    code = f"""
+for name in ({folder!r}, {module!r}):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+"""
+    said = python(code).splitlines()
+    assert len(said) == 2
+    for line in said:
+        assert f"liger_multi.{folder}" in line
+        assert repr(folder) in line
+
+
+def test_an_attribute_that_is_absent_says_so():
+    with pytest.raises(AttributeError, match="'liger_multi' has no attribute 'pach'"):
+        importlib.import_module("liger_multi").pach  # noqa: B018

@@ -1,0 +1,195 @@
+"""Launches past Triton's argument binder, and the tuner of launch numbers."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_multi.dispatch import launch as numbers
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+from ci import bench_models, host_time, tune, tune_table
+from liger_multi.backends.triton.common import launching
+
+ROOT = Path(__file__).parents[2]
+
+
+class Kernel:
+    """Stands in for a jitted kernel; what it compiled stands in for a compiled one."""
+
+    def __init__(self):
+        self.bound, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.bound.append((grid, args, options))
+            return types.SimpleNamespace(
+                run=lambda *a: self.direct.append(a), function=7, packed_metadata=8
+            )
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    active = types.SimpleNamespace(get_current_stream=lambda device: 99)
+    runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=active))
+    monkeypatch.setattr(launching.triton, "runtime", runtime)
+    monkeypatch.setattr(launching, "_DIRECT", True)
+    monkeypatch.setattr(launching, "_compiled", {})
+    return Kernel()
+
+
+def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
+    x = torch.zeros(32)
+    for rows in (48, 64):  # both divisible by 16
+        launching.launch(kernel, 5, (x, None, rows, 1e-6), (True, 128), 4)
+    assert [(grid, args) for grid, args, _ in kernel.bound] == [
+        ((5, 1), (x, None, 48, 1e-6, True, 128))
+    ]
+    assert kernel.bound[0][2] == {"num_warps": 4, "enable_fp_fusion": True}
+    assert kernel.direct == [(5, 1, 1, 99, 7, 8, None, None, None, x, None, 64, 1e-6, True, 128)]
+
+
+def test_whatever_triton_specializes_on_compiles_again(kernel):
+    wide = torch.zeros(64)
+    calls = [
+        ((wide, 48), (1,), 4),
+        ((wide[1:], 48), (1,), 4),  # no longer divisible by 16 bytes
+        ((wide.double(), 48), (1,), 4),
+        ((wide, 47), (1,), 4),
+        ((wide, 1), (1,), 4),
+        ((wide, 2**40), (1,), 4),
+        ((wide, 2**40 + 1), (1,), 4),
+        ((wide, None), (1,), 4),
+        ((wide, 48.0), (1,), 4),
+        ((wide, 48), (2,), 4),
+        ((wide, 48), (1,), 8),
+    ]
+    for args, constants, warps in calls:
+        launching.launch(kernel, 1, args, constants, warps)
+    assert len(kernel.bound) == len(calls)
+    assert not kernel.direct
+
+
+def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
+    x = torch.zeros(32)
+    launching.launch(kernel, 1, (x,), (), 4)
+    hooks = types.SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
+    monkeypatch.setattr(launching, "_RUNTIME", hooks)
+    launching.launch(kernel, 1, (x,), (), 4)
+    hooks.launch_enter_hook = types.SimpleNamespace(calls=[])  # a chain without members
+    launching.launch(kernel, 1, (x,), (), 4)
+    assert (len(kernel.bound), len(kernel.direct)) == (2, 1)
+
+
+@pytest.mark.slow
+def test_host_time_of_operators_and_steps():
+    command = [sys.executable, "-m", "ci.host_time", "tiny:1x16", "--steps", "1"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name in ("bare Function", "rms_norm", "swiglu", "rope", "gated_mlp"):
+        assert any(re.match(rf"{name} +forward [ \d.]+ backward [ \d.]+ us", x) for x in lines), (
+            name
+        )
+    for name in host_time.VARIANTS:
+        assert any(re.match(rf"tiny:1x16 +{name} +forward", line) for line in lines), name
+
+
+def test_grids_of_the_tuner():
+    assert list(tune.grid("rows=1,2;stages=3|rows=4")) == [
+        {"rows": 1, "stages": 3}, {"rows": 2, "stages": 3}, {"rows": 4}
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"did you mean 'rms_norm\.backward'"):
+        tune.tune("rms_nor.backward", "8192x4096", "", 1)
+    with pytest.raises(ValueError, match="unknown sample '8192x409'"):
+        tune.tune("rms_norm.backward", "8192x409", "", 1)
+
+
+def test_forced_numbers_hold_for_the_block_only():
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        rows: int
+
+    def found():
+        return numbers.config(
+            "some.kernel", lambda info, rows: Config(1), torch.device("cpu"), rows=8
+        )
+
+    with tune.Forced("some.kernel", {"rows": 4}):
+        assert found() == Config(4)
+    assert found() == Config(1)
+
+
+@pytest.mark.parametrize(
+    ("us", "entries"),
+    [
+        ({2: 50.0, 4: 70.0}, {"rows": 2, "num_warps": 4}),
+        ({2: 99.0, 4: 98.0}, None),  # not worth an entry
+        ({2: 120.0, 4: 120.0}, None),
+        ({2: -1.0, 4: 98.0}, None),  # the fastest is wrong
+    ],
+)
+def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        rows: int
+        num_warps: int
+
+    device, seen = torch.device("cpu"), []
+
+    def call(x):
+        k = numbers.config("some.forward", lambda info, rows, cols: Config(4, 4), device,
+                          rows=64, cols=100)  # fmt: skip
+        seen.append(k)
+        return x + (us.get(k.rows, 0) < 0)
+
+    def time_us(prim, args, device):
+        result = prim.call(*args)
+        k = seen[-1]
+        return (100.0 if k == Config(4, 4) else abs(us[k.rows]) * (1 + (k.num_warps != 4))), result
+
+    prim = types.SimpleNamespace(call=call, params=("x",), mutates=())
+    monkeypatch.setattr(tune, "time_us", time_us)
+    monkeypatch.setattr(tune_table, "where", lambda device: "measured on a card")
+    made = tune_table.measure(prim, (torch.zeros(3),), "an op 64x100", device)
+    assert {k.rows for k in seen} == {2, 4}
+    if entries is None:
+        assert made == {}
+        return
+    assert made == {
+        "some.forward": {
+            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "config": entries,
+            "source": "measured on a card: an op 64x100, 100.0 -> 50.0 us",
+        }
+    }  # fmt: skip
+
+
+def test_a_table_is_not_measured_without_a_device(capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tune_table.main([])
+    assert "this machine has none" in capsys.readouterr().err
+
+
+def test_runs_of_whole_models_are_named():
+    run = bench_models.Run.parse("llama-3-8b:2x4096+checkpointing")
+    assert (run.model, run.batch, run.tokens, run.checkpointing) == ("llama-3-8b", 2, 4096, True)
+    assert str(run) == "llama-3-8b:2x4096+checkpointing"
+    for wrong in ("llama:2x8", "tiny:2", "tiny:2x8+fast"):
+        with pytest.raises(ValueError, match="got"):
+            bench_models.Run.parse(wrong)
+    text = bench_models.line(run, "ours", {"failure": "out of memory"}, {})
+    assert text.endswith("out of memory")

@@ -1,0 +1,281 @@
+"""The levels of the Ascend levels that are not the common suite; ``make test-npu`` runs them.
+
+Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin``.
+"""
+
+import importlib.util
+import os
+import re
+
+import pytest
+import torch
+import yaml
+
+if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
+    pytest.skip("needs the environment of make test-npu", allow_module_level=True)
+
+from torch._subclasses import FakeTensorMode
+
+import liger_multi
+from ci.npu import blocks, calls, cases, execute, levels, vendor
+from ci.npu.fused import REFERENCES
+from ci.npu.lowering import CHIPS, LARGEST_GRID
+from liger_multi import ops, samples
+from liger_multi.dispatch.launch import device_info
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import operators
+from liger_multi.errors import BackendUnavailableError
+
+NPU = torch.device("npu", 0)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+
+
+# --- level 1: schemas and meta functions ---
+
+
+def test_every_call_has_a_probe_and_a_reference():
+    assert calls.used() == set(calls.CALLS)
+    assert calls.used() <= set(REFERENCES)
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_calls_fit_the_live_schema(name):
+    args, shapes = calls.CALLS[name]
+    found = getattr(torch.ops.npu, name)(*args, **calls.OPTIONS.get(name, {}))
+    found = [found] if isinstance(found, torch.Tensor) else list(found)
+    assert [tuple(t.shape) for t in found] == shapes
+    assert all(t.is_meta for t in found)
+
+
+@pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_clipped_swiglu"])
+def test_operators_that_lose_gradients_are_not_used(name):
+    assert name not in calls.used()
+
+
+# --- level 2: gradients on fake NPU tensors ---
+
+
+@pytest.mark.parametrize("op", operators())
+def test_every_parameter_gets_its_gradient(op):
+    small = [s for s in samples.of(op) if s.size == "small" and not s.options.get("inplace")]
+    for sample in small[:4]:
+        made = sample.make("cpu", torch.float32)
+        with FakeTensorMode() as mode:
+            fake = {
+                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
+                .requires_grad_(t.requires_grad)
+                for n, t in made.items()
+            }  # fmt: skip
+            found = getattr(ops, op)(**fake, **sample.options)
+            parts = [found] if isinstance(found, torch.Tensor) else list(found)
+            outs = [p for p in parts if p is not None and p.requires_grad]
+            assert outs, sample.name
+            assert all(p.device.type == "npu" for p in outs)
+            torch.autograd.backward(outs, [torch.empty_like(p) for p in outs])
+        assert mode is not None
+        for name, tensor in fake.items():
+            if tensor.requires_grad:
+                assert tensor.grad is not None, f"{sample.name}: no gradient of {name}"
+                assert tensor.grad.shape == tensor.shape
+                assert tensor.grad.dtype == tensor.dtype
+
+
+# --- level 3: what the backend says of the device, and a model ---
+
+
+def test_the_device_is_known():
+    info = device_info(NPU)
+    assert (info.arch, info.cores, info.shared_bytes, info.table) == (
+        "Ascend910B3", 40, 196608, "a2",
+    )  # fmt: skip
+
+
+def test_doctor_names_the_chip():
+    from liger_multi.dispatch.registry import backends
+
+    facts = backends()["npu"].describe()
+    assert facts["chip"] == "Ascend910B3"
+    assert facts["vector cores"] == "40"
+    assert facts["unified buffer"] == "192 KiB"
+    assert facts["torch_npu"].startswith("2.13")
+
+
+def test_float64_and_wide_weights_fall_back():
+    x = torch.randn(4, 8, dtype=torch.float64).to(NPU)
+    with pytest.raises(BackendUnavailableError, match="fp64"), liger_multi.use(rms_norm="npu"):
+        ops.rms_norm(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "offset", "fused"),
+    [
+        (torch.bfloat16, torch.bfloat16, 0.0, True),
+        (torch.float32, torch.float32, 1.0, True),
+        (torch.bfloat16, torch.bfloat16, 1.0, False),
+        (torch.bfloat16, torch.float32, 0.0, False),
+    ],
+)
+def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
+    x = torch.randn(4, 64, dtype=dtype).to(NPU).requires_grad_()
+    w = torch.randn(64, dtype=weight).to(NPU).requires_grad_()
+    before = simulated.calls.copy()
+    ops.rms_norm(x, w, offset=offset).sum().backward()
+    ran = simulated.calls - before
+    assert bool(ran["npu::npu_rms_norm"]) is fused
+    assert bool(ran["npu::npu_rms_norm_backward"]) is fused
+    assert x.grad is not None
+    assert w.grad is not None
+
+
+@compiled
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("width", "rotary", "angles", "path"),
+    [
+        (64, 64, torch.bfloat16, "fused"),
+        (64, 64, torch.float32, "kernel"),
+        (64, 32, torch.bfloat16, "kernel"),
+        (512, 512, torch.float32, "kernel"),
+        (514, 514, torch.float32, "reference"),
+    ],
+)
+def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, path):
+    q, k = (torch.randn(2, 3, 5, width).to(NPU, torch.bfloat16).requires_grad_() for _ in "qk")
+    cos, sin = (torch.randn(1, 5, rotary).to(NPU, angles) for _ in range(2))
+    before, launched = simulated.calls.copy(), execute.launched["_rope_kernel"]
+    q_out, k_out = ops.rope(q, k, cos, sin, style=style)
+    (q_out.sum() + k_out.sum()).backward()
+    ran, launched = simulated.calls - before, execute.launched["_rope_kernel"] - launched
+    assert ran["npu::npu_rotary_mul"] == (4 if path == "fused" else 0)
+    assert launched == (4 if path == "kernel" else 0)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_rotations_of_more_heads_than_a_tile_holds(style):
+    torch.manual_seed(0)
+    made = [torch.randn(2, heads, 3, 260) for heads in (19, 2)]
+    made += [torch.randn(1, 3, 256) for _ in "cs"]
+    found = []
+    for device, dtype in ((NPU, torch.float32), ("cpu", torch.float64)):
+        q, k, cos, sin = (t.to(device, dtype) for t in made)
+        q.requires_grad_()
+        out, _ = ops.rope(q, k, cos, sin, style=style)
+        (out * out.detach().cos()).sum().backward()
+        found.append([out.detach().cpu().double(), q.grad.cpu().double()])
+    torch.testing.assert_close(*found, rtol=1.3e-6, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize(("name", "ran"), [("llama", "rms_norm"), ("mixtral", "grouped_matmul")])
+def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
+    pytest.importorskip("transformers")
+    from models import batch, build
+
+    losses, before = {}, simulated.calls.copy()
+    for device in ("cpu", "npu"):
+        torch.manual_seed(0)
+        model = build(name).to(device)
+        model.set_attn_implementation("eager")
+        report = liger_multi.patch(model, strict=True)
+        assert report is not None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        torch.manual_seed(1)
+        inputs = {n: t.to(device) for n, t in batch(device=torch.device("cpu")).items()}
+        found = []
+        for _ in range(3):
+            loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        losses[device] = found
+    assert losses["npu"][-1] < losses["npu"][0]
+    torch.testing.assert_close(losses["npu"], losses["cpu"], rtol=2e-4, atol=0)
+    assert (simulated.calls - before)[f"npu::npu_{ran}"]
+
+
+# --- level 5: the vendor's compiler ---
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def listed(chip):
+    """What ci/npu/forms has of a chip: for every form its kernel, type, block and verdict."""
+    lines = (blocks.HERE / "forms" / f"{chip}.txt").read_text().splitlines()
+    rows = [line.split(maxsplit=4) for line in lines if line[0] != "#"]
+    return {key: (name, kind, int(block), said) for name, kind, block, key, said in rows}
+
+
+@compiled
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_every_form_is_listed_as_todays_sources_have_it(chip, kind):
+    known = listed(chip)
+    found = cases.launches(CHIPS[chip], DTYPES[kind])
+    assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
+    for launch in found.values():
+        said = known.get(launch.key[:16])
+        assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
+        size = vendor.KINDS[blocks.TYPES[blocks.size_of(launch)]]
+        assert said[:3] == (blocks.key(launch), size, launch.constants["BLOCK"])
+        taken = re.match(rf"(\d+) of {CHIPS[chip].buffer} bytes  ", said[3])
+        assert taken, f"{launch}: {said}"
+        assert 0 < int(taken[1]) <= CHIPS[chip].buffer
+        assert launch.grid[0] <= CHIPS[chip].cores <= LARGEST_GRID
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_block_is_from_a_finished_search(chip):
+    table = yaml.safe_load(
+        (blocks.FOLDER / f"{'a5' if CHIPS[chip].a5 else 'a2'}.yaml").read_text()
+    )["entries"]
+    assert set(table) == set(blocks.NAMES)
+    for name, entries in table.items():
+        for entry in entries:
+            (size, _), block = entry["when"]["bytes"], entry["config"]["block"]
+            assert entry["source"].startswith("finished search, "), entry
+            assert chip in entry["source"]
+            # one more step was refused, or there is none
+            kind = vendor.KINDS[blocks.TYPES[size]]
+            more = [
+                s for n, k, b, s in listed(chip).values() if (n, k, b) == (name, kind, 2 * block)
+            ]
+            refused = [s for s in more if not re.match(r"\d+ of \d+ bytes  ", s)]
+            assert refused or block == max(blocks.SIZES), (name, entry, more)
+
+
+@compiled
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_kernels_compile_as_listed(request, chip, kind):
+    """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
+    known, grouped = (
+        listed(chip),
+        blocks.grouped(cases.launches(CHIPS[chip], DTYPES[kind]).values()),
+    )
+    every = request.config.getoption("--slow-npu")
+    for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
+        verdict = vendor.compile(launch, CHIPS[chip])
+        assert blocks.fits(verdict), verdict
+        assert blocks.why(verdict) == known[launch.key[:16]][3].partition("  ")[0]
+
+
+@compiled
+def test_a_block_that_is_too_large_is_refused():
+    chip = CHIPS["Ascend910B3"]
+    found = cases.launches(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    launch = next(x for x in found.values() if x.name == "_pair_sums_kernel")
+    assert "overflow" in vendor.compile(launch, chip).error
+
+
+# --- the table of paths ---
+
+
+def test_rows_of_the_levels_are_reached():
+    covered = {OPS[name].name for name in cases.CASES}
+    heads = {n.removeprefix("fused_linear_") for n in levels.ROWS if n.startswith("fused_linear_")}
+    for op, row in levels.ROWS.items():
+        if row.level == levels.COMPILED:
+            base = op.removeprefix("fused_linear_").removesuffix("_inplace")
+            assert op in covered or base in covered or base in heads, op

@@ -1,0 +1,97 @@
+"""Every Ascend kernel by name: results, however its programs are run.
+
+Runs as tests/kernels/test_npu.py does: lowered with programs in either order, and interpreted. The
+rows are more than the cores, and the columns more than a step's; so are heads of a rotation.
+"""
+
+import importlib
+import importlib.util
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
+    pytest.skip("needs the environment of make test-npu", allow_module_level=True)
+
+from ci.npu import blocks, cases
+from liger_multi import ops
+from liger_multi.backends import npu
+from liger_multi.samples import Sample, Tensor
+from liger_multi.tolerance import excess
+
+NPU = torch.device("npu", 0)
+FILES = sorted(p.stem for p in Path(npu.__file__).parent.glob("*_kernels.py"))
+MODULES = [importlib.import_module(f"{npu.__name__}.{name}") for name in FILES]
+ROWS, COLS, BLOCK = 41, 200, 128
+X, COLUMN = Tensor((ROWS, COLS)), Tensor((COLS,))
+FIXED = Tensor((ROWS, COLS), grad=False)
+LOGITS = {"logits": X, "target": Tensor((ROWS,), classes=COLS)}
+PAIR = {"student": X, "teacher": FIXED, "target": Tensor((ROWS,), classes=9)}
+FORMS = {"form": "logits", "teacher_form": "logits"}
+ANGLES = {n: Tensor((1, 21, 128), grad=False) for n in ("cos", "sin")}
+OUTSIDE = ANGLES | {n: Tensor((2, heads, 21, 132)) for n, heads in (("q", 3), ("k", 1))}
+INSIDE = ANGLES | {n: Tensor((2, 21, heads, 132)) for n, heads in (("q", 3), ("k", 1))}
+# an operator, tensors, options, and which kernels it is here for
+CALLS = {
+    "norm": ("rms_norm", {"x": X}, {}, ("forward", "backward")),
+    "norm's weight": ("rms_norm", {"x": FIXED, "weight": COLUMN}, {}, ("weight",)),
+    "row": ("cross_entropy", LOGITS, {}, ("statistics", "gradient")),
+    "pair": ("jsd", PAIR, FORMS, ("sums", "gradient")),
+    "gated": ("swiglu", {"gate": X, "up": X}, {}, ("forward", "backward")),
+    "dyt": ("dyt", {"x": X, "alpha": Tensor((1,)), "weight": COLUMN}, {}, ("forward", "backward")),
+    "rope": ("rope", INSIDE, {"unsqueeze_dim": 2}, ("",)),
+    "rope of neighbors": ("rope", OUTSIDE, {"style": "interleaved"}, ("",)),
+}
+
+
+def kernels(call):
+    """The kernels that a call is here for."""
+    name = re.match("[a-z]+", call)[0]
+    return {f"_{name}_{part}_kernel".replace("__", "_") for part in CALLS[call][3]}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What was launched, by the kernel's name."""
+    found = Counter()
+    for module in MODULES:
+        original = module.start
+
+        def start(kernel, pieces, *args, original=original, **constants):
+            found[kernel.__name__] += 1
+            original(kernel, pieces, *args, **constants)
+
+        monkeypatch.setattr(module, "start", start)
+    return found
+
+
+def test_every_kernel_has_a_call():
+    there = {n for m in MODULES for n in vars(m) if n.endswith("_kernel")}
+    assert there == set().union(*map(kernels, CALLS))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_results_of_a_kernel(started, call):
+    op, tensors, options, _ = CALLS[call]
+    made = Sample("kernel", tensors, options).make("cpu", torch.float32)
+    found = []
+    few = dict.fromkeys(blocks.NAMES, BLOCK)
+    for device, wide in ((NPU, torch.float32), (torch.device("cpu"), torch.float64)):
+        given = {
+            n: (t.detach().to(device, wide) if t.is_floating_point() else t.to(device))
+            .requires_grad_(t.requires_grad)
+            for n, t in made.items()
+        }  # fmt: skip
+        with cases.blocks(few):
+            result = getattr(ops, op)(**given, **options)
+            parts = [result] if isinstance(result, torch.Tensor) else list(result)
+            outs = [p for p in parts if p is not None and p.requires_grad]
+            torch.autograd.backward(outs, [p.detach().cos() for p in outs])
+        found.append([t.detach().cpu() for t in outs])
+        found[-1] += [t.grad.cpu() for t in given.values() if t.requires_grad]
+    errors = [excess(got, right, torch.float32) for got, right in zip(*found, strict=True)]
+    assert max(errors) <= 1, errors
+    assert all(started[name] for name in kernels(call)), started

@@ -1,0 +1,287 @@
+"""Every Triton kernel, compiled for eight accelerators: it fits, spills nothing, loads 16 bytes."""
+
+import dataclasses
+import json
+import os
+import re
+from functools import partial
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton's code generators")
+
+from ci import static_launch, static_rows, static_table
+from ci.static import (
+    TARGETS,
+    StaticCase,
+    Variant,
+    kernels,
+    missing,
+    static_cases,
+    variants,
+)
+from ci.static_cases import calls
+from ci.static_code import CORES, Code, resident
+from ci.static_rows import FAMILIES, Ask, Row, full, launches, rows_of, suite, turn
+from ci.static_table import failures, page, verdicts
+
+ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
+
+
+@pytest.fixture(
+    scope="module", params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
+    ids=["by turns", "everywhere"],
+)  # fmt: skip
+def rows(request):
+    """What the tests compile; cached by the source of each kernel."""
+    return rows_of(ARCHS, request.param)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_fit(arch, rows):
+    if missing(TARGETS[arch]):
+        pytest.skip(missing(TARGETS[arch]))
+    mine = [row for row in rows if row.arch == arch]
+    assert mine
+    assert not verdicts(mine), "\n".join(verdicts(mine))
+
+
+def test_every_kernel_has_its_turn_in_every_family():
+    for family in FAMILIES:
+        assert {case.name for arch in family for case, _ in turn(arch)} == set(kernels())
+    assert {arch for family in FAMILIES for arch in family} == set(TARGETS)
+
+
+def test_every_kernel_has_a_case():
+    assert set(kernels()) == {c.name for c in launches("sm90")}, "see ci/static_cases.py"
+
+
+def test_every_kernel_has_its_rows():
+    """The committed table is made of today's kernels and launches."""
+    stale = static_table.stale()
+    said = "\n".join(f"{name}: {why}" for name, why in stale.items())
+    assert not stale, f"run `python -m ci.static --write`:\n{said}"
+
+
+def test_the_committed_table_has_every_target_and_variant():
+    for name in kernels():
+        text = (static_table.BASELINE / f"{name}.txt").read_text()
+        for arch in TARGETS:
+            wanted = {(c.identity, v) for c, v in suite(arch) if c.name == name}
+            lines = re.findall(rf"^  {arch} .*$", text, re.MULTILINE)
+            assert len(lines) == len({identity for identity, _ in wanted}), f"{name} on {arch}"
+            assert sum(line.count(";") for line in lines) == len(wanted) - len(lines)
+
+
+def test_the_suite_has_every_kernel_on_every_target():
+    for arch in TARGETS:
+        pairs = suite(arch)
+        assert {case.name for case, variant in pairs if variant == Variant()} == set(kernels())
+        assert len({(case.identity, variant) for case, variant in pairs}) == len(pairs)
+    assert {v.large for _, v in suite("gfx942")} == {v.large for _, v in suite("gfx1100")}
+    assert {v.aligned for _, v in suite("gfx1100")} == {True, False}
+    assert {v for _, v in full("gfx942")} == set(variants(TARGETS["gfx942"]))
+
+
+def test_every_exception_is_of_a_kernel():
+    cases = [case for arch in ("gfx942", "gfx1100") for case in launches(arch)]
+    for prefix, (which, reason) in static_table.ADDRESSED.items():
+        assert any(case.name.startswith(prefix) and which(case) for case in cases), prefix
+        assert reason
+
+
+def test_what_gathers_may_load_but_not_store_by_64_bits():
+    case = next(c for c in launches("gfx942") if c.name == "_moe_up_kernel")
+    for kind, wrong in (("loads", 0), ("stores", 1)):
+        code = dataclasses.replace(GOOD, **{f"unbounded_{kind}": 3})
+        assert len(failures(Row(case, "gfx942", Variant(large=True), code))) == wrong
+
+
+def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
+    """A run that was stopped, in the middle of a line even, goes on where it was."""
+    monkeypatch.setattr(static_rows, "CACHE", tmp_path)
+    facts = dataclasses.asdict(GOOD)
+    static_rows._store("gfx942", "one", facts)
+    with (tmp_path / "gfx942.jsonl").open("a") as file:
+        file.write('\n["half", {"thr')
+    static_rows._store("gfx942", "two", facts)
+    static_rows._known.cache_clear()
+    assert set(static_rows.known("gfx942")) == {"one", "two"}
+    found = static_rows._to_code(json.loads(json.dumps(static_rows.known("gfx942")["two"])))
+    assert found == GOOD
+
+
+def test_parts_are_the_whole():
+    whole = [(case.identity, v) for case, v in static_rows.wanted(Ask("gfx942", "suite"))]
+    parts = [static_rows.wanted(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
+    assert sorted(map(repr, whole)) == sorted(repr((c.identity, v)) for p in parts for c, v in p)
+
+
+def test_what_does_not_compile_is_a_failure():
+    row = Row(CASE, "gfx942", Variant(), GOOD, "PassManager::run failed")
+    assert failures(row) == ["does not compile: PassManager::run failed"]
+
+
+def test_a_tile_smaller_than_its_threads_need_not_load_16_bytes():
+    case = dataclasses.replace(CASE, signature={"x": "*bf16"}, constants={"BLOCK": 256})
+    assert static_table.streamed(case, dataclasses.replace(GOOD, threads=32)) == 16
+    assert static_table.streamed(case, dataclasses.replace(GOOD, threads=64)) == 8
+    assert static_table.streamed(CASE, GOOD) == 16
+
+
+def test_cases_are_real_launches():
+    """A case carries what a launcher passed: the formula's numbers for that device."""
+    small, large = (static_cases(TARGETS[arch].info, calls()) for arch in ("gfx90a", "sm90"))
+    warps = [[case.options["num_warps"] for case in cases] for cases in (small, large)]
+    assert warps[0] != warps[1]
+    assert all(case.streams for case in large), [c.label for c in large if not c.streams]
+    assert all(case.options["enable_fp_fusion"] is True for case in large)
+
+
+# --- the judge ---
+
+GOOD = Code(256, 64, 0, 0, 2048, {16: 4}, {16: 2}, 0, 0, (), 300, 0, 0)
+CASE = StaticCase("a call", calls, {}, {}, (), (), {}, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "variant", "said"),
+    [
+        ({"threads": 2048}, Variant(), "2048 threads, at most 1024"),
+        ({"shared": 65537}, Variant(), "65537 bytes on chip, at most 65536"),
+        ({"spills": 8}, Variant(large=True), "8 bytes of spilled registers"),
+        ({"loads": {8: 2, 2: 9}}, Variant(), "loads 8 bytes at a time, wanted 16"),
+        ({"loads": {}}, Variant(large=True), "loads 0 bytes"),
+        ({"loads": {2: 8}}, Variant(aligned=False), ""),
+        ({"swaps": 1}, Variant(), "1 compare-and-swap"),
+        ({"narrow_atomics": 2}, Variant(), "2 atomic operations on 16 bits"),
+        ({"unbounded_loads": 3}, Variant(large=True), "3 16-byte loads lost"),
+        ({"unbounded_stores": 3}, Variant(large=True), "3 16-byte stores lost"),
+        ({"unbounded_loads": 3, "unbounded_stores": 3}, Variant(), ""),
+        ({}, Variant(), ""),
+    ],
+)
+def test_what_a_row_must_not_have(change, variant, said):
+    found = failures(Row(CASE, "gfx942", variant, dataclasses.replace(GOOD, **change)))
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
+def test_registers_that_unaligned_arguments_spill_are_shown():
+    spilled = dataclasses.replace(GOOD, spills=8)
+    rows = [Row(CASE, "sm90", Variant(aligned), spilled) for aligned in (True, False)]
+    assert [len(failures(row)) for row in rows] == [1, 0]
+    assert "8 B spilled" in static_table.line(rows[1])
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads", "warp", "registers", "shared", "held"),
+    [
+        ("gfx942", 256, 64, 64, 0, 2048),  # 8 waves a SIMD
+        ("gfx942", 256, 64, 65, 0, 1792),  # 72 registers are granted: 7 waves
+        ("gfx942", 256, 64, 512, 0, 256),
+        ("gfx942", 1024, 64, 128, 40_000, 1024),
+        ("gfx950", 1024, 64, 64, 40_000, 2048),
+        ("gfx1100", 256, 32, 96, 0, 2048),  # 16 waves a SIMD
+        ("gfx1100", 1024, 32, 97, 0, 1024),  # 12 waves a SIMD, but whole programs
+        ("sm90", 256, 32, 32, 0, 2048),
+        ("sm90", 256, 32, 255, 0, 256),
+        ("sm90", 128, 32, 32, 100_000, 256),
+    ],
+)
+def test_threads_that_a_core_holds(arch, threads, warp, registers, shared, held):
+    assert resident(CORES[arch], threads, warp, registers, shared) == held
+
+
+def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
+    """LLVM writes its own count into the assembly; it does not know the size of a program."""
+    if missing(TARGETS["gfx942"]):
+        pytest.skip(missing(TARGETS["gfx942"]))
+    from ci.static import build
+    from ci.static_code import read
+
+    seen = set()
+    for arch in ("gfx942", "gfx1100"):
+        info = TARGETS[arch].info
+        for name in ("_rms_norm_backward_kernel", "_gated_forward_kernel"):
+            case = next(case for case in launches(arch) if case.name == name)
+            compiled = build(case, TARGETS[arch], Variant())
+            waves = int(re.search(r"; Occupancy: (\d+)", compiled.asm["amdgcn"])[1])
+            code = read(compiled, arch, info.warp_size)
+            alone = resident(CORES[arch], info.warp_size, info.warp_size, code.registers, 0)
+            assert alone // info.warp_size // CORES[arch].slots == waves
+            seen.add(waves)
+    assert len(seen) > 1
+
+
+def test_a_page_says_what_differs():
+    case = dataclasses.replace(CASE, kernel=next(iter(kernels().values())))
+    other = dataclasses.replace(GOOD, registers=70, instructions=400, spills=4)
+    text = page(case.name, [Row(case, "gfx942", Variant(), GOOD),
+                            Row(case, "gfx942", Variant(False), other)])  # fmt: skip
+    first = "  gfx942    256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
+    rest = "300 instructions; unaligned 70 r, 100 %, 400 i, 4 B spilled"
+    assert text.splitlines()[-2:] == ["a call", f"{first}  {rest}"]
+
+
+def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
+    from liger_multi.backends.triton.common.rows import sigmoid
+
+    name = "_gated_forward_kernel"
+    before, source = static_table.sources(name), sigmoid.src
+    update = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
+    try:
+        update(source + "    # a helper two calls below the kernel\n")
+        assert static_table.sources(name) != before
+    finally:
+        update(source)
+    assert static_table.sources(name) == before
+    monkeypatch.setattr(static_table, "_told", lambda: {name: "another launch"})
+    assert static_table.sources(name) != before
+
+
+# --- launch tables of the model ---
+
+
+def test_the_model_wants_more_threads_and_no_less_of_anything():
+    mine = dataclasses.replace(GOOD, resident=512)
+    more = dataclasses.replace(GOOD, resident=1024)
+    assert static_launch.better(mine, more)
+    for worse in (
+        {"resident": 640}, {"spills": 4}, {"loads": {8: 16}}, {"loads": {16: 1}},
+        {"stores": {8: 4}},
+    ):  # fmt: skip
+        assert not static_launch.better(mine, dataclasses.replace(more, **worse)), worse
+
+
+def test_the_model_counts_no_threads_that_a_launch_has_not():
+    from liger_multi.backends.triton.norms.row_config import BackwardConfig, RowConfig
+
+    info = TARGETS["gfx942"].info
+    for programs, held in ((304, 256), (305, 512), (10**6, 2048)):
+        config = BackwardConfig(1, 4096, 4, programs, 1)
+        assert static_launch.limited(GOOD, config, info).resident == held
+    assert static_launch.limited(GOOD, RowConfig(1, 4096, 4), info) == GOOD
+
+
+def test_measured_entries_stay(tmp_path, monkeypatch):
+    import yaml
+
+    monkeypatch.setattr(static_launch, "ROOT", tmp_path)
+    entry = {"when": {"cols": [1, 8]}, "config": {"rows": 2}}
+    model = {**entry, "source": f"{static_launch.MODEL}: a, b"}
+    measured = {**entry, "source": "measured on a card: 4 -> 3 us"}
+    info = TARGETS["gfx942"].info
+    path = static_launch.write(info, {"x.forward": [model]})
+    assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [model]}
+    static_launch.write(info, {"x.forward": [measured]})  # found on a card for the same shapes
+    assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
+    other = {**model, "when": {"cols": [9, 16]}}
+    static_launch.write(info, {"x.forward": [other]})
+    found = yaml.safe_load(path.read_text())
+    assert found["entries"] == {"x.forward": [measured, other]}
+    static_launch.write(info, {})  # the model has nothing to say any more
+    assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
+    assert found["device"] == {"warp_size": 64, "shared_bytes": 65536}

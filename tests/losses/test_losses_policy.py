@@ -1,0 +1,404 @@
+"""Policy losses: TRL's own implementation, one pass and two, ranks, and the papers' formulas."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl_eager
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_multi import losses
+from liger_multi.dispatch.op import inline_ops
+from liger_multi.losses import one_pass
+from liger_multi.losses.policies import POLICY
+from liger_multi.tolerance import excess
+
+pytest.importorskip("trl")
+HALF, WIDE = torch.bfloat16, torch.float32
+
+
+class Batch:
+    """Answers with uneven lengths, one of them empty, and all that a loss may read."""
+
+    def __init__(self, rows=4, length=9, width=16, classes=53, dtype=WIDE, bias=True, empty=True):
+        torch.manual_seed(0)
+        made = [torch.randn(rows, length, width), torch.randn(classes, width) * 0.4,
+                torch.randn(classes) * 0.3 if bias else None]  # fmt: skip
+        self.leaves = [None if x is None else x.to(dtype).requires_grad_() for x in made]
+        self.ids = torch.randint(classes, (rows, length))
+        lengths = torch.randint(1, length + 1, (rows,))
+        lengths[0] = length
+        if empty and rows > 1:
+            lengths[-1] = 0
+        self.mask = torch.arange(length) < lengths.unsqueeze(1)
+        self.target = self.ids.masked_fill(~self.mask, -100)
+        with torch.no_grad():
+            own = losses.tokens(self.head(), self.target).log_prob
+        self.old = own + 0.4 * torch.randn_like(own) * self.mask
+        self.reference = own + 0.4 * torch.randn_like(own) * self.mask
+        self.ratios = torch.where(self.mask, torch.rand_like(own) + 0.5, 1.0)
+        self.sampled = torch.where(torch.rand_like(own) < 0.1, torch.nan, self.old + 0.1)
+        self.advantages = torch.randn(rows)
+        self.tools = (torch.rand(rows, length) > 0.2).long()
+
+    def head(self, chunk="auto", leaves=None, **options):
+        return losses.Head(*(leaves or self.leaves), chunk=chunk, **options)
+
+    def wide(self):
+        return [None if x is None else x.detach().float().requires_grad_() for x in self.leaves]
+
+
+OPTIONS = {
+    "epsilon_low": "epsilon_low", "epsilon_high": "epsilon_high", "beta": "beta",
+    "top_entropy": "top_entropy_quantile", "off_policy_threshold": "off_policy_mask_threshold",
+    "max_length": "max_completion_length", "entropy_weight": "entropy_coef",
+}  # fmt: skip
+ARGS = ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
+        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+
+
+def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=()):
+    """TRL's loss; the reference and the sampler's numbers are in its inputs."""
+    from trl import GRPOTrainer
+
+    o = losses.PolicyOptions(**options)
+    leaves = leaves or b.leaves
+    model = trl_eager.Toy(*leaves, temperature=temperature)
+    stub = trl_eager.trainer(
+        model, **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
+        loss_type="grpo" if o.loss_type == "gspo" else o.loss_type,
+        importance_sampling_level="sequence" if o.sequence_level else "token",
+        current_gradient_accumulation_steps=accumulation,
+        use_vllm="ratios" in given, vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled=o.entropy_weight != 0, use_adaptive_entropy=False,
+        args=SimpleNamespace(
+            **{key: getattr(o, key) for key in ARGS}, use_bias_correction_kl=o.correct_kl,
+            steps_per_generation=accumulation,
+        ),
+    )  # fmt: skip
+    for name in ("get_gamma_weights", "get_off_policy_mask"):
+        setattr(stub, name, getattr(GRPOTrainer, name))
+    stub.get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask.__get__(stub)
+
+    def score(model, ids, mask, keep, compute_entropy=True, **_):
+        # the head scores position t + 1 with the state at t; ours are aligned already
+        padded = torch.nn.functional.pad(leaves[0], (0, 0, 0, 1))
+        model.hidden = padded
+        labels = torch.nn.functional.pad(b.target, (1, 0), value=-100)
+        out = model(input_ids=None, labels=labels, fused_lm_head=True)
+        return out.log_probs, out.entropy, None
+
+    stub._get_per_token_logps_and_entropies = score
+    inputs = {
+        "prompt_ids": b.ids[:, :0], "prompt_mask": b.mask[:, :0].long(),
+        "completion_ids": b.ids, "completion_mask": b.mask.long(), "advantages": b.advantages,
+        "num_items_in_batch": b.mask.sum() * 1.0, "ref_per_token_logps": b.reference,
+    }  # fmt: skip
+    names = {"old": "old_per_token_logps", "ratios": "importance_sampling_ratio",
+             "sampled": "sampling_per_token_logps", "tools": "tool_mask"}  # fmt: skip
+    inputs |= {names[key]: getattr(b, key) for key in given}
+    return GRPOTrainer._compute_loss(stub, model, inputs), trl_eager.logged(stub)
+
+
+def ours_policy(b, options, given=(), head=None, **call):
+    found = {"token_mask" if k == "tools" else k: getattr(b, k) for k in given}
+    if losses.PolicyOptions(**options).beta:
+        found["reference"] = b.reference
+    return losses.policy_loss(
+        b.head(chunk=7) if head is None else head,
+        b.target,
+        b.advantages,
+        **found,
+        **call,
+        **options,
+    )
+
+
+def both(ours, theirs, b, dtype=WIDE, wide=None):
+    mine = [x for x in b.leaves if x is not None]
+    right = mine if wide is None else [x for x in wide if x is not None]
+    a, e = torch.autograd.grad(ours, mine), torch.autograd.grad(theirs, right)
+    assert excess(ours.detach(), theirs.detach(), WIDE if dtype == WIDE else dtype) <= 1
+    for x, y in zip(a, e, strict=True):
+        assert excess(x, y, dtype) <= 1
+
+
+KINDS = {kind: {"loss_type": kind, **({"max_length": 9} if kind == "dr_grpo" else {})}
+         for kind in POLICY}  # fmt: skip
+CASES = {
+    **KINDS,
+    "clip-higher": {"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.28},
+    "two-sided": {"epsilon_high": 0.3, "delta": 1.1},
+    "kl": {"beta": 0.3},
+    "kl-corrected": {"beta": 0.3, "correct_kl": True},
+    "kl-sequence": {"beta": 0.3, "loss_type": "gspo", "correct_kl": True},
+    "kl-vespo": {"beta": 0.3, "loss_type": "vespo"},
+    "entropy": {"entropy_weight": 0.2},
+    "entropy-dapo": {"entropy_weight": 0.2, "loss_type": "dapo", "beta": 0.1},
+    "top-entropy": {"top_entropy": 0.3},
+    "top-entropy-bonus": {"top_entropy": 0.4, "entropy_weight": 0.2, "beta": 0.2},
+    "off-policy": {"off_policy_threshold": 0.05},
+    "sapo-temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 0.7,
+                          "sapo_temperature_neg": 2.0},
+    "luspo-tokens": {"loss_type": "luspo", "level": "token"},
+    "bnpo-sequence": {"loss_type": "bnpo", "level": "sequence"},
+    "cispo-5": {"loss_type": "cispo", "epsilon_high": 1.3},
+    "vespo-shape": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 3.0},
+}  # fmt: skip
+GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"),
+         "tools": ("old", "tools")}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_policy_is_trl(options, given):
+    b = Batch()
+    if "tools" in given and "loss_type" not in options:
+        given = (*given, "ratios")
+    theirs, log = trl_policy(b, options, given=given)
+    count = b.mask.sum() * 1.0
+    ours, metrics = ours_policy(b, options, given, num_items=count)
+    both(ours, theirs, b)
+    names = {"kl": metrics.kl, "entropy": metrics.entropy, "policy_loss": metrics.policy_loss,
+             "clip_ratio/low_mean": metrics.clip_low, "clip_ratio/high_mean": metrics.clip_high,
+             "clip_ratio/region_mean": metrics.clip_region,
+             "clip_ratio/low_min": metrics.clip_low_min,
+             "clip_ratio/high_max": metrics.clip_high_max,
+             "cispo_clip_ratio": metrics.clip_high}  # fmt: skip
+    sequences = losses.PolicyOptions(**options).sequence_level
+    for key, value in names.items():
+        if key in log and not (sequences and key.startswith(("clip", "kl"))):
+            assert value.item() == pytest.approx(log[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
+@pytest.mark.parametrize("dtype", [WIDE, HALF])
+@pytest.mark.parametrize("passes", ["one", "two"])
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo", "sapo"])
+def test_no_chunk_no_dtype_and_no_pass_moves_the_loss(kind, passes, dtype, chunk):
+    b = Batch(6, 13, dtype=dtype)
+    options = {"loss_type": kind, "beta": 0.1, "entropy_weight": 0.1}
+    wide = b.wide()
+    theirs, _ = trl_policy(b, options, wide, given=("old",))
+    ours, _ = ours_policy(
+        b, {**options, "passes": passes}, ("old",), b.head(chunk), num_items=b.mask.sum() * 1.0
+    )
+    both(ours, theirs, b, dtype, wide)
+
+
+@pytest.mark.parametrize("kind", POLICY)
+def test_policy_edges(kind):
+    """One answer; nothing but empty answers, whose gradient is zero and connected."""
+    for rows, empty in ((1, False), (3, True)):
+        b = Batch(rows, empty=empty)
+        if empty:
+            b.mask = b.mask & False
+            b.target = b.ids.masked_fill(~b.mask, -100)
+        theirs, _ = trl_policy(b, KINDS[kind], given=("old",))
+        ours, _ = ours_policy(b, KINDS[kind], ("old",), num_items=b.mask.sum() * 1.0)
+        both(ours, theirs, b)
+
+
+def test_sampler_without_scores_for_some_tokens():
+    b = Batch()
+    options = {"off_policy_threshold": 0.05}
+    theirs, _ = trl_policy(b, options, given=("old", "sampled"))
+    ours, _ = ours_policy(b, options, ("old", "sampled"))
+    both(ours, theirs, b)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dapo", "luspo"])
+def test_accumulation_and_temperature(kind):
+    """What trainers divide by; dapo's count spans the step already."""
+    b = Batch()
+    options = {"loss_type": kind, "entropy_weight": 0.1}
+    theirs, _ = trl_policy(b, options, temperature=0.7, accumulation=3, given=("old",))
+    count = b.mask.sum() * 1.0
+    ours, _ = ours_policy(
+        b, options, ("old",), b.head(temperature=0.7), num_items=count, accumulation=3
+    )
+    both(ours, theirs, b)
+
+
+def test_advantages_of_tokens():
+    b = Batch()
+    b.advantages = torch.randn(b.ids.shape)
+    theirs, _ = trl_policy(b, {}, given=("old",))
+    both(ours_policy(b, {}, ("old",))[0], theirs, b)
+
+
+@pytest.mark.parametrize("kind", POLICY)
+def test_given_logits_and_given_log_probs(kind):
+    b = Batch()
+    options = {**KINDS[kind], "beta": 0.1}
+    theirs, _ = trl_policy(b, options, given=("old",))
+    count = b.mask.sum() * 1.0
+    logits = torch.nn.functional.linear(*b.leaves)
+    both(ours_policy(b, options, ("old",), logits, num_items=count)[0], theirs, b)
+    made = losses.tokens(b.head(), b.target, ("log_prob", "entropy"))
+    theirs, _ = trl_policy(b, options, given=("old",))
+    both(ours_policy(b, options, ("old",), made, num_items=count)[0], theirs, b)
+
+
+# --- one pass ---
+
+
+@pytest.mark.parametrize(("passes", "products"), [("one", 3), ("two", 4)])
+def test_one_pass_multiplies_three_times(passes, products):
+    """6 M H V operations, and 8 with two passes, in whatever chunks."""
+    b = Batch(5, 11, empty=False)
+    with inline_ops(), FlopCounterMode(display=False) as seen:
+        ours, _ = ours_policy(b, {"passes": passes}, ("old",))
+        torch.autograd.grad(ours, b.leaves)
+    rows = int(b.mask.sum())
+    assert seen.get_total_flops() == 2 * rows * 16 * 53 * products
+
+
+def rows_of_logits(count, dtype=WIDE):
+    return count * 53 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [("1MiB", 99), (rows_of_logits(12), 12), (rows_of_logits(2), 0), (0, 0)]
+)
+def test_logits_that_may_stay_are_computed_once(keep, kept):
+    """For losses that look at more than a token; above the budget they are computed again."""
+    b = Batch(5, 11, empty=False)
+    theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, given=("old",))
+    with inline_ops(), FlopCounterMode(display=False) as seen:
+        ours, _ = ours_policy(b, {"loss_type": "gspo", "beta": 0.1}, ("old",), b.head(keep=keep))
+        first = torch.autograd.grad(ours, b.leaves, retain_graph=True)
+    rows = int(b.mask.sum())
+    assert rows > 24
+    assert seen.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
+    for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
+        assert torch.equal(x, y)  # of a second backward, which has no logits any more
+    both(ours, theirs, b)
+
+
+@pytest.mark.parametrize("kept", [99, 12])
+@pytest.mark.parametrize("dtype", [WIDE, HALF, torch.float16])
+def test_logits_that_stay_are_exact(dtype, kept):
+    b = Batch(6, 13, dtype=dtype)
+    options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
+    wide = b.wide()
+    theirs, _ = trl_policy(b, options, wide, given=("old",))
+    ours, _ = ours_policy(b, options, ("old",), b.head(7, keep=rows_of_logits(kept, dtype)))
+    both(ours, theirs, b, dtype, wide)
+
+
+def test_one_pass_is_refused_where_tokens_look_at_others():
+    b = Batch()
+    for options in ({"loss_type": "gspo"}, {"top_entropy": 0.5}, {"loss_type": "vespo"}):
+        with pytest.raises(ValueError, match="one pass needs"):
+            ours_policy(b, {**options, "passes": "one"})
+    with pytest.raises(ValueError, match=r"losses\.Head"):
+        ours_policy(b, {"passes": "one"}, head=torch.nn.functional.linear(*b.leaves))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_frozen_parts_get_no_gradient(frozen):
+    b = Batch()
+    for i in frozen:
+        b.leaves[i] = b.leaves[i].detach()
+    free = [x for x in b.leaves if x.requires_grad]
+    found = []
+    for passes in ("auto", "two"):
+        ours, _ = ours_policy(b, {"passes": passes}, ("old",))
+        assert ours.requires_grad == bool(free)
+        found.append(torch.autograd.grad(ours, free) if free else ())
+    for a, e in zip(*found, strict=True):
+        assert excess(a, e, WIDE) <= 1
+
+
+def test_one_pass_twice_backward_scales_and_no_double_backward():
+    b = Batch()
+    ours, _ = ours_policy(b, {"passes": "one"}, ("old",))
+    first = torch.autograd.grad(ours, b.leaves, torch.tensor(2.0), retain_graph=True)
+    second = torch.autograd.grad(3 * ours, b.leaves, retain_graph=True)
+    for x, y in zip(first, second, strict=True):
+        torch.testing.assert_close(1.5 * x, y)
+    (once,) = torch.autograd.grad(ours, b.leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="has first derivatives only"):
+        once.sum().backward()
+
+
+def test_one_pass_in_fp16_falls_back_and_says_so():
+    b = Batch(dtype=torch.float16)
+    with pytest.raises(ValueError, match="float16"):
+        ours_policy(b, {"passes": "one"}, ("old",))
+    ours, _ = ours_policy(b, {}, ("old",))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(ours, b.leaves))
+
+
+def test_one_pass_under_autocast():
+    b = Batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [ours_policy(b, {"passes": passes}, ("old",))[0] for passes in ("one", "two")]
+    for x, y in zip(*[torch.autograd.grad(loss, b.leaves) for loss in found], strict=True):
+        assert x.dtype == WIDE
+        assert excess(x, y, HALF) <= 1
+
+
+def test_constants_do_not_ask_for_gradients():
+    b = Batch()
+    b.old.requires_grad_()
+    with pytest.raises(ValueError, match=r"old\.detach"):
+        ours_policy(b, {}, ("old",))
+
+
+def test_any_formula_in_one_pass():
+    """Of log-probabilities, entropies and normalizers at once."""
+    b = Batch()
+
+    def formula(made, c):
+        return c["w"] * (made.log_prob.sin() + made.entropy * made.lse.cos())
+
+    w, found = torch.rand(b.ids.shape), []
+    for passes in ("one", "two"):
+        loss, _ = one_pass.token_sum(
+            b.head(4), b.target, formula, {"w": w}, ("log_prob", "entropy", "lse"), passes=passes
+        )
+        found.append((loss.detach(), *torch.autograd.grad(loss, b.leaves)))
+    for x, y in zip(*found, strict=True):
+        assert excess(x, y, WIDE) <= 1
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "gpo"}, "grpo"),
+        ({"loss_type": "sapo", "epsilon_low": 0.1}, "no meaning"),
+        ({"loss_type": "cispo", "delta": 2.0}, "no meaning"),
+        ({"vespo_k_pos": 1.0}, "no meaning"),
+        ({"max_length": 9}, "no meaning"),
+        ({"loss_type": "dr_grpo"}, "needs max_length"),
+        ({"loss_type": "vespo", "level": "sequence"}, "no meaning"),
+        ({"correct_kl": True}, "no meaning"),
+        ({"top_entropy": 1.5}, r"in \[0, 1\]"),
+        ({"passes": "three"}, "two"),
+        ({"level": "word"}, "sequence"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        ours_policy(Batch(), options)
+
+
+def test_arguments_that_do_not_fit_are_errors():
+    b = Batch()
+    with pytest.raises(ValueError, match="beta needs a reference"):
+        losses.policy_loss(b.head(), b.target, b.advantages, beta=0.1)
+    with pytest.raises(ValueError, match="no effect"):
+        losses.policy_loss(b.head(), b.target, b.advantages, reference=b.reference)
+    with pytest.raises(ValueError, match="off_policy_threshold only"):
+        losses.policy_loss(b.head(), b.target, b.advantages, sampled=b.sampled)
+    with pytest.raises(ValueError, match="advantages must have the shape"):
+        losses.policy_loss(b.head(), b.target, b.advantages[:2])
+    with pytest.raises(TypeError, match="epsilon_low"):
+        losses.policy_loss(b.head(), b.target, b.advantages, epsilon_lo=0.1)
+    with pytest.raises(ValueError, match="ratios must have the shape"):
+        losses.policy_loss(b.head(), b.target, b.advantages, ratios=torch.rand(2, 2))

@@ -1,0 +1,396 @@
+"""Estimates against steps that are measured, against figures of a card, and by their arithmetic."""
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import liger_multi
+from ci.memory import EXPLAINED, STORIES
+from ci.memory_cases import CPU, Case
+from liger_multi.cli.main import main
+from liger_multi.memory import estimate, measure
+from liger_multi.memory.estimation import OPTIMIZERS
+from liger_multi.memory.meta_implementations import MetaImplementations
+from liger_multi.memory.recorder import Recorder
+from liger_multi.memory.simulation import on_meta
+from liger_multi.memory.sizes import SIZES, config_of
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def small(kind="dense"):
+    return Case(kind, 4, 128).config()
+
+
+def model_of(kind="dense", **options):
+    return Case(kind, 4, 128, "float32", **options).build("cpu")
+
+
+HALF_LORA = Case("dense", 4, 128, "bfloat16", lora=True)  # of which peft keeps adapters in fp32
+
+
+@pytest.mark.parametrize("case", [*CPU, HALF_LORA], ids=str)
+def test_within_ten_percent_of_a_measured_step(case):
+    if case.lora:
+        pytest.importorskip("peft")
+    model = case.build("cpu")
+    optimizer, step = case.step(model)
+    step()
+    states = [t for s in optimizer.state.values() for t in s.values()]
+    with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
+        step()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    found = estimate(model, 4, 128, dtype=case.dtype, optimizer="adamw_loop", device="cpu")
+    assert found.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.01 if case.lora else 0.1)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before), "left alone"
+    assert next(model.parameters()).device.type == "cpu"
+    again = case.estimated("cpu")
+    assert (again.peak_bytes, again.title) == (found.peak_bytes, found.title)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "gqa"])
+def test_a_configuration_gives_what_its_model_gives(kind):
+    options = {"dtype": "float32", "device": "cpu", "checkpointing": True, "patched": True}
+    found = [estimate(given, 4, 128, **options) for given in (model_of(kind), small(kind))]
+    assert found[0].peak_bytes == found[1].peak_bytes
+    assert found[0].static_bytes == found[1].static_bytes
+    assert found[0].title == found[1].title
+
+
+def committed():
+    """Rows of devices with their name."""
+    for path in sorted(BENCHMARKS.glob("memory-*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if "device" in data and "CPU" not in data["device"]["name"]:
+            for row in data["rows"]:
+                case = Case(**row["case"])
+                marks = [pytest.mark.slow] if case.batch * case.sequence > 4096 else []
+                yield pytest.param(data["device"]["name"], row, id=str(case), marks=marks)
+
+
+@pytest.mark.parametrize(("device", "row"), list(committed()))
+def test_within_ten_percent_of_a_device(device, row):
+    case = Case(**row["case"])
+    found = case.estimated("cuda").peak_bytes
+    if "failure" in row:
+        assert found > case.limit_gb * 1e9, f"{device} ran {row['failure']}"
+    else:
+        assert found == pytest.approx(row["measured_bytes"], rel=0.1)
+        assert found == pytest.approx(row["estimated_bytes"], rel=0.01), "what the page says"
+
+
+def test_the_page_quotes_what_is_estimated():
+    rows = json.loads((BENCHMARKS / EXPLAINED).read_text(encoding="utf-8"))["rows"]
+    assert [(r["model"], r["batch"], r["sequence"]) for r in rows] == [s[:3] for s in STORIES]
+    row = rows[0]
+    found = estimate(config_of(row["model"]), row["batch"], row["sequence"]).as_data()
+    for name in ("static_bytes", "dynamic_bytes", "peak_bytes"):
+        assert row["stock"][name] == pytest.approx(found[name], rel=0.01)
+
+
+def count():
+    return sum(p.numel() for p in model_of().parameters())
+
+
+def static(**options):
+    options = {"device": "cpu", "dtype": "bfloat16", **options}
+    return estimate(small("dense"), 1, 8, **options)
+
+
+def test_sixteen_bytes_a_parameter():
+    n = count()
+    assert static(dtype="bfloat16-mixed").static_bytes == 16 * n
+    assert static(dtype="bfloat16").static_bytes == 8 * n
+    assert static(dtype="float32").static_bytes == 16 * n
+    assert static(dtype="bfloat16-autocast").static_bytes == 16 * n
+    assert static(optimizer="sgd").static_bytes == 4 * n
+    assert static(optimizer="sgd_momentum").static_bytes == 6 * n
+    assert 6 * n < static(optimizer="adamw_8bit").static_bytes < 6.1 * n
+    assert 4 * n < static(optimizer="adafactor").static_bytes < 4.2 * n
+
+
+def test_shards():
+    n, world = count(), 8
+    options = {"dtype": "bfloat16-mixed", "world": world}
+
+    def of(**more):
+        return static(**options, **more).static_bytes
+
+    assert of() == 16 * n
+    assert of(zero_stage=1) == pytest.approx((4 + 12 / world) * n, rel=1e-6)
+    assert of(zero_stage=2) == pytest.approx((2 + 14 / world) * n, rel=1e-6)
+    assert of(zero_stage=3) == pytest.approx(16 / world * n, rel=1e-6)
+    assert of(fsdp=True) == of(zero_stage=3)
+
+
+def test_offload_moves_states_to_the_host():
+    n = count()
+    for where in ("cpu", "nvme"):
+        found = static(dtype="bfloat16-mixed", offload=where)
+        assert (found.static_bytes, found.host_bytes) == (4 * n, 12 * n)
+    found = static(
+        dtype="bfloat16-mixed", offload="cpu", offload_parameters=True, zero_stage=3, world=2
+    )
+    assert (found.static_bytes, found.host_bytes) == (n, 7 * n)
+    assert found.gathered_bytes > 0
+    assert found.profile.at_peak["parameters"] == 0
+
+
+def test_peaks_with_shards_hold_what_is_gathered():
+    whole = static(world=4)
+    sharded = static(world=4, fsdp=True)
+    model = model_of("dense")
+    block = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
+    outside = sum(p.numel() * 2 for p in model.parameters()) - 3 * block
+    assert whole.gathered_bytes == 0
+    assert sharded.gathered_bytes == 2 * block + outside + max(block, outside)
+    assert sharded.peak_bytes < whole.peak_bytes
+
+
+def test_frozen_parameters_cost_their_weights_only():
+    pytest.importorskip("peft")
+    found = estimate(model_of(lora=True), 1, 8, device="cpu", dtype="float32")
+    assert 0 < found.trained < 0.05 * found.total
+    assert found.static_bytes == 4 * found.total + 12 * found.trained
+
+
+def test_dynamic_bytes_grow_with_tokens_and_checkpointing_lowers_them():
+    def dynamic(sequence, **options):
+        return estimate(small("dense"), 2, sequence, device="cpu", **options).dynamic_bytes
+
+    assert dynamic(128) > 1.9 * dynamic(64)
+    assert dynamic(128, checkpointing=True) < dynamic(128)
+    assert dynamic(128, attention="eager") > dynamic(128) + 3 * 2 * 6 * 128 * 128
+    assert dynamic(128, attention="flash_attention_2") == dynamic(128)
+
+
+def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
+    """PyTorch spells it out, and keeps rows x columns of every head."""
+
+    def kept(kind, dtype="float32"):
+        found = estimate(small(kind), 2, 128, dtype=dtype, device="cuda")
+        saved = found.profile.by("kind", "op", saved=True)
+        return sum(size for (kind, _), size in saved.items() if "Attention" in kind)
+
+    square = 3 * 2 * 6 * 128 * 128 * 4  # layers x batch x heads
+    assert kept("gqa") > square > kept("dense")
+    assert kept("gqa", "bfloat16") < kept("dense", "bfloat16")
+
+
+def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
+    recorder = Recorder("meta")
+    q = torch.empty(1, 4, 512, 16, device="meta", requires_grad=True)
+    with recorder.recording(), MetaImplementations(recorder, "cuda"):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, enable_gqa=True)
+    assert max(size for _, size in recorder.events) < 4 * 512 * 512
+
+
+def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
+    """16 512 bytes a token of Llama-3.2-1B beside operands and results, seen on an H200."""
+    tokens, heads, size = 4096, 32, 64
+    recorder = Recorder("meta")
+
+    def made(groups):
+        made = torch.empty(1, groups, tokens, size, dtype=torch.bfloat16, device="meta")
+        return made.requires_grad_()
+
+    q, k, v = made(heads), made(8), made(8)
+    with recorder.recording(), MetaImplementations(recorder, "cuda"):
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        before = len(recorder.events)
+        y.backward(torch.empty_like(y))
+    sizes = [size for _, size in recorder.events[before:] if size > 0]
+    live = itertools.accumulate(size for _, size in recorder.events[before:])
+    results = 2 * size * tokens * (heads + 2 * 8)
+    upstream = 2 * size * tokens * heads
+    assert max(sizes) == 4 * size * tokens * heads
+    assert max(live) - results - upstream == 16512 * tokens
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_saved_bytes_of_a_layer(dtype, size):
+    def kept(whole):
+        options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": "cuda"}
+        return estimate(small("dense"), 2, 64, **options).profile.by("kind", "op", saved=True)
+
+    inner = 3 * (2 * 64) * 256 * size
+    assert kept(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
+    steps = kept(False)
+    assert steps["LlamaMLP", "swiglu.forward"] == inner, "the product, kept for the last layer"
+
+
+def test_autocast_keeps_copies_of_weights():
+    plain, autocast = (
+        estimate(small("dense"), 2, 64, dtype=dtype, patched=True)
+        for dtype in ("float32", "bfloat16-autocast")
+    )
+    stock = estimate(small("dense"), 2, 64, dtype="bfloat16-autocast")
+    assert autocast.static_bytes == plain.static_bytes
+    saved = autocast.profile.by("kind", "op", saved=True)
+    assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * (2 * 64) * 256 * 2
+    # each layer's weights once in 16 bits
+    copies = [n for (_, op), n in stock.profile.by("kind", "op", saved=True).items()
+              if op == "aten::_to_copy"]  # fmt: skip
+    assert sum(copies) >= 2 * sum(
+        p.numel() for n, p in model_of("dense").named_parameters() if "proj" in n
+    )
+
+
+def test_an_optimizers_temporaries():
+    peaks = {
+        name: estimate(small("dense"), 1, 8, optimizer=name).peak_bytes
+        for name in ("adamw", "adamw_foreach", "adamw_loop")
+    }
+    n = 2 * count()
+    assert peaks["adamw_foreach"] - peaks["adamw"] == pytest.approx(n, rel=0.2)
+    assert peaks["adamw"] < peaks["adamw_loop"] < peaks["adamw_foreach"]
+
+
+def test_chunks_follow_the_capacity():
+    wide = small()
+    wide.vocab_size = 50_000
+    small_card, large = (
+        estimate(wide, 8, 512, patched=True, capacity=capacity) for capacity in (600 * 2**20, None)
+    )
+    assert small_card.profile.largest["logits and loss"] < large.profile.largest["logits and loss"]
+
+
+def test_heads_in_8_bits_keep_their_weight_in_each_layout():
+    wide, found = small(), []
+    wide.vocab_size = 50_000
+    for products in ("exact", "float8_logits", "float8"):
+        liger_multi.configure({"head_gemms": products})
+        case = estimate(wide, 4, 128, dtype="bfloat16", patched=True, capacity=2**40)
+        found.append(case.profile.largest["logits and loss"])
+    liger_multi.configure(None)
+    exact, one, both = found
+    weight = wide.vocab_size * wide.hidden_size
+    assert one - exact == pytest.approx(weight, rel=0.01)
+    assert both - one >= weight
+
+
+def test_text_and_data():
+    found = static(dtype="bfloat16-mixed", zero_stage=3, world=8, offload="cpu")
+    text = str(found)
+    for word in ("static: parameters", "dynamic", "peak of a device", "ZeRO-3 on 8 devices"):
+        assert word in text
+    data = json.loads(json.dumps(found.as_data()))
+    assert data["peak_bytes"] == found.peak_bytes
+    assert data["static"]["optimizer states"] == 0
+    pytest.importorskip("rich")
+    assert found.__rich__() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bf16"}, r"unknown dtype 'bf16'.*known"),
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"zero_stage": 4}, "must be 0, 1, 2 or 3, got 4"),
+        ({"zero_stage": 2, "fsdp": True}, "give it or zero_stage=2, not both"),
+        ({"world": 0}, "world must be a positive integer, got 0"),
+        ({"offload": "disk"}, "None, 'cpu' or 'nvme', got 'disk'"),
+        ({"offload_parameters": True}, "zero_stage=3 or fsdp=True"),
+        ({"attention": "linear"}, "'sdpa', 'flash_attention_2' or 'eager', got 'linear'"),
+    ],
+)
+def test_wrong_options(options, said):
+    with pytest.raises(ValueError, match=said):
+        static(**options)
+
+
+def test_wrong_things():
+    with pytest.raises(
+        TypeError, match="expected a Hugging Face configuration or a model, got str"
+    ):
+        estimate("llama", 1, 8)
+    with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
+        estimate(small("dense"), 0, 8)
+
+
+def test_a_copy_on_the_meta_device_keeps_ties_and_patches():
+    model = model_of("tied")
+    liger_multi.patch(model)
+    copy = on_meta(model, torch.bfloat16)
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    assert {p.device.type for p in copy.parameters()} == {"meta"}
+    assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+    assert [type(m) for m in copy.modules()] == [type(m) for m in model.modules()]
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77"])
+def test_a_device_that_is_absent(capsys, device):
+    assert main(["memory-demo", "--device", device]) == 2
+    assert f"cannot use --device {device}: " in capsys.readouterr().err
+
+
+def test_every_published_size_has_a_configuration(tmp_path):
+    for name in SIZES:
+        assert config_of(name).num_hidden_layers == SIZES[name][1]["num_hidden_layers"]
+    small("dense").save_pretrained(tmp_path)
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert config_of(place).hidden_size == 96
+    with pytest.raises(ValueError, match=r"did you mean 'llama-3-8b'.*config.json"):
+        config_of("llama-3-8")
+
+
+def test_the_command(tmp_path, capsys):
+    small("dense").save_pretrained(tmp_path)
+    argv = ["estimate", str(tmp_path), "--batch", "2", "--sequence", "64", "--patched"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "Estimate for llama 2 x 64, bfloat16, adamw, patched" in text
+    assert main([*argv, "--json", "--capacity", "80GiB"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"]
+    assert data["peak_bytes"] > data["static_bytes"] * 0.5
+    assert main([*argv, "--capacity", "1MiB"]) == 1
+    assert "Too large" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nowhere"], "unknown model 'nowhere'"),
+        (["llama-3-8b", "--batch", "0"], "batch must be a positive integer, got 0"),
+        (["llama-3-8b", "--capacity", "much"], "a byte count in --capacity"),
+    ],
+)
+def test_wrong_commands(argv, said, capsys):
+    assert main(["estimate", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_optimizers_are_complete():
+    assert {o.temporaries for o in OPTIMIZERS.values()} == {"none", "all", "largest"}
+
+
+def test_the_memory_demo(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    state = random.getstate()
+    assert main(["memory-demo", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    random.setstate(state)
+    text = capsys.readouterr().out
+    for word in (
+        "Memory of qwen2 stock",
+        "Memory of qwen2 patched",
+        "Peak memory and where",
+        "kept",
+    ):
+        assert word in text
+    stock, patched = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("stock", "patched")
+    )
+    assert patched["peak_bytes"] < 0.6 * stock["peak_bytes"]
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"

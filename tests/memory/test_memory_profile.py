@@ -1,0 +1,304 @@
+"""Profiles of steps whose memory is known, of a small model, and of an allocator's history."""
+
+import dataclasses
+import json
+import struct
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ci.memory_cases import Case
+from liger_multi.memory import Profile, compare, measure, profile
+from liger_multi.memory.breakdown import summarize
+from liger_multi.memory.history import HIDDEN, OLDER, join
+from liger_multi.memory.recorder import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER, Block, Recorder
+
+KIB = 1024
+
+
+class Exp(nn.Module):
+    """Keeps its result."""
+
+    def forward(self, x):
+        scratch = x * 2
+        return torch.exp(scratch)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Exp()
+        self.weight = nn.Parameter(torch.ones(256 * KIB // 4))
+
+    def forward(self, x):
+        return self.inner(x * self.weight)
+
+
+def net_step(frozen=False):
+    net, x = Net(), torch.ones(256 * KIB // 4)
+    net.weight.requires_grad_(not frozen)
+    optimizer = torch.optim.SGD([net.weight], lr=0.1, momentum=0.9)
+
+    def step():
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return net, optimizer, step
+
+
+@pytest.fixture(scope="module")
+def made():
+    net, optimizer, step = net_step()
+    return profile(step, model=net, optimizer=optimizer, title="net")
+
+
+def test_categories_of_a_step_that_can_be_counted(made):
+    one = 256 * KIB
+    assert made.largest["parameters"] == one
+    assert made.largest["gradients"] == one
+    assert made.largest["optimizer states"] == one
+    # the exponential is kept for its own backward; the input is the caller's
+    assert one <= made.largest["saved activations"] < one + KIB
+    assert made.largest["other"] == one
+    assert made.largest["logits and loss"] == 0
+    assert made.largest["temporaries"] >= 2 * one
+
+
+def test_the_peak_is_that_of_the_meter(made):
+    net, optimizer, step = net_step()
+    step()
+    known = [net.weight, *(s["momentum_buffer"] for s in optimizer.state.values())]
+    with measure("cpu", known=known) as peak:
+        step()
+    assert made.peak_bytes == peak.peak_bytes
+    assert sum(made.at_peak.values()) == made.peak_bytes
+    assert max(map(sum, made.timeline)) == made.peak_bytes
+
+
+def test_phases_come_in_order(made):
+    assert [name for _, name in made.phases] == [FORWARD, BACKWARD, OPTIMIZER]
+    places = [place for place, _ in made.phases]
+    assert places == sorted(places)
+    assert places[-1] < len(made.timeline)
+
+
+def test_saved_activations_have_a_module_and_an_operator(made):
+    (kept,) = [h for h in made.saved if h.bytes >= 256 * KIB]
+    assert (kept.module, kept.kind, kept.op) == ("inner", "Exp", "aten::exp")
+
+
+def test_backward_belongs_to_the_module_of_its_forward():
+    net, optimizer, step = net_step()
+    recorder = Recorder("cpu", net, optimizer)
+    with recorder.recording():
+        step()
+    made = {(b.module, b.op, b.role) for b in recorder.blocks if b.phase == BACKWARD}
+    # the derivative of the exponential, and of what came before it in the same module
+    assert {op for module, op, _ in made if module == "inner"} >= {"aten::mul.Tensor"}
+    assert ("", "aten::mul.Tensor", "gradients") in made, "of the module that owns the weight"
+
+
+def test_a_frozen_parameter_has_no_gradient():
+    net = Net()
+    net.weight.requires_grad_(False)
+    x = torch.ones(256 * KIB // 4, requires_grad=True)
+    seen = profile(lambda: net(x).sum().backward(), model=net, warm=0)
+    assert seen.largest["gradients"] == 0
+
+
+def test_recomputed_layers():
+    net, x = Net(), torch.ones(256 * KIB // 4, requires_grad=True)
+
+    def step():
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+        net.weight.grad = x.grad = None
+
+    seen = profile(step, model=net)
+    plain = profile(lambda: (net(x).sum().backward(), net.zero_grad()), model=net)
+    assert sum(h.bytes for h in seen.saved) < KIB
+    assert sum(h.bytes for h in plain.saved) >= 256 * KIB
+    assert seen.largest["saved activations"] >= 256 * KIB, "while it is computed again"
+
+
+def test_a_step_that_raises_leaves_no_hooks():
+    net, optimizer, _ = net_step()
+
+    def step():
+        net(torch.ones(256 * KIB // 4))
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        profile(step, model=net, optimizer=optimizer, warm=0)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not net.weight._post_accumulate_grad_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_profiling_changes_no_result():
+    results = []
+    for watched in (False, True):
+        net, optimizer, step = net_step()
+        for _ in range(2):
+            profile(step, model=net, optimizer=optimizer, warm=0) if watched else step()
+        results.append(net.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_warm_must_be_a_number_of_steps():
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        profile(lambda: None, warm=-1)
+
+
+def test_json_round_trip(made, tmp_path):
+    made.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == made
+    assert json.loads((tmp_path / "p.json").read_text())["peak_bytes"] == made.peak_bytes
+
+
+def test_sums_by_origin(made):
+    assert sum(made.by("category").values()) == made.peak_bytes
+    assert list(made.by("category").values()) == sorted(made.by("category").values(), reverse=True)
+    with pytest.raises(ValueError, match=r"by wants some of category.*got \('size',\)"):
+        made.by("size")
+
+
+def test_text_and_comparison(made):
+    text = str(made)
+    assert "Memory of net" in text
+    assert "aten::exp" in text
+    both = compare(made, Profile.from_data({**made.as_data(), "peak_bytes": 10, "title": "less"}))
+    assert both.saved_bytes == made.peak_bytes - 10
+    assert "less" in str(both)
+
+
+def test_rich_tables(made):
+    console = pytest.importorskip("rich.console").Console(record=True, width=120, quiet=True)
+    with console.capture():
+        console.print(made, compare(made, made))
+    assert made.__rich__() is not None
+    assert compare(made, made).__rich__() is not None
+
+
+def test_pictures(made, tmp_path):
+    pytest.importorskip("matplotlib")
+    made.draw(tmp_path / "one.png")
+    compare(made, made).draw(tmp_path / "two.png")
+    heights = []
+    for name in ("one.png", "two.png"):
+        content = (tmp_path / name).read_bytes()
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        heights.append(struct.unpack(">II", content[16:24])[1])
+    assert heights[1] > 1.5 * heights[0], "one panel a profile"
+
+
+def test_a_patched_model_is_seen_with_its_operators():
+    pytest.importorskip("transformers")
+    case = Case("dense", 2, 64, "float32")
+
+    profiles = []
+    for patched in (False, True):
+        model = dataclasses.replace(case, patched=patched).build("cpu")
+        optimizer, step = case.step(model)
+        step()
+        states = [t for s in optimizer.state.values() for t in s.values()]
+        known = [*model.parameters(), *model.buffers(), *states]
+        with measure("cpu", known=known) as peak:
+            step()
+        profiles.append(profile(step, model=model, optimizer=optimizer, warm=0))
+        # but for the loss, a scalar
+        assert abs(profiles[-1].peak_bytes - peak.peak_bytes) <= 4, "hooks changed what ran"
+    stock, ours = profiles
+    assert ours.peak_bytes < stock.peak_bytes
+    kept = ours.by("kind", "op", saved=True)
+    assert kept["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
+    assert kept["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
+    held = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
+    assert {h.category for h in held} == {"logits and loss"}
+    assert any("layers.*" in h.module for h in ours.saved)
+    parameters = [h for h in stock.holders if h.category == "parameters" and h.module == "lm_head"]
+    assert parameters[0].bytes == 1999 * 96 * 4
+
+
+def trace():
+    """A history of an allocator, and what a recorder saw of it: addresses are used again."""
+
+    def entry(action, addr, size, time_us):
+        return {"action": action, "addr": addr, "size": size, "time_us": time_us}
+
+    entries = [
+        entry("segment_alloc", 1000, 4096, 9),
+        entry("alloc", 100, 512, 10),  # kept for backward
+        entry("alloc", 200, 1024, 12),  # scratch of a kernel, seen by nobody
+        entry("free_requested", 200, 1024, 13),
+        entry("free_completed", 200, 1024, 13),
+        entry("alloc", 200, 2048, 20),  # a gradient at the same address
+        entry("free_requested", 100, 512, 22),
+        entry("free_requested", 7, 256, 23),  # older than the step
+        entry("alloc", 300, 128, 31),
+        {"action": "oom", "device_free": 5, "size": 9, "time_us": 39},
+        entry("segment_free", 1000, 4096, 40),
+    ]
+    seen = [
+        Block(1000, role="parameters", address=1),
+        Block(500, FORWARD, "m", "M", "aten::exp", died=BACKWARD, address=100, time=11),
+        Block(2000, BACKWARD, "m", "M", "aten::mul", role="gradients", address=200, time=21),
+        Block(100, OPTIMIZER, "", "", "aten::add", died=OPTIMIZER, address=300, time=31),
+    ]
+    phases = [(9, FORWARD), (20, BACKWARD), (30, OPTIMIZER)]
+    return join(entries, seen, phases, allocated=1512, reserved=2048)
+
+
+def test_history_is_joined_with_what_was_seen():
+    joined = trace()
+    made = summarize(Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases)
+    assert made.peak_bytes == 1512 + 512 + 2048
+    assert made.at_peak["parameters"] == 1000
+    assert made.at_peak["other"] == 512, "allocated before and unknown"
+    assert made.at_peak["saved activations"] == 512, "the allocator's size, not the tensor's"
+    assert made.at_peak["gradients"] == 2048
+    assert made.largest["temporaries"] == 1024
+    assert [b.op for b in joined.blocks if b.op in (OLDER, HIDDEN)] == [OLDER, HIDDEN]
+    assert made.phases[-1][1] == OPTIMIZER
+    assert joined.facts == {
+        "allocated": 4072, "reserved": 6144, "fragmentation": 2072, "hidden": 0,
+        "largest reserved": 6144,
+    }  # fmt: skip
+    assert sum(change for _, change in joined.events) == 1512 + 2048 - 256 + 128
+
+
+def test_hidden_blocks_are_named():
+    joined = trace()
+    (hidden,) = [b for b in joined.blocks if b.op == HIDDEN]
+    assert (hidden.phase, hidden.category, hidden.size) == (FORWARD, "temporaries", 1024)
+
+
+def test_categories_are_complete(made):
+    assert tuple(made.at_peak) == CATEGORIES
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_history_of_an_accelerator():
+    device = torch.accelerator.current_accelerator()
+    net = Net().to(device)
+    x = torch.ones(256 * KIB // 4, device=device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with measure(device) as peak:
+        step()
+    seen = profile(step, model=net, optimizer=optimizer, warm=0)
+    assert seen.method == "allocator history"
+    assert seen.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.02)
+    assert seen.largest["gradients"] >= 256 * KIB
+    assert seen.largest["optimizer states"] >= 256 * KIB
+    assert seen.largest["saved activations"] >= 256 * KIB
+    assert seen.allocator["reserved"] >= seen.allocator["allocated"]

@@ -1,0 +1,454 @@
+"""Plans against steps that are tracked on a CPU, against whole simulations, and by their files."""
+
+import copy
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from comparing import assert_same_gradients
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ci.memory_cases import Case
+from liger_multi import configure
+from liger_multi.cli.main import main
+from liger_multi.errors import ConfigurationError, PlanError
+from liger_multi.memory import (
+    Candidate,
+    Settings,
+    Space,
+    TrainingPlan,
+    apply,
+    estimate,
+    load,
+    measure,
+    plan,
+)
+from liger_multi.memory.planning import search
+from liger_multi.memory.planning.cards import CARDS, card_of
+from liger_multi.memory.planning.cost import Traffic, step_seconds
+from liger_multi.memory.planning.files import deepspeed
+from liger_multi.memory.planning.predict import Predictor
+from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.planning.traces import Work
+
+BATCH, LENGTH, LAYERS = 2, 128, 5
+BASE = Settings(
+    sequence=LENGTH, micro_batch=BATCH, precision="fp32", optimizer="adamw_loop", chunk=64
+)
+SMALL = Space(
+    precisions=("fp32",), policies=("none", "full"), patched=(True,), offload=False, tiled=False,
+    offload_states=(None,), layouts=((1, 1),),
+)  # fmt: skip
+
+
+def config_of(kind="dense", layers=LAYERS):
+    config = Case(kind, BATCH, LENGTH).config()
+    config.num_hidden_layers = layers
+    return config
+
+
+def model_of(kind="dense", layers=LAYERS):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_of(kind, layers), dtype=torch.float32).train()
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    """Shared: kinds of layers are simulated once."""
+    return Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+
+
+def measured(settings, model):
+    """The peak of a real step, by tracking storages."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    ids = torch.randint(1999, (settings.micro_batch, LENGTH))
+
+    def step():
+        for _ in range(settings.accumulation):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with apply(settings, model):
+        step()
+        states = [t for s in optimizer.state.values() for t in s.values()]
+        with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
+            step()
+    return peak.peak_bytes
+
+
+WAYS = {
+    "patched": {},
+    "stock": {"patched": False, "chunk": None},
+    "full": {"recompute": "full", "layers": LAYERS},
+    "norms_and_mlp of some": {"recompute": "norms_and_mlp", "layers": 2},
+    "keep_attention, stock": {
+        "recompute": "keep_attention", "layers": LAYERS, "patched": False, "chunk": None
+    },
+    "tiles": {"tiles": 4, "micro_batch": 4},
+    "accumulation": {"accumulation": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_within_ten_percent_of_a_tracked_step(predictor, name):
+    settings = replace(BASE, **WAYS[name])
+    found = predictor.predict(settings).peak_bytes
+    assert found == pytest.approx(measured(settings, model_of()), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["patched", "stock", "full", "tiles"])
+def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
+    """The extrapolation is no approximation: memory and work are those of all layers."""
+    settings = replace(BASE, **WAYS[name])
+    short = predictor.predict(settings)
+    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+    whole.shapes.uniform = False
+    found = whole.predict(settings)
+    assert (short.peak_bytes, short.parts) == (found.peak_bytes, found.parts)
+    assert short.seconds == pytest.approx(found.seconds, rel=1e-9)
+    assert len(next(iter(predictor._done.values())).trace.forward) < LAYERS
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp"])
+def test_the_same_peak_as_an_estimate(precision):
+    config = config_of(layers=6)
+    settings = replace(BASE, precision=precision, optimizer="adamw", chunk=BATCH * LENGTH)
+    found = Predictor(Shapes(config, LENGTH), CARDS["h200"]).predict(settings)
+    options = {"dtype": settings.dtype, "patched": {"fused_linear_cross_entropy": {"chunk": 256}}}
+    assert found.peak_bytes == estimate(config, BATCH, LENGTH, **options).peak_bytes
+
+
+def test_shards_and_states_elsewhere(predictor):
+    base = replace(BASE, precision="amp", data=4, optimizer="adamw")
+    found = {
+        spread: predictor.predict(replace(base, spread=spread))
+        for spread in ("ddp", "zero1", "zero2", "zero3")
+    }
+    assert found["ddp"].peak_bytes > found["zero1"].peak_bytes
+    count = sum(p.numel() for p in model_of().parameters())
+    assert found["ddp"].parts["other"] >= 4 * count, "buckets"
+    assert found["zero1"].parts["optimizer states"] == 3 * count
+    whole, share = (found[n].parts["parameters"] for n in ("zero2", "zero3"))
+    assert share == pytest.approx(whole / 4, rel=0.01)
+    assert found["zero3"].parts["gathered and workspace"] > 0
+    away = predictor.predict(replace(base, spread="zero2", offload_states="cpu"))
+    assert away.peak_bytes < found["zero2"].peak_bytes
+    assert away.host_bytes == 3 * count
+    assert away.seconds > found["zero2"].seconds
+
+
+def test_layouts_divide_what_a_device_holds(predictor):
+    one = predictor.predict(BASE)
+    halves = predictor.predict(replace(BASE, tensor=2))
+    stages = predictor.predict(replace(BASE, pipeline=2, accumulation=4))
+    assert halves.peak_bytes < one.peak_bytes
+    assert stages.parts["parameters"] < one.parts["parameters"]
+    more = predictor.predict(replace(BASE, pipeline=2, accumulation=8))
+    assert more.tokens_per_second > stages.tokens_per_second, "a smaller part of it is filling"
+
+
+def test_recomputing_costs_time_and_saves_memory(predictor):
+    large = replace(BASE, micro_batch=8)
+    found = [predictor.predict(replace(large, recompute="full", layers=n)) for n in (0, 2, LAYERS)]
+    assert found[0].peak_bytes > found[1].peak_bytes > found[2].peak_bytes
+    assert found[0].seconds < found[1].seconds < found[2].seconds
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plan(config_of(), "48MiB", 1, 8, LENGTH, device="cpu", space=SMALL, headroom=0)
+
+
+def test_the_fastest_that_fits(made):
+    assert made.best.fits
+    assert made.best.relative == 1
+    assert made.best.settings.sequences == 8
+    fitting = made.fitting
+    assert [c.relative for c in fitting] == sorted(c.relative for c in fitting)
+    assert all(c.peak_bytes <= made.budget_bytes for c in fitting)
+    assert made.largest_batch >= made.best.settings.micro_batch
+    assert made.longest_sequence >= LENGTH
+    settings = replace(made.best.settings, micro_batch=made.largest_batch)
+    assert (
+        Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+        .predict(settings, made.budget_bytes)
+        .fits
+    )
+
+
+def test_text_data_and_picture(made, tmp_path):
+    text = str(made)
+    for word in ("largest micro-batch", "longest sequence", "peak", "time", "nearest in memory"):
+        assert word in text
+    again = TrainingPlan.from_data(json.loads(json.dumps(made.as_data())))
+    assert again == made
+    assert isinstance(again.best, Candidate)
+    pytest.importorskip("matplotlib")
+    made.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_fewest_layers_recompute():
+    """Just too little memory for no recomputation gets a few layers of it, not all."""
+    predictor = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+    settings = replace(BASE, micro_batch=8, chunk=1024)
+    peak = predictor.predict(settings).peak_bytes
+    space = replace(SMALL, policies=("full",))
+    found = plan(
+        config_of(), peak - 2**19, 1, 8, LENGTH, device="cpu", space=space, headroom=0,
+        limits=False, optimizer="adamw_loop",
+    )  # fmt: skip
+    some = [c for c in found.fitting if c.settings.micro_batch == 8]
+    assert some
+    assert 0 < some[0].settings.layers < LAYERS
+
+
+def test_refuses_with_the_nearest():
+    with pytest.raises(PlanError, match=r"nothing fits into 2\.0 MiB.*nearest plan") as raised:
+        plan(config_of(), "2MiB", 1, 2, LENGTH, device="cpu", space=SMALL, headroom=0)
+    nearest = raised.value.nearest
+    assert nearest.peak_bytes > 2 * 2**20
+    assert nearest.peak_bytes == min(c.peak_bytes for c in raised.value.plan.candidates)
+    assert "Nothing fits" in str(raised.value.plan)
+
+
+# --- files ---
+
+
+def written(tmp_path, **changes):
+    chosen = Candidate(replace(BASE, **changes), 10)
+    devices = chosen.settings.data * chosen.settings.tensor
+    one = TrainingPlan("llama", 5, "card", 100, 90, devices, None, [chosen], compression=True)
+    one.layer_class, one.vocabulary = "LlamaDecoderLayer", 1999
+    return {path.name: path for path in one.write(tmp_path)}, chosen.settings
+
+
+SPREADS = [
+    {"precision": "amp"},
+    {"precision": "fp16", "spread": "ddp", "data": 4},
+    {"precision": "bf16", "spread": "fsdp2", "data": 4, "offload_states": "cpu"},
+    {"precision": "amp", "spread": "zero3", "data": 4},
+    {"precision": "fp16", "spread": "zero2", "data": 2, "offload_states": "cpu"},
+    {"precision": "bf16", "spread": "fsdp2", "data": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("changes", SPREADS, ids=lambda c: "-".join(map(str, c.values())))
+def test_files_load_with_what_they_are_for(tmp_path, changes):
+    files, settings = written(tmp_path, **changes)
+    assert load(files["plan.yaml"]) == settings
+    from liger_multi.dispatch.config_file import load as configuration
+
+    assert configuration(files["liger_multi.yaml"]).chunk_bytes >= 64 * 1999 * 2
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from transformers import TrainingArguments
+
+    given = json.loads(files["training_arguments.json"].read_text())
+    given["output_dir"] = str(tmp_path / "out")
+    if given["bf16"] or given["fp16"]:
+        given["use_cpu"] = True  # where this is tested
+    shell = ["bash", "-c", f"source {files['environment.sh']}; echo $PYTORCH_CUDA_ALLOC_CONF"]
+    assert subprocess.check_output(shell, text=True) == "expandable_segments:True\n"
+    arguments = TrainingArguments(**given)
+    assert arguments.per_device_train_batch_size == settings.micro_batch
+    found = load_config_from_file(str(files["accelerate.yaml"]))
+    assert found.num_processes == settings.data * settings.tensor
+    kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
+    assert str(found.distributed_type.value) == kinds.get(settings.spread, "NO")
+    if settings.spread == "fsdp2":
+        assert found.fsdp_config["fsdp_version"] == 2
+        assert found.fsdp_config["fsdp_offload_params"] == bool(settings.offload_states)
+    assert ("deepspeed.json" in files) == settings.spread.startswith("zero")
+
+
+@pytest.mark.parametrize("changes", [c for c in SPREADS if "zero" in str(c)], ids=str)
+def test_deepspeed_takes_its_file(changes):
+    config = pytest.importorskip("deepspeed.runtime.config")
+    settings = replace(BASE, **changes)
+    given = deepspeed(settings, settings.data, compression=True)
+    one = {**given, "train_batch_size": settings.micro_batch}  # of this process
+    found = config.DeepSpeedConfig(one)
+    assert found.zero_config.stage == settings.level
+    assert found.zero_config.zero_quantized_weights == (settings.level == 3)
+
+
+def test_compression_is_offered_by_name():
+    settings = replace(BASE, spread="zero3", data=4, precision="amp")
+    plain, asked = (deepspeed(settings, 4, c)["zero_optimization"] for c in (False, True))
+    assert "zero_quantized_weights" not in plain
+    assert asked["zero_quantized_gradients"]
+    assert asked["zero_hpz_partition_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("settings: {layer: 3}\nversion: 1", "did you mean 'layers'"),
+        ("settings: {layers: many}\nversion: 1", "layers in .* must be int, got 'many'"),
+        ("settings: {spread: zero4}\nversion: 1", "unknown spread"),
+        ("settings: {}\nversion: 7", "has version 7, this is 1"),
+        ("settings: {}\nversions: 1", "did you mean 'version'"),
+        ("- 1", "no mapping of settings"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_wrong_files(tmp_path, content, said):
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=said):
+        load(path)
+
+
+# --- applied ---
+
+
+def test_applied_and_taken_back():
+    model = model_of(layers=3)
+    before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    ids = torch.randint(1999, (2, LENGTH))
+    model(input_ids=ids, labels=ids).loss.backward()
+    stock = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    settings = replace(BASE, recompute="full", layers=2, tiles=3, attention="eager")
+    handle = apply(settings, model)
+    assert model.config._attn_implementation == "eager"
+    assert len(handle.done) == 4
+    assert list(model.state_dict()) == list(before), "names stay"
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients([p.grad for p in model.parameters()], stock)
+    handle.undo()
+    handle.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_plan_that_cannot_be_applied_changes_nothing():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no list of layers"):
+        apply(replace(BASE, patched=False, tiles=2), model)
+    with pytest.raises(TypeError, match="expected a Plan, a Candidate or Settings, got str"):
+        apply("plan.yaml", model)
+
+
+class _Coded(nn.Module):
+    """A frozen linear layer of 8 bits, dequantized for every product."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.out_features, self.in_features = layer.weight.shape
+        self.weight = nn.Parameter(
+            torch.zeros(layer.weight.shape, dtype=torch.int8), requires_grad=False
+        )
+
+    def forward(self, x):
+        return _CodedProduct.apply(x, self.weight)
+
+
+class _CodedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight.to(x.dtype).T
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ ctx.weight.to(dy.dtype), None
+
+
+def test_frozen_heads_of_few_bits():
+    model = model_of()
+    model.lm_head = _Coded(model.lm_head)
+    shapes = Shapes(model, LENGTH)
+    assert shapes.quantized == 1999 * 96
+    found = Predictor(shapes, CARDS["h200"], "cpu").predict(
+        replace(BASE, patched=False, chunk=None)
+    )
+    got = measured(replace(BASE, patched=False, chunk=None), model)
+    assert found.peak_bytes == pytest.approx(got, rel=0.1)
+    assert type(model.lm_head) is _Coded, "left alone"
+
+
+# --- cards, times, words ---
+
+
+def test_cards():
+    assert card_of("h200")[0].name == "NVIDIA H200"
+    assert card_of("H200:24GiB")[1] == 24 * 2**30
+    card, size = card_of("24GiB")
+    assert (card.guessed, size, card.name) == (True, 24 * 2**30, "NVIDIA L4")
+    with pytest.raises(ValueError, match=r"did you mean 'h200'.*or a size"):
+        card_of("h20")
+    with pytest.raises(ValueError, match="byte count in memory"):
+        card_of("24furlongs")
+
+
+def test_times_grow_with_what_is_done():
+    card, work = CARDS["h200"], Work({2: 1e15}, 1e9, 10)
+    plain = step_seconds(work, 0, Traffic(), card)
+    assert plain == pytest.approx(1e15 / (0.65 * 989e12) + 1e9 / (0.8 * 4.8e12))
+    assert step_seconds(Work({4: 1e15}), 0, Traffic(), card) > 10 * plain
+    assert step_seconds(work, 1e12, Traffic(), card) > plain
+    assert step_seconds(work, 0, Traffic(overlapped=1e9), card) == plain, "hidden"
+    assert step_seconds(work, 0, Traffic(waited=1e12), card) > plain
+    assert step_seconds(work, 0, Traffic(host=1e12), card) > plain
+    assert step_seconds(work, 0, Traffic(), card, 4) == pytest.approx(4 * plain)
+    assert step_seconds(Work({}, 0, 1e6), 0, Traffic(), card) == pytest.approx(30)
+
+
+def test_limits_are_searched_with_few_chunks():
+    """65 536 short sequences in chunks that fit two of them were a search without an end."""
+    short = Settings(sequence=8, micro_batch=2, chunk=16)
+    assert search._coarser(short) == short
+    for long in (replace(short, micro_batch=65536), replace(short, sequence=10**6)):
+        rows = long.micro_batch * long.sequence
+        assert rows / search._coarser(long).chunk <= search.MOST_CHUNKS
+    assert search._coarser(replace(short, chunk=None)).chunk is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices": 0}, "devices must be a positive integer, got 0"),
+        (
+            {"batch": 3, "devices": 2, "space": Space(layouts=((1, 1),))},
+            "batch=3 cannot be divided over 2 devices",
+        ),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"headroom": 1}, "share from 0 to below 1, got 1"),
+    ],
+)
+def test_wrong_options(options, said):
+    with pytest.raises(ValueError, match=said):
+        plan(config_of(), "24GiB", **{"sequence": 8, **options})
+
+
+def test_the_command(tmp_path, capsys):
+    config_of(layers=4).save_pretrained(tmp_path)
+    argv = ["plan", str(tmp_path), "--gpu", "80MiB", "--seq", "64", "--batch", "1", "--headroom",
+            "0", "--precision", "bf16", "--no-limits", "--data-parallel"]  # fmt: skip
+    out = tmp_path / "files"
+    assert main([*argv, "--write", str(out), "--picture", str(tmp_path / "plan.png")]) == 0
+    said = capsys.readouterr()
+    assert "Ways, the fastest that fits first" in said.out
+    assert "plan.yaml" in said.err
+    assert load(out / "plan.yaml").sequence == 64
+    configure(out / "liger_multi.yaml")
+    configure(None)
+    argv[3] = "1MiB"
+    assert main([*argv, "--json"]) == 1
+    said = capsys.readouterr()
+    assert "nothing fits" in said.err
+    assert not json.loads(said.out)["candidates"][0]["fits"]
+    assert main(["plan", "llama-3-8b", "--gpu", "h20"]) == 2

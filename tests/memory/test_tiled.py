@@ -1,0 +1,204 @@
+"""TiledMLP: the same numbers as the whole MLP, one gradient a parameter, little memory."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from liger_multi import nn
+from liger_multi.tolerance import excess
+
+WIDTH, INNER = 8, 24
+
+
+def mlp(dtype=torch.float32, dropout=0.0):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, INNER),
+        torch.nn.SiLU(),
+        torch.nn.Dropout(dropout),
+        torch.nn.Linear(INNER, WIDTH, bias=False),
+    ).to(dtype)
+
+
+def run(module, x, upstream):
+    """Output, gradients of the parameters, and that of x."""
+    module.zero_grad()
+    x = x.detach().requires_grad_(x.requires_grad)
+    y = module(x)
+    y.backward(upstream)
+    return [y.detach(), *[p.grad for p in module.parameters()], x.grad]
+
+
+@pytest.mark.parametrize("shape", [(13, WIDTH), (2, 13, WIDTH), (2, 2, 5, WIDTH)])
+@pytest.mark.parametrize("tiles", [2, 3, 5, 13, 100])
+@pytest.mark.parametrize("needs_x", [True, False])
+def test_tiles_change_nothing(tiles, needs_x, shape):
+    """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
+    whole = mlp()
+    x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
+    wanted = run(whole, x, upstream)
+    found = run(nn.TiledMLP(whole, tiles), x, upstream)
+    for got, right in zip(found, wanted, strict=True):
+        assert (got is None) == (right is None)
+        if right is not None:
+            assert excess(got, right.double(), torch.float32) <= 1
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 7])
+def test_hooks_of_parameters_fire_once_a_step(tiles):
+    """They fired once a piece, and a reducer of DDP or FSDP counts them."""
+    module, fired = nn.TiledMLP(mlp(), tiles), []
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda grad, name=name: fired.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    module(torch.randn(7, WIDTH)).sum().backward()
+    names = [n for n, _ in module.named_parameters()]
+    assert sorted(fired) == sorted(names * 2)
+
+
+def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
+    """Sums over pieces are in fp32: in bf16, 256 terms of about the same size stop growing."""
+    module = mlp(torch.bfloat16)
+    x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
+    exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
+    for tiles in (2, 512):
+        found = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
+        for got, right in zip(found[1:4], exact[1:4], strict=True):
+            assert excess(got, right, torch.bfloat16) <= 1, tiles
+
+
+def test_the_module_is_reached_through_its_own_call():
+    """Hooks that gather weights, and adapters, stand there."""
+    module, lengths = mlp(), []
+    module.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[-2]))
+    x = torch.randn(2, 7, WIDTH, requires_grad=True)
+    nn.TiledMLP(module, 3)(x).sum().backward()
+    assert lengths == [3, 3, 1] * 2
+
+
+def test_inner_tensors_are_those_of_a_piece():
+    sizes, x = [], torch.randn(64, WIDTH, requires_grad=True)
+    module = mlp()
+    module[1].register_forward_hook(lambda m, args, out: sizes.append(out.shape[0]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
+    ):
+        y = nn.TiledMLP(module, 8)(x)
+        y.sum().backward()
+    assert set(sizes) == {8}
+    assert max(kept) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
+
+
+def test_dropout_draws_the_same_numbers_twice():
+    module = nn.TiledMLP(mlp(dropout=0.5), 4)
+    x = torch.randn(32, WIDTH, requires_grad=True)
+    torch.manual_seed(3)
+    y = module(x)
+    state = torch.get_rng_state()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(torch.get_rng_state(), state), "backward leaves the generator alone"
+    torch.manual_seed(3)
+    again = x.detach().requires_grad_()
+    parts = [module.mlp(part) for part in again.split(8)]
+    assert torch.equal(torch.cat(parts), y)
+    torch.testing.assert_close(torch.autograd.grad(torch.cat(parts).sum(), again)[0], dx)
+
+
+def test_autocast_of_forward_holds_in_backward():
+    module, kinds = mlp(), []
+    module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
+    x = torch.randn(12, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted, y = module(x), nn.TiledMLP(module, 3)(x)
+    assert y.dtype == wanted.dtype == torch.bfloat16
+    right = torch.autograd.grad(wanted, [x, *module.parameters()], torch.ones_like(wanted))
+    found = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+    assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
+    for got, exact in zip(found, right, strict=True):
+        assert excess(got, exact.double(), torch.bfloat16) <= 1
+
+
+def test_frozen_and_unused_parameters_have_no_gradient():
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    module.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    nn.TiledMLP(module, 3)(torch.randn(7, WIDTH)).sum().backward()
+    grads = {n: p.grad is not None for n, p in module.named_parameters()}
+    assert grads == {"unused": False, "0.weight": False, "0.bias": True, "3.weight": True}
+
+
+def test_without_gradients_nothing_is_kept():
+    module, x = nn.TiledMLP(mlp(), 3), torch.randn(7, WIDTH)
+    with torch.no_grad():
+        y = module(x)
+    assert not y.requires_grad
+    torch.testing.assert_close(y, module.mlp(x))
+
+
+def test_a_changed_weight_is_noticed():
+    module = nn.TiledMLP(mlp(), 3)
+    loss = module(torch.randn(7, WIDTH)).sum()
+    with torch.no_grad():
+        module.mlp[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_tokens():
+    x = torch.randn(2, 0, WIDTH, requires_grad=True)
+    y = nn.TiledMLP(mlp(), 3)(x)
+    assert y.shape == x.shape
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.shape == x.shape
+
+
+def test_one_graph_under_the_compiler():
+    module, x = nn.TiledMLP(mlp(), 4), torch.randn(9, WIDTH)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_data_parallel_processes_count_every_gradient_once(tmp_path):
+    body = """
+        import sys, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        from liger_multi import nn
+        rank, meeting = int(sys.argv[1]), sys.argv[2]
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+        torch.manual_seed(0)
+        mlp = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.SiLU(), torch.nn.Linear(24, 8))
+        x = torch.randn(2, 10, 8)
+        mlp(x).square().mean().backward()
+        wanted = [p.grad.clone() for p in mlp.parameters()]
+        mlp.zero_grad()
+        model = DistributedDataParallel(nn.TiledMLP(mlp, 3))
+        model(x[rank]).square().mean().backward()
+        sys.path.insert(0, TESTS)
+        from comparing import assert_same_gradients
+        assert_same_gradients([p.grad for p in mlp.parameters()], wanted)
+        print("done")
+        dist.destroy_process_group()
+        """
+    harness.in_two_processes(tmp_path, body.replace("TESTS", repr(str(Path(__file__).parents[1]))))
+
+
+BAD = [
+    (lambda: nn.TiledMLP(3), TypeError, "mlp must be a module, got int 3"),
+    (lambda: nn.TiledMLP(mlp(), 0), ValueError, "tiles must be at least 1, got 0"),
+    (lambda: nn.TiledMLP(mlp())(torch.ones(8)), ValueError, r"shape \(\.\.\., S, H\)"),
+    (
+        lambda: nn.TiledMLP(torch.nn.Flatten(0), 2)(torch.ones(4, 8)),
+        TypeError,
+        r"one tensor with the leading axes of its input, got a tensor of shape \(16,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()

@@ -1,0 +1,415 @@
+"""Rules of autograd that every operator keeps: one derivative, tied arguments, in-place writes."""
+
+import ast
+import copy
+import itertools
+from pathlib import Path
+
+import forms
+import oracles
+import pytest
+import torch
+from test_ops import outputs
+from torch import nn
+
+import liger_multi
+from liger_multi import errors, losses, ops, samples
+from liger_multi.dispatch.registry import operators
+from liger_multi.losses.sources import tokens
+
+WIDE = torch.float64
+SMALL = [
+    (op, s)
+    for op in operators()
+    for s in samples.of(op)
+    if s.size == "small" and not s.options.get("inplace") and not forms.repeats(op, s)
+]
+
+
+def forms_of(all_of_them):
+    """Samples, of which those that add nothing to the graph are slow, or left out."""
+    for op, s in SMALL:
+        slow = not forms.adds(op, s)
+        if all_of_them or not slow:
+            yield pytest.param(op, s, marks=[pytest.mark.slow] if slow else [], id=f"{op}-{s.name}")
+
+
+every_form = pytest.mark.parametrize(("op", "sample"), list(forms_of(True)))
+main_forms = pytest.mark.parametrize(("op", "sample"), list(forms_of(False)))
+
+
+def wide(sample):
+    """Arguments in fp64, those that samples fix at fp32 included."""
+    given = sample.make("cpu", WIDE)
+    return {
+        n: t.detach().to(WIDE).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for n, t in given.items()
+    }
+
+
+def made_of(op, sample, function, *, leaves):
+    """The sum of all outputs, and the tensors that need gradients as the function gets them."""
+    given = wide(sample)
+    if not leaves:  # what autograd finds through the function of another operation only
+        given = {n: t * 1 if t.requires_grad else t for n, t in given.items()}
+    result, _ = outputs(function(**given, **sample.options))
+    total = sum(t.sum() for t in result.values() if t.requires_grad)
+    return total, {n: t for n, t in given.items() if t.requires_grad}
+
+
+def penalty_on(total, x):
+    """The sum, and a penalty on its gradient by one tensor."""
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True, allow_unused=True)
+    return total if gradient is None else total + gradient.pow(2).sum()
+
+
+def derivative(value, x):
+    (found,) = torch.autograd.grad(value, x, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(x) if found is None else found
+
+
+@every_form
+@pytest.mark.parametrize(
+    "leaves",
+    [pytest.param(True, id="leaves", marks=pytest.mark.slow), pytest.param(False, id="results")],
+)
+def test_a_second_derivative_raises_or_is_right(op, sample, leaves):
+    """By any input and however the upstream gradient was made: no number is silently wrong."""
+    total, wanted = made_of(op, sample, getattr(ops, op), leaves=leaves)
+    if not wanted or not isinstance(total, torch.Tensor):
+        pytest.skip("nothing is differentiable")
+    exact, right = made_of(op, sample, getattr(oracles, op), leaves=leaves)
+    for of in wanted:
+        penalized = penalty_on(total, wanted[of])
+        for by in wanted:
+            try:
+                found = derivative(penalized, wanted[by])
+            except errors.DoubleBackwardError:
+                continue
+            # the gradient does not depend on this input
+            want = derivative(penalty_on(exact, right[of]), right[by])
+            torch.testing.assert_close(found, want)
+
+
+@main_forms
+def test_a_gradient_raises_by_its_upstream_gradient(op, sample):
+    """``once_differentiable`` of PyTorch is silent where the tensors are named."""
+    given = sample.make("cpu", WIDE)
+    result, _ = outputs(getattr(ops, op)(**given, **sample.options))
+    smooth = [t for t in result.values() if t.requires_grad]
+    wanted = [t for t in given.values() if t.requires_grad]
+    if not smooth or not wanted:
+        pytest.skip("nothing is differentiable")
+    ups = [torch.ones_like(t, requires_grad=True) for t in smooth]
+    found = torch.autograd.grad(smooth, wanted, ups, create_graph=True, allow_unused=True)
+    total = sum(g.sum() for g in found if g is not None)
+    for up in ups:
+        with pytest.raises(errors.DoubleBackwardError, match=op):
+            torch.autograd.grad(total, up, retain_graph=True, allow_unused=True)
+
+
+@main_forms
+def test_create_graph_alone_changes_nothing(op, sample):
+    found = []
+    for create in (False, True):
+        total, wanted = made_of(op, sample, getattr(ops, op), leaves=True)
+        if not wanted or not isinstance(total, torch.Tensor):
+            pytest.skip("nothing is differentiable")
+        found.append(
+            torch.autograd.grad(total, wanted.values(), create_graph=create, allow_unused=True)
+        )
+    for plain, graph in zip(*found, strict=True):
+        assert (plain is None) == (graph is None)
+        if plain is not None:
+            assert torch.equal(plain, graph)
+    for gradient in found[1]:
+        if gradient is not None and 0 not in gradient.stride():
+            gradient.mul_(2)  # not a view that nobody may write to
+
+
+# --- functions beside the operators ---
+
+
+def head_loss(run):
+    """A scalar, its hidden states and its weight."""
+    hidden = torch.randn(6, 16, requires_grad=True)
+    weight = torch.randn(11, 16, requires_grad=True)
+    return run(hidden * 1, weight, torch.randint(11, (6,))), (hidden, weight)
+
+
+def one_pass(h, w, t):
+    return losses.sequence_loss(losses.Head(h[None], w), t[None])[0]
+
+
+def kept_logits(h, w, t):
+    return tokens(losses.Head(h, w, keep="64MiB"), t).log_prob.sum()
+
+
+def tiled(h, w, t):
+    layer = nn.Linear(16, 11, bias=False)
+    layer.weight = nn.Parameter(w.detach())
+    return liger_multi.nn.TiledMLP(nn.Sequential(nn.Tanh(), layer), 3)(h).sum() + w.sum()
+
+
+FUNCTIONS = {
+    "fused_linear_cross_entropy": ops.fused_linear_cross_entropy,
+    "fused_linear_log_prob": lambda h, w, t: ops.fused_linear_log_prob(h, w, t).log_prob.sum(),
+    "cross_entropy": lambda h, w, t: ops.cross_entropy(h @ w.t(), t),
+    "cross_entropy, in place": lambda h, w, t: ops.cross_entropy(h @ w.t(), t, inplace=True),
+    "one pass": one_pass,
+    "kept logits": kept_logits,
+    "TiledMLP": tiled,
+}
+
+
+@pytest.mark.parametrize("run", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_penalty_on_the_gradient_of_a_loss_raises(run):
+    """The loss as it is, whose upstream gradient is a constant one."""
+    loss, (hidden, weight) = head_loss(run)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(errors.DoubleBackwardError, match="first derivatives only"):
+        (loss + gradient.pow(2).sum()).backward(retain_graph=True)
+    with pytest.raises(errors.DoubleBackwardError, match="first derivatives only"):
+        torch.autograd.grad(loss + gradient.pow(2).sum(), weight if run is not tiled else hidden)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda out: out.loss,
+        lambda out: out.logits.logsumexp(-1).sum(),
+        lambda out: out.logits.pow(2).mean(),
+    ],
+    ids=["loss", "reduction", "logits"],
+)
+def test_penalties_on_patched_models_raise_or_are_right(use):
+    models = pytest.importorskip("models")
+    stock = models.build("llama", num_hidden_layers=1, attn_implementation="eager")
+    ours = copy.deepcopy(stock)
+    liger_multi.patch(ours, rms_norm=False, swiglu=False, rope=False)
+    found = []
+    for model in (stock, ours):
+        embedded = model.model.embed_tokens(models.batch()["input_ids"]).detach().requires_grad_()
+        labels = models.batch()["labels"]
+        try:
+            value = use(model(inputs_embeds=embedded, labels=labels))
+            (gradient,) = torch.autograd.grad(value, embedded, create_graph=True)
+            (value + gradient.pow(2).sum()).backward()
+        except errors.DoubleBackwardError:
+            return
+        found.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_sums_over_processes_raise(tmp_path):
+    import torch.distributed as dist
+
+    from liger_multi.nn import vocab_parallel
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for function in (vocab_parallel._sum, vocab_parallel._shared):
+            x = torch.randn(3, requires_grad=True)
+            (gradient,) = torch.autograd.grad(function(x, None).pow(2).sum(), x, create_graph=True)
+            with pytest.raises(errors.DoubleBackwardError, match="vocab_parallel"):
+                torch.autograd.grad(gradient.sum(), x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_function_of_autograd_is_left_out():
+    """Who writes another ``autograd.Function`` decides what its second derivative is."""
+    package = Path(liger_multi.__file__).parent
+    left = set()
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            bases = [ast.unparse(b) for b in getattr(node, "bases", [])]
+            if any(b.endswith("autograd.Function") for b in bases):
+                text = ast.unparse(node)
+                if "@first_derivatives_only(" not in text:
+                    left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
+    inert = {  # nothing is computed in them, or nobody trains with them
+        "bench/divergences.py:_Products", "bench/formulas.py:_Products",
+        "bench/measure.py:Identity",
+        "compat/liger_kernel/chunked.py:LigerFusedLinearDistillationBase",
+        "memory/planning/quantized.py:_Product", "memory/meta_implementations.py:_Attention",
+    }  # fmt: skip
+    # these mark their gradients themselves, or return those that they get
+    differentiable = {"patching/lazy.py:_Connect", "patching/lazy.py:_Through"}
+    assert left == inert | differentiable | {"double_backward.py:_Raises"}
+
+
+# --- one tensor in several arguments ---
+
+REPORTED = ("attention", "fused_add_rms_norm", "gated_mlp", "gated_rms_norm", "rope", "swiglu")
+
+
+def tied_results(op, sample, a, b, run):
+    """Outputs and gradients where one tensor is both arguments."""
+    given = wide(sample)
+    given[b] = given[a]
+    result, _ = outputs(run(**given, **sample.options))
+    total = sum((t * torch.linspace(0.5, 1.5, t.numel()).view_as(t)).sum() for t in result.values())
+    leaves = {id(t): t for t in given.values() if t.requires_grad}
+    return [*result.values(), *torch.autograd.grad(total, leaves.values(), allow_unused=True)]
+
+
+def tied_arguments(op):
+    """Pairs of arguments that may be one tensor, each with the results of the operator."""
+    seen = set()
+    for sample in samples.of(op):
+        if sample.size != "small" or sample.options.get("inplace"):
+            continue
+        smooth = [(n, t) for n, t in sample.tensors.items() if t.grad and not t.classes]
+        for (a, x), (b, y) in itertools.combinations(smooth, 2):
+            if (a, b) in seen or len(x.shape) != len(y.shape):
+                continue
+            try:
+                found = tied_results(op, sample, a, b, getattr(ops, op))
+            except (IndexError, TypeError, ValueError):  # of other sizes than this argument needs
+                continue
+            seen.add((a, b))
+            yield sample, a, b, found
+
+
+@pytest.mark.parametrize("op", [n for n in operators() if not n.endswith("_inplace")])
+def test_one_tensor_in_two_arguments(op):
+    pairs = list(tied_arguments(op))
+    assert pairs or op not in REPORTED
+    for sample, a, b, found in pairs:
+        right = tied_results(op, sample, a, b, getattr(oracles, op))
+        for got, want in zip(found, right, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
+# --- what inplace=True overwrites ---
+
+LABELS = torch.tensor([1, 5, 0, 7])
+
+
+def overwriting(x):
+    return ops.cross_entropy(x, LABELS, inplace=True)
+
+
+def diverging(x):
+    return ops.kl_div(x, torch.randn(4, 8), form="logits", teacher_form="logits", inplace=True)
+
+
+in_place = pytest.mark.parametrize(
+    "loss", [overwriting, diverging], ids=["cross_entropy", "kl_div"]
+)
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+@in_place
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda p: p.view(4, 8),
+        lambda p: p[:32].view(4, 8),
+        lambda p: p.view(2, 16).view(4, 8),
+        lambda p: Passed.apply(p).view(4, 8),
+        lambda p: p.detach().requires_grad_().view(4, 8),
+        lambda p: p.as_strided((4, 8), (8, 1)),
+    ],
+    ids=["view", "slice", "views", "function", "alias", "strides"],
+)
+def test_a_view_of_a_parameter_is_not_overwritten(loss, view):
+    parameter = torch.randn(32, requires_grad=True)
+    before = parameter.detach().clone()
+    with pytest.raises(ValueError, match="a view of a leaf Variable that requires grad"):
+        loss(view(parameter))
+    assert torch.equal(parameter, before)
+
+
+@in_place
+def test_a_view_made_without_grad_is_not_overwritten(loss):
+    for made in (torch.randn(32, requires_grad=True), torch.randn(32, requires_grad=True) * 1):
+        before = made.detach().clone()
+        with torch.no_grad():
+            view = made.view(4, 8)
+        with pytest.raises(ValueError, match="got a leaf"):
+            loss(view.requires_grad_())
+        assert torch.equal(made, before)
+
+
+@in_place
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda x: x[:1, :8].expand(4, 8),
+        lambda x: x.flatten()[:12].as_strided((4, 8), (1, 1)),
+        lambda x: x.flatten()[:11].unfold(0, 8, 1),
+        lambda x: x.flatten()[:20].unfold(0, 8, 4),
+    ],
+    ids=["expanded", "strides", "windows", "half-windows"],
+)
+def test_elements_that_share_memory_are_refused(loss, shared):
+    x = torch.randn(4, 16, requires_grad=True) * 1
+    with pytest.raises(ValueError, match="stored once each"):
+        loss(shared(x))
+
+
+@in_place
+@pytest.mark.parametrize(
+    "part", [lambda x: x[:, ::2], lambda x: x[:, 8:], lambda x: x.view(8, 8)[::2]]
+)
+def test_elements_that_stand_apart_are_overwritten(loss, part):
+    h = torch.randn(4, 16, requires_grad=True)
+    found = []
+    for copied in (True, False):
+        torch.manual_seed(0)
+        x = part(h * 1)
+        (gradient,) = torch.autograd.grad(loss(x.clone() if copied else x), h)
+        found.append(gradient)
+    torch.testing.assert_close(*found)
+
+
+@in_place
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda x: x.pow(2).sum(),
+        lambda x: x.view(2, 16).exp().pow(2).sum() + x.view(2, 16).pow(2).sum(),
+        lambda x: ops.softmax(x).sum() + ops.swiglu(x, x).sum(),
+    ],
+    ids=["tensor", "view", "operator"],
+)
+def test_whoever_saved_what_was_overwritten_raises(loss, reader):
+    x = torch.randn(4, 8, requires_grad=True) * 1
+    other = reader(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss(x) + other).backward()
+
+
+@in_place
+def test_tensors_of_inference_mode_are_not_overwritten(loss):
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+    before = x.clone()
+    loss(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
+def test_a_teacher_in_the_memory_of_the_student_is_not_overwritten(op):
+    """The permission is not used: kernels read rows of the teacher while others are written."""
+    both = torch.randn(7, 40, requires_grad=True) * 1
+    before = both.detach().clone()
+    form = {"form": "logits", "teacher_form": "logits"}
+    getattr(ops, op)(both[:6], both.detach()[1:], **form, inplace=True)
+    assert torch.equal(both, before)
+    apart = torch.randn(12, 40, requires_grad=True) * 1  # one batch of both, without an overlap
+    before = apart.detach().clone()
+    getattr(ops, op)(apart[:6], apart.detach()[6:], **form, inplace=True)
+    assert not torch.equal(apart[:6], before[:6])
+    assert torch.equal(apart[6:], before[6:])

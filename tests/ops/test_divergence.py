@@ -1,0 +1,431 @@
+"""Divergences of students and teachers: ties, masks, chunks, vocabularies, memory, the host."""
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import harness
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch.op import inline_ops
+from liger_multi.memory import measure
+from liger_multi.tolerance import excess
+
+NAMES = ("kl_div", "jsd", "tvd")
+INPLACE = tuple(f"{name}_inplace" for name in NAMES)
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+LOGITS = {"form": "logits", "teacher_form": "logits"}
+every = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def kernels(request):
+    """Interpreted kernels are bound by name; elsewhere the device chooses."""
+    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
+        with liger_multi.use(
+            **{n: ["triton", "reference"] for n in (*NAMES, *INPLACE, "fused_linear_*")}
+        ):
+            yield
+    else:
+        yield
+
+
+def heads(rows=40, classes=61, dtype=torch.float32, device="cpu", ignored=0.2, teacher_classes=0):
+    """Hidden states and weights of student and teacher, and marks of ignored rows."""
+    x, w = torch.randn(rows, 16), torch.randn(classes, 16) * 0.3
+    y, v = torch.randn(rows, 24), torch.randn(teacher_classes or classes, 24) * 0.3
+    t = torch.zeros(rows, dtype=torch.int64).masked_fill(torch.rand(rows) < ignored, -100)
+    x, w, y, v = (a.to(device, dtype) for a in (x, w, y, v))
+    return x.requires_grad_(), w.requires_grad_(), y, v, t.to(device)
+
+
+def fused(name, *args, **options):
+    return getattr(ops, f"fused_linear_{name}")(*args, **options)
+
+
+def exact(name, x, w, y, v, t, **options):
+    """Loss and gradients in fp64 from full logits."""
+    xw, ww = (a.detach().double().requires_grad_() for a in (x, w))
+    found = getattr(oracles, f"fused_linear_{name}")(xw, ww, y.double(), v.double(), t, **options)
+    return found.detach(), torch.autograd.grad(found.sum(), (xw, ww))
+
+
+# --- rows ---
+
+
+def test_kl_div_is_torchs():
+    x, p = torch.randn(5, 30).log_softmax(-1), torch.randn(5, 30).softmax(-1)
+    right = F.kl_div(x, p, reduction="batchmean")
+    torch.testing.assert_close(ops.kl_div(x, p), right)
+    torch.testing.assert_close(ops.kl_div(x, p.log(), teacher_form="log_prob"), right)
+    torch.testing.assert_close(ops.kl_div(x, p.log(), form="logits", teacher_form="logits"), right)
+    each = F.kl_div(x, p, reduction="none").sum(-1)
+    torch.testing.assert_close(ops.kl_div(x, p, reduction="none"), each)
+
+
+@every
+def test_a_loss_is_a_number_a_row(name, device):
+    """A loss of every class, summed later, is as large as both inputs in fp32."""
+    x, y = torch.randn(2, 4, 3, 50, device=device)
+    assert getattr(ops, name)(x, y, **LOGITS, reduction="none").shape == (4, 3)
+
+
+@pytest.mark.parametrize("form", ["prob", "log_prob", "logits"])
+def test_total_variation_at_ties(device, form):
+    """Where both are equal, nothing pulls in either direction: 0, as of abs, and not -1/2."""
+    x = torch.rand(4, 30, device=device).softmax(-1)
+    x = (x if form == "prob" else x.log()).requires_grad_()
+    y = x.detach().clone()
+    (grad,) = torch.autograd.grad(ops.tvd(x, y, form=form), x)
+    assert (grad == 0).all()
+    y[:, 3] = y[:, 3] * 0.5 if form == "prob" else y[:, 3] - 1.0
+    (grad,) = torch.autograd.grad(ops.tvd(x, y, form=form, reduction="sum"), x)
+    assert (grad[:, 3] > 0).all()
+    others = grad[:, [i for i in range(30) if i != 3]]
+    if form != "logits":  # whose normalizer moves with every class
+        assert (others == 0).all()
+
+
+@every
+@pytest.mark.parametrize("form", ["log_prob", "logits"])
+def test_all_rows_ignored_is_zero_and_connected(name, form, device):
+    x = torch.randn(4, 30, device=device, requires_grad=True)
+    y, t = torch.randn(4, 30, device=device), torch.full((4,), -100, device=device)
+    loss = getattr(ops, name)(x, y, t, form=form, teacher_form=form)
+    assert loss.item() == 0.0
+    (grad,) = torch.autograd.grad(loss, x)
+    assert (grad == 0).all()
+
+
+@every
+@pytest.mark.parametrize("form", ["log_prob", "logits"])
+def test_nothing_leaks_from_ignored_rows(name, form, device):
+    x, y = torch.randn(4, 30, device=device), torch.randn(4, 30, device=device)
+    t = torch.tensor([0, -100, 1, -100], device=device)
+    results = []
+    for junk in (0.0, float("nan"), float("inf")):
+        a, b = x.clone(), y.clone()
+        a[1], b[3] = junk, junk
+        a.requires_grad_()
+        loss = getattr(ops, name)(a, b, t, form=form, teacher_form=form, reduction="none")
+        assert (loss[t == -100] == 0).all()
+        up = torch.tensor([1.0, junk, 2.0, junk], device=device)
+        results.append((loss.detach(), torch.autograd.grad(loss, a, up)[0]))
+        assert (results[-1][1][t == -100] == 0).all()
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@every
+def test_classes_without_probability(name, device):
+    """Masked in both at -inf: the result is that without them, and no 0 * inf."""
+    x, y = torch.randn(2, 5, 30, device=device).unbind(0)
+    kept = torch.arange(30, device=device) % 3 != 1
+    a, b = (z.masked_fill(~kept, float("-inf")) for z in (x, y))
+    a.requires_grad_()
+    loss = getattr(ops, name)(a, b, **LOGITS)
+    few = x[:, kept].requires_grad_()
+    right = getattr(ops, name)(few, y[:, kept], **LOGITS)
+    torch.testing.assert_close(loss, right)
+    grads = torch.autograd.grad(loss, a)[0], torch.autograd.grad(right, few)[0]
+    assert (grads[0][:, ~kept] == 0).all()
+    torch.testing.assert_close(grads[0][:, kept], grads[1])
+
+
+@every
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_logits_far_apart(name, beta, device):
+    """Neither sums that overflow, nor probabilities that vanish, make a NaN."""
+    own = {"beta": beta} if name == "jsd" else {}
+    x = torch.randn(6, 70, device=device) * 1e4
+    y = x.roll(1, 0).contiguous()
+    x.requires_grad_()
+    loss = getattr(ops, name)(x, y, **LOGITS, **own)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+    if name == "tvd":
+        assert loss.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["kl_div", "jsd"])
+def test_a_maximum_far_from_the_first_columns(name, device):
+    """The anchor of a pass is the first step's maximum; a later one lies e^100 above it."""
+    x, y = torch.randn(2, 2, 9000, device=device).unbind(0)
+    x[:, 8500], y[:, 8600] = 100.0, 130.0
+    x[1, :4200] = float("-inf")
+    y[1, :4200] = float("-inf")
+    wide = x.double().requires_grad_()
+    x.requires_grad_()
+    own = {"form": "logits", "teacher_form": "logits"}
+    loss, right = getattr(ops, name)(x, y, **own), getattr(ops, name)(wide, y.double(), **own)
+    assert excess(loss.detach(), right.detach(), torch.float32) <= 1
+    grads = torch.autograd.grad(loss, x)[0], torch.autograd.grad(right, wide)[0]
+    assert grads[0].isfinite().all()
+    if name == "kl_div":  # of jsd, there is none where both are certain
+        assert excess(*grads, torch.float32) <= 1
+
+
+@every
+def test_a_second_backward_is_right(name, device):
+    """The gradient of the first one was scaled in place elsewhere, and came out squared."""
+    x, w, y, v, t = heads(12, device=device)
+    for loss in (fused(name, x, w, y, v, t), fused(name, x, w, y, v, t, reduction="none")):
+        up = torch.full_like(loss, 3.0)
+        first = torch.autograd.grad(loss, (x, w), up, retain_graph=True)
+        again = torch.autograd.grad(loss, (x, w), up)
+        assert all(map(torch.equal, first, again))
+
+
+@every
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_overwriting_is_told_to_autograd(name, device, reduction):
+    """Who saved the student's rows, and a second backward, raise instead of being wrong."""
+    x, y = torch.randn(2, 4, 30, device=device).unbind(0)
+    x.requires_grad_()
+    options = {**LOGITS, "reduction": reduction}
+    right = getattr(ops, name)(x, y, **options)
+    up = torch.rand_like(right)
+    student = x * 1
+    loss = getattr(ops, name)(student, y, **options, inplace=True)
+    torch.testing.assert_close(loss, right)
+    wanted = torch.autograd.grad(right, x, up)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, x, up, retain_graph=True)[0], wanted)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, up)
+    saved = torch.softmax(x, -1)
+    other = saved.square().sum()
+    getattr(ops, name)(saved, y, form="prob", teacher_form="logits", inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    with pytest.raises(ValueError, match="must come from an operation, got a leaf"):
+        getattr(ops, name)(x, y, **options, inplace=True)
+    with torch.no_grad():  # nothing to overwrite with
+        before = x.detach().clone()
+        getattr(ops, name)(x, y, **options, inplace=True)
+    assert torch.equal(x, before)
+
+
+# --- heads ---
+
+
+@every
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_result_depends_on_the_chunk(name, device, dtype, reduction):
+    """In bf16 too: the gradient of the weight is summed in fp32 and rounded once.
+
+    A device's product of a single row sums in another order than one of many, and rounds some
+    logits to the other side.
+    """
+    results, rows = [], 12 if harness.interpreted() else 300
+    of_losses = torch.float32 if device.type == "cpu" else dtype
+    x, w, y, v, t = heads(rows, dtype=dtype, device=device)
+    for chunk in (1, 7, 256, rows):
+        loss = fused(name, x, w, y, v, t, chunk=chunk, reduction=reduction)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (x, w))))
+    for other in results[:-1]:
+        assert excess(other[0], results[-1][0], of_losses) <= 1
+        for a, b in zip(other[1:], results[-1][1:], strict=True):
+            assert excess(a, b.double(), dtype) <= 0.5
+
+
+@every
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_inputs(name, device, frozen):
+    """Hidden states without a gradient do not stop the weight's, and the other way round."""
+    x, w, y, v, t = heads(device=device)
+    (x if frozen == "hidden" else w).requires_grad_(False)
+    leaf, place = (w, 1) if frozen == "hidden" else (x, 0)
+    (grad,) = torch.autograd.grad(fused(name, x, w, y, v, t, chunk=16), leaf)
+    assert excess(grad, exact(name, x, w, y, v, t)[1][place], torch.float32) <= 1
+
+
+@every
+def test_the_teacher_is_a_constant(name, device):
+    """Its head needs no detach; given rows of one that wants a gradient are refused."""
+    x, w, y, v, t = heads(device=device)
+    v.requires_grad_()
+    loss = fused(name, x, w, y, v, t)
+    assert torch.autograd.grad(loss, (x, v), allow_unused=True)[1] is None
+    with pytest.raises(ValueError, match=r"pass teacher\.detach\(\)"):
+        getattr(ops, name)(x @ w.mT, y @ v.mT, **LOGITS)
+
+
+@every
+def test_vocabularies_of_two_sizes(name, device):
+    """An error, or a comparison of what both have: never logits of 0 in place of the missing."""
+    x, w, y, v, t = heads(device=device, teacher_classes=70)
+    with pytest.raises(ValueError, match="61 classes and teacher_weight 70"):
+        fused(name, x, w, y, v, t)
+    found = fused(name, x, w, y, v, t, vocabulary="common")
+    assert torch.equal(found, fused(name, x, w, y, v[:61], t))
+    (grad,) = torch.autograd.grad(
+        fused(name, y, v.requires_grad_(), x, w, t, vocabulary="common"), v
+    )
+    assert (grad[61:] == 0).all()
+    assert (grad[:61] != 0).any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+@every
+def test_fp16_with_a_grad_scaler(name, device, scale):
+    x, w, y, v, t = heads(512 if not harness.interpreted() else 48, 300, torch.float16, device)
+    loss = fused(name, x, w, y, v, t, chunk=128)
+    ours = torch.autograd.grad(loss * scale, (x, w))
+    right = exact(name, x, w, y, v, t)[1]
+    if scale == 1.0:  # gradients below what fp16 can hold
+        ours, right = (torch.stack([g.abs().max() for g in each]) for each in (ours, right))
+        assert (ours.float() <= 2 * right).all()
+        return
+    for a, b in zip(ours, right, strict=True):
+        assert a.isfinite().all()
+        if name != "tvd":  # where a logit's rounding may turn a sign
+            assert excess(a, b * scale, torch.float16) <= 1
+
+
+def test_temperature_squared(device):
+    x, w, y, v, t = heads(device=device)
+    plain = ops.fused_linear_jsd(x, w, y, v, t, temperature=3.0)
+    squared = ops.fused_linear_jsd(x, w, y, v, t, temperature=3.0, square_temperature=True)
+    torch.testing.assert_close(squared, 9 * plain)
+    grads = [torch.autograd.grad(loss, (x, w)) for loss in (plain, squared)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, 9 * a)
+
+
+def test_autocast(device):
+    x, w, y, v, t = heads(device=device)
+    low = [a.detach().bfloat16().requires_grad_(a.requires_grad) for a in (x, w, y, v)]
+    right = ops.fused_linear_jsd(*low, t, chunk=16)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = ops.fused_linear_jsd(x, w, low[2], v, t, chunk=16)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, right)
+    grads = torch.autograd.grad(loss, (x, w)), torch.autograd.grad(right, low[:2])
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a.bfloat16(), b)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.25, 1.0])
+@every
+def test_compiled_equals_eager(name, device, ignored):
+    torch._dynamo.reset()
+    results = []
+
+    def loss_of(x, w, y, v, t):
+        return fused(name, x, w, y, v, t, chunk=4)
+
+    for run in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        x, w, y, v, _ = heads(8, 20, device=device)
+        t = torch.arange(8, device=device)
+        t = t.masked_fill(t < 8 * ignored, -100)
+        loss = run(x, w, y, v, t)
+        assert (ignored == 1.0) == (loss.item() == 0.0)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (x, w))))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+
+
+# --- memory and the host ---
+
+
+@every
+def test_logits_of_all_rows_never_exist(name):
+    x, w, y, v, t = heads(200, 1001)
+    with measure("cpu", width=1001, known=(x, w, y, v, t)) as peak:
+        torch.autograd.grad(fused(name, x, w, y, v, t, chunk=8), (x, w))
+    assert peak.widest_shape in ((8, 1001), (1001, 16), (1001, 24))
+
+
+def test_a_budget_is_for_both_logits():
+    x, w, y, v, _ = heads(4000, 501, ignored=0.0)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made = (torch.ops.aten.new_empty, torch.ops.aten.empty)
+            if func.overloadpacket in made and tuple(out.shape)[-1:] == (501,):
+                seen.append(out.nbytes)
+            return out
+
+    with inline_ops(), Watch():
+        ops.fused_linear_jsd(x.detach(), w.detach(), y, v, chunk="5MiB")
+    assert len(seen) >= 2
+    assert 4 * 2**20 < sum(seen[:2]) <= 5 * 2**20
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_host_waits_for_nothing(device, compact):
+    reads = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+                reads.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, w, y, v, t = heads(device=device)
+    with inline_ops(), Watch(), torch.autograd.set_multithreading_enabled(False):
+        for reduction in ("mean", "none"):
+            loss = ops.fused_linear_jsd(
+                x, w, y, v, t, chunk=16, compact=compact, reduction=reduction
+            )
+            torch.autograd.grad(loss.sum(), (x, w))
+        torch.autograd.grad(ops.jsd(x @ w.mT, y @ v.mT, t, **LOGITS), x)
+    assert len(reads) == (3 if compact else 0), reads
+
+
+def test_past_two_to_the_31_elements(device):
+    """Offsets of rows need 64 bits: the last row's result is that of the row alone."""
+    if device.type == "cpu":
+        pytest.skip("needs a device with room for 2^31 elements, twice")
+    rows, classes = 2**31 // 128000 + 8, 128000
+    if torch.get_device_module(device.type).mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free memory")
+    x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = torch.randn(rows, classes, device=device, dtype=torch.bfloat16)
+    loss = ops.jsd(x, y, **LOGITS, reduction="none")
+    last = x.detach()[-3:].clone().requires_grad_()
+    right = ops.jsd(last, y[-3:], **LOGITS, reduction="none")
+    assert torch.equal(loss[-3:], right)
+    up = torch.zeros_like(loss)
+    up[-3:] = 1.0
+    (grad,) = torch.autograd.grad(loss, x, up)
+    assert torch.equal(grad[-3:], torch.autograd.grad(right.sum(), last)[0])
+
+
+# --- bad input ---
+
+X, Y = torch.randn(4, 8), torch.randn(4, 8)
+W = torch.randn(9, 8)
+BAD = [
+    (lambda: ops.jsd(X, Y[:2]), ValueError, r"same shape, got \(4, 8\) and \(2, 8\)"),
+    (lambda: ops.jsd(X, Y, beta=1.5), ValueError, r"beta must be in \[0, 1\], got 1.5"),
+    (lambda: ops.jsd(X, Y, form="logit"), ValueError, "did you mean 'logits'"),
+    (lambda: ops.jsd(X, Y, temperature=2.0), ValueError, "divides logits, and there are none"),
+    (lambda: ops.jsd(X, Y, torch.zeros(3)), TypeError, "integer class ids"),
+    (lambda: ops.kl_div(X, Y, reduction="batchmean"), ValueError, "unknown reduction 'batchmean'"),
+    (lambda: ops.tvd(X[:, :0], Y[:, :0]), ValueError, "V >= 1"),
+    (lambda: ops.tvd(X.long(), Y), TypeError, "student must be a floating-point tensor"),
+    (lambda: fused("jsd", X, W, Y, W[:, :5]), ValueError, "of the teacher: the last axis of hid"),
+    (lambda: fused("jsd", [1.0], W, Y, W), TypeError, "hidden must be a floating-point tensor"),
+    (lambda: fused("jsd", X, W, Y[:3], W), ValueError, "must have the rows of hidden"),
+    (lambda: fused("jsd", X, W, Y, W[:0]), ValueError, "ZeRO-3 shard"),
+    (lambda: fused("jsd", X, W, Y, W.bfloat16()), TypeError, "of the teacher: hidden, weight and"),
+    (lambda: fused("jsd", X, W, Y, W, temperature=0.0), ValueError, "temperature must be above 0"),
+    (lambda: fused("jsd", X, W, Y, W, bias=torch.ones(3)), ValueError, r"bias must have shape"),
+    (lambda: fused("tvd", X, W, Y, W, vocabulary="comon"), ValueError, "did you mean 'common'"),
+    (lambda: fused("kl_div", X, W, Y, W, chunk=0), ValueError, "chunk must be 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, kind, message):
+    with pytest.raises(kind, match=message):
+        run()

@@ -1,0 +1,508 @@
+"""fused_linear_log_prob under the losses it is made for: policies, masks, chunks, memory."""
+
+import itertools
+
+import oracles
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import harness
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch.op import inline_ops
+from liger_multi.memory import measure
+from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
+from liger_multi.reference.cross_entropy import log_prob as rows_of
+from liger_multi.tolerance import excess
+
+log_prob = ops.fused_linear_log_prob
+NAMES = ("log_prob", "entropy", "lse")
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def kernels(request):
+    """Interpreted kernels are bound by name; elsewhere the device chooses."""
+    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
+        with liger_multi.use(fused_linear_log_prob=["triton", "reference"]):
+            yield
+    else:
+        yield
+
+
+def head(rows=40, width=16, classes=61, dtype=torch.float32, device="cpu", ignored=0.2):
+    x, w = torch.randn(rows, width), torch.randn(classes, width) * 0.3
+    b, t = torch.randn(classes) * 0.3, torch.randint(classes, (rows,))
+    t = t.masked_fill(torch.rand(rows) < ignored, -100)
+    x, w, b = (v.to(device, dtype).requires_grad_() for v in (x, w, b))
+    return x, w, t.to(device), b
+
+
+def wide(*tensors):
+    return [v.detach().double().requires_grad_() for v in tensors]
+
+
+def compare(ours, right, dtype, limit=1.0):
+    for a, b in zip(ours, right, strict=True):
+        assert a.isfinite().all()
+        assert excess(a, b.detach(), dtype) <= limit
+
+
+# --- losses on top ---
+
+
+def policy_loss(out, old, reference, advantage, valid, extras=True):
+    """PPO's clipped objective with a k3 penalty; extras: an entropy bonus and a z-loss."""
+    ratio = torch.exp(out.log_prob - old)
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    gap = reference - out.log_prob
+    each = 0.04 * (gap.exp() - gap - 1) - gain
+    if extras:
+        each = each - 0.01 * out.entropy + 1e-3 * out.lse.square()
+    return (each * valid).sum() / valid.sum()
+
+
+@pytest.mark.parametrize("chunk", [7, "auto"])
+@pytest.mark.parametrize("dtype", LOW[:2])
+def test_policy_gradient(device, dtype, chunk):
+    """A loss in plain PyTorch on all three outputs has the gradients of eager fp64."""
+    x, w, t, b = head(dtype=dtype, device=device)
+    options = {"temperature": 0.8, "softcap": 5.0, "logit_scale": 1.3}
+    valid = t != -100
+    # away from the edges of the clip, log 0.8 and log 1.2, which a rounding would cross
+    gaps = torch.tensor([-0.6, -0.1, 0.1, 0.6], device=device)
+    beside = [gaps[torch.randint(4, (40,))] for _ in range(2)]
+    xw, ww, bw = wide(x, w, b)
+    exact = oracles.fused_linear_log_prob(xw, ww, t, bw, **options)
+    old, reference = (exact.log_prob.detach() + d for d in beside)
+    advantage = torch.randn(40, device=device)
+    right = policy_loss(exact, old, reference, advantage, valid)
+    out = log_prob(x, w, t, b, chunk=chunk, **options)
+    loss = policy_loss(out, old.float(), reference.float(), advantage, valid)
+    assert excess(loss.detach(), right.detach(), dtype) <= 1
+    ours, exact = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(right, (xw, ww, bw))
+    compare(ours, exact, dtype)
+
+
+@pytest.mark.parametrize("extras", [True, False])
+def test_a_policy_loss_is_one_graph(device, extras):
+    """Compiled forward and backward, also with outputs asked for that nobody uses."""
+    torch._dynamo.reset()
+    fixed = [torch.randn(40, device=device) for _ in range(3)]
+
+    def loss_of(x, w, t, b):
+        out = log_prob(x, w, t, b, temperature=0.9, chunk=16)
+        return policy_loss(out, *fixed, t != -100, extras)
+
+    results = []
+    for run in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        x, w, t, b = head(device=device)
+        loss = run(x, w, t, b)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (x, w, b))))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_of_sequences(device):
+    """DPO's sums over a sequence: an upstream gradient of one number a sequence."""
+    x, w, t, _ = head(24, device=device)
+    x3, t3 = x.view(4, 6, 16), t.view(4, 6)
+    xw, ww = wide(x, w)
+    sums = log_prob(x3, w, t3, outputs=("log_prob",)).log_prob.sum(-1)
+    exact = oracles.fused_linear_log_prob(xw.view(4, 6, 16), ww, t3).log_prob.sum(-1)
+    losses = [-torch.nn.functional.logsigmoid(0.1 * (s[:2] - s[2:])).mean() for s in (sums, exact)]
+    compare(
+        torch.autograd.grad(losses[0], (x, w)), torch.autograd.grad(losses[1], (xw, ww)), x.dtype
+    )
+
+
+# --- outputs ---
+
+SUBSETS = [s for n in (1, 2, 3, 4) for s in itertools.combinations((*NAMES, "argmax"), n)]
+
+
+@pytest.mark.parametrize("outputs", SUBSETS, ids="-".join)
+def test_every_subset_of_outputs_and_upstream_gradients(device, outputs):
+    """What is not asked for is None; each set of used outputs has its own right gradient."""
+    x, w, t, b = head(12, device=device)
+    xw, ww, bw = wide(x, w, b)
+    exact = oracles.fused_linear_log_prob(xw, ww, t, bw)
+    out = log_prob(x, w, t, b, chunk=5, outputs=outputs)
+    assert {n for n in out._fields if getattr(out, n) is not None} == set(outputs)
+    smooth = [n for n in NAMES if n in outputs]
+    for used in (s for n in range(1, len(smooth) + 1) for s in itertools.combinations(smooth, n)):
+        ups = [torch.randn(12, device=device) for _ in used]
+        ours = torch.autograd.grad(
+            [getattr(out, n) for n in used], (x, w, b), ups, retain_graph=True
+        )
+        right = torch.autograd.grad(
+            [getattr(exact, n) for n in used], (xw, ww, bw), [u.double() for u in ups],
+            retain_graph=True,
+        )  # fmt: skip
+        compare(ours, right, x.dtype)
+    if "argmax" in outputs:
+        assert not out.argmax.requires_grad
+        assert torch.equal(out.argmax, exact.argmax)
+
+
+def test_only_the_argmax(device):
+    x, w, t, _ = head(device=device)
+    out = log_prob(x, w, t, outputs=("argmax",))
+    assert torch.equal(out.argmax, torch.where(t == -100, -1, (x @ w.mT).argmax(-1)))
+
+
+def test_the_first_maximum_wins(device):
+    x, w = torch.eye(4, device=device), torch.zeros(90, 4, device=device)
+    w[13], w[70] = 3.0, 3.0
+    t = torch.zeros(4, dtype=torch.int64, device=device)
+    assert log_prob(x, w, t).argmax.tolist() == [13] * 4
+
+
+def test_a_second_backward_is_right(device):
+    x, w, t, b = head(device=device)
+    out = log_prob(x, w, t, b, chunk=16)
+    total = (2.5 * out.log_prob + out.entropy).sum()
+    first = torch.autograd.grad(total, (x, w, b), retain_graph=True)
+    second = torch.autograd.grad(total, (x, w, b))
+    assert all(map(torch.equal, first, second))
+
+
+def test_equal_to_the_formulas_of_trainers():
+    """Bit for bit what fp32 code on materialized logits returns: z[t] - logsumexp, -sum p log p.
+
+    Of the same logits: two matrix products of equal operands need not round alike, so these are
+    of eighths, which fp32 adds exactly in any order.
+    """
+    if harness.interpreted():
+        pytest.skip("of the reference")
+    x, w, t, b = head(ignored=0.0)
+    x, w, b = ((8 * v.detach()).round() / 8 for v in (x, w, b))
+    z, out = torch.nn.functional.linear(x, w, b) / 0.5, log_prob(x, w, t, b, temperature=0.5)
+    lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
+    assert torch.equal(out.log_prob, z.gather(-1, t[:, None])[:, 0] - lse)
+    assert torch.equal(out.lse, lse)
+    assert torch.equal(out.entropy, -(log_p.exp() * log_p).sum(-1))
+
+
+# --- chunks, dtypes ---
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_no_result_depends_on_the_chunk(device, dtype):
+    """In bf16 too: the gradient of the weight is summed in fp32 and rounded once."""
+    results, rows = [], 12 if harness.interpreted() else 300
+    ups = torch.randn(3, rows, device=device)
+    for chunk in (1, 7, 256, rows):
+        torch.manual_seed(0)
+        x, w, t, b = head(rows, 32, 101, dtype, device)
+        out = log_prob(x, w, t, b, chunk=chunk, temperature=0.9)
+        total = sum((getattr(out, n) * u).sum() for n, u in zip(NAMES, ups, strict=True))
+        values = [getattr(out, n).detach() for n in NAMES]
+        results.append((values, torch.autograd.grad(total, (x, w, b))))
+    for values, grads in results[:-1]:
+        compare(values, results[-1][0], torch.float32)
+        compare(grads, [g.double() for g in results[-1][1]], dtype, 0.5)
+
+
+@pytest.mark.parametrize("upstream", [2.0**-24, 2.0**-10, 2.0**18])
+def test_gradients_of_fp16_logits_stay_in_range(device, upstream):
+    """A mean over many rows or a loss scale must not push the gradients of logits out of fp16."""
+    x, w, t, b = head(256, 16, 3000, torch.float16, device)
+    w.data.mul_(0.1)
+    b.data.mul_(0.1)
+    if upstream != 2.0**-10:  # parameters in fp32, whose gradients hold what fp16 cannot
+        x, w, b = (v.detach().float().requires_grad_() for v in (x, w, b))
+    xw, ww, bw = wide(x, w, b)
+    with torch.autocast(device.type, torch.float16, enabled=x.dtype == torch.float32):
+        out = log_prob(x, w, t, b, chunk=64)
+    exact = oracles.fused_linear_log_prob(xw, ww, t, bw)
+    totals = [((o.log_prob + o.entropy) * upstream).sum() for o in (out, exact)]
+    ours = torch.autograd.grad(totals[0], (x, w, b))
+    compare(ours, torch.autograd.grad(totals[1], (xw, ww, bw)), torch.float16)
+
+
+def test_autocast(device):
+    """Products have its dtype, statistics fp32, gradients that of the inputs."""
+    x, w, t, b = head(device=device)
+    low = [v.detach().bfloat16().requires_grad_() for v in (x, w, b)]
+    right = log_prob(low[0], low[1], t, low[2], chunk=16)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = log_prob(x, w, t, b, chunk=16)
+        mixed = log_prob(low[0], w, t, b, chunk=16)
+    for name in NAMES:
+        assert getattr(out, name).dtype == torch.float32
+        assert torch.equal(getattr(out, name), getattr(right, name))
+        assert torch.equal(getattr(out, name), getattr(mixed, name))
+    ours = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
+    assert {g.dtype for g in ours} == {torch.float32}
+    again = torch.autograd.grad(right.log_prob.sum() + right.entropy.sum(), low)
+    for a, e in zip(ours, again, strict=True):
+        assert torch.equal(a.bfloat16(), e)
+
+
+# --- rows and classes that are out ---
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("dtype", LOW)
+def test_nothing_leaks_from_ignored_rows(device, dtype, compact):
+    """Whatever a loss makes of them, NaN from 0 * inf too: their gradient goes nowhere."""
+    x, w, t, b = head(dtype=dtype, device=device)
+    valid = t != -100
+    results = []
+    for junk in (0.0, float("nan"), float("inf")):
+        out = log_prob(x, w, t, b, chunk=16, compact=compact)
+        assert all((getattr(out, n)[~valid] == 0).all() for n in NAMES)
+        assert (out.argmax[~valid] == -1).all()
+        up = torch.where(valid, 1.0, junk)
+        total = [getattr(out, n) for n in NAMES]
+        results.append(torch.autograd.grad(total, (x, w, b), [up, 0.5 * up, 0.1 * up]))
+        assert (results[-1][0][~valid] == 0).all()
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_all_rows_ignored(device, dtype):
+    x, w, t, b = head(dtype=dtype, device=device, ignored=1.1)
+    for compact in (True, False):
+        out = log_prob(x, w, t, b, compact=compact)
+        grads = torch.autograd.grad(out.log_prob.mean() + out.entropy.mean(), (x, w, b))
+        assert all((g == 0).all() for g in grads)
+
+
+def test_masked_vocabulary(device):
+    """Classes at -inf: the results are those of the vocabulary without them."""
+    x, w, t, b = head(device=device)
+    kept = torch.arange(61, device=device) % 3 != 1
+    t = torch.where(t == -100, t, t // 3 * 3)  # none of the masked
+    masked = b.detach().masked_fill(~kept, float("-inf")).requires_grad_()
+    position = (kept.cumsum(0) - 1)[t.clamp(min=0)].masked_fill(t == -100, -100)
+    few_w, few_b = wide(w[kept], b[kept])
+    (xw,) = wide(x)
+    out = log_prob(x, w, t, masked, chunk=16)
+    exact = oracles.fused_linear_log_prob(xw, few_w, position, few_b)
+    compare([getattr(out, n).detach() for n in NAMES], [getattr(exact, n) for n in NAMES], x.dtype)
+    totals = [o.log_prob.sum() + 2 * o.entropy.sum() - o.lse.sum() for o in (out, exact)]
+    dx, dw, db = torch.autograd.grad(totals[0], (x, w, masked))
+    assert (dw[~kept] == 0).all()
+    assert (db[~kept] == 0).all()
+    compare((dx, dw[kept], db[kept]), torch.autograd.grad(totals[1], (xw, few_w, few_b)), x.dtype)
+
+
+def test_a_masked_target(device):
+    """Its log-probability is -inf; what the rest of the row has is right."""
+    x, w, t, b = head(3, device=device, ignored=0.0)
+    b.data[t[1]] = float("-inf")
+    t[0] = t[2] = (t[1] + 1) % 61
+    out = log_prob(x, w, t, b)
+    assert out.log_prob.isneginf().tolist() == [False, True, False]
+    assert out.entropy.isfinite().all()
+    grads = torch.autograd.grad(out.entropy.sum() + out.lse.sum(), (x, w, b))
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_certain_rows(device, size):
+    """Logits far apart: an entropy near 0 is no negative number of digits lost, nor NaN."""
+    x, w, t, b = head(device=device)
+    x.data.mul_(size)
+    xw, ww, bw = wide(x, w, b)
+    out, exact = log_prob(x, w, t, b), oracles.fused_linear_log_prob(xw, ww, t, bw)
+    assert (out.entropy - exact.entropy).abs().max() < 1e-3
+    assert excess(out.lse.detach(), exact.lse.detach(), torch.float32) <= 1
+    grads = torch.autograd.grad(out.entropy.sum() + out.log_prob.sum(), (x, w, b))
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_targets_that_reach_no_class(device, compact, monkeypatch):
+    """On a device they are not looked at first: NaN for that row, no gradient, no foreign read."""
+    x, w, t, b = head(6, device=device, ignored=0.0)
+    t[1], t[4], t[5] = 61, -7, 2**40
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match="target 61 at row 1 is out of range"):
+            log_prob(x, w, t, b)
+        monkeypatch.setattr(loop, "check_targets", lambda *_: None)
+    else:
+        with pytest.raises(IndexError, match="target 61 at row 1 is out of range"):
+            log_prob(x, w, t, b, validate=True)
+    out = log_prob(x, w, t, b, compact=compact, chunk=4)
+    assert out.log_prob.isnan().tolist() == [False, True, False, False, True, True]
+    totals = sum(getattr(out, n).sum() for n in NAMES)
+    dx, dw, db = torch.autograd.grad(totals, (x, w, b))
+    assert (dx[[1, 4, 5]] == 0).all()
+    xw, ww, bw = wide(x, w, b)
+    fine = t.clone()
+    fine[[1, 4, 5]] = -100
+    exact = oracles.fused_linear_log_prob(xw, ww, fine, bw)
+    right = torch.autograd.grad(sum(getattr(exact, n).sum() for n in NAMES), (xw, ww, bw))
+    compare((dx, dw, db), right, x.dtype)
+
+
+# --- memory, the host, compilation ---
+
+
+def test_logits_of_all_rows_never_exist():
+    shapes, peaks = [], []
+    x, w, t, b = head(200, 16, 1001, ignored=0.1)
+    for chunk in (8, 200):
+        with measure("cpu", width=1001, known=(x, w, t, b)) as peak:
+            out = log_prob(x, w, t, b, chunk=chunk)
+            grads = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
+        shapes.append(peak.widest_shape)
+        peaks.append(peak.added_bytes - sum(g.nbytes for g in grads))
+        del out, grads
+    assert shapes[0] in ((8, 1001), (1001, 16))  # the weight's gradient is as large
+    assert shapes[1][1] == 1001
+    assert shapes[1][0] > 150
+    assert peaks[0] < 200 * 1001 * 4 / 2 < peaks[1]
+
+
+def test_what_is_kept_for_backward():
+    """Inputs and numbers of rows; nothing of the vocabulary's width but the weight."""
+    kept = []
+    x, w, t, b = head(64, 16, 1001)
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: kept.append(v) or v, lambda v: v):
+        log_prob(x, w, t, b)
+    own = {v.data_ptr() for v in (x, w, t, b)}
+    assert sum(v.nbytes for v in kept if v.data_ptr() not in own) == 2 * 4 * 64
+
+
+@pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])
+def test_frozen_inputs_cost_nothing(needs):
+    """No room for the gradient of an input that needs none."""
+    x, w, t, b = head(96, 24, 501, ignored=0.0)
+    leaves = {"hidden": x, "weight": w, "bias": b}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name == needs)
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.empty.memory_format:
+                seen.add(tuple(out.shape))
+            return out
+
+    with inline_ops(), Watch():
+        total = log_prob(x, w, t, b, chunk=8, outputs=("log_prob",)).log_prob.sum()
+        (found,) = torch.autograd.grad(total, (leaves[needs],))
+    assert ((96, 24) in seen) == (needs == "hidden")
+    assert ((501, 24) in seen) == (needs == "weight")
+    xw, ww, bw = wide(x, w, b)
+    wider = dict(zip(leaves, (xw, ww, bw), strict=True))[needs]
+    exact = oracles.fused_linear_log_prob(xw, ww, t, bw).log_prob.sum()
+    compare((found,), torch.autograd.grad(exact, (wider,)), x.dtype)
+
+
+def test_outputs_that_nobody_asked_for_cost_nothing():
+    if harness.interpreted():
+        pytest.skip("of the reference")
+    x, w, t, b = head()
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    aten = torch.ops.aten
+    for outputs in (("log_prob",), ("log_prob", "entropy", "argmax")):
+        seen.clear()
+        with inline_ops(), Watch():
+            log_prob(x, w, t, b, outputs=outputs)
+        assert (aten._log_softmax in seen) == ("entropy" in outputs)
+        assert (aten.argmax in seen) == ("argmax" in outputs)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_host_waits_for_nothing(device, dtype, compact, monkeypatch):
+    """Without compaction nothing is read back, forward or backward; with it, one count each."""
+    reads = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+            if (
+                func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+                or any(m is not None and m.dtype == torch.bool for m in masks)
+            ):  # fmt: skip
+                reads.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, w, t, b = head(dtype=dtype, device=device)
+    monkeypatch.setattr(loop, "check_targets", lambda *_: None)  # a CPU looks at once
+    # a mode watches this thread only, and a device's backward has its own
+    with inline_ops(), Watch(), torch.autograd.set_multithreading_enabled(False):
+        out = log_prob(x, w, t, b, chunk=16, compact=compact)
+        torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
+    assert len(reads) == (2 if compact else 0), reads
+
+
+def test_another_temperature_compiles_nothing():
+    """Launches differ in run-time numbers alone, so a schedule of temperatures has one kernel."""
+    pytest.importorskip("triton")
+    if harness.interpreted():
+        pytest.skip("interpreted kernels cannot be compiled")
+    from ci.static import TARGETS, static_cases
+    from liger_multi.backends.triton.cross_entropy.fused_linear_log_prob import TritonLogProbRows
+    from liger_multi.reference.cross_entropy.log_prob import Upstream
+    from liger_multi.reference.cross_entropy.rows import Objective
+
+    row = torch.empty(8, device="meta")
+    raw = torch.empty(8, 512, device="meta")
+    target = torch.empty(8, dtype=torch.int64, device="meta")
+
+    def launch(spec):
+        TritonLogProbRows.statistics(raw, target, None, spec, "entropy")
+        TritonLogProbRows.log_prob_gradient_(raw, target, row, spec, Upstream(row, row, row))
+
+    goals = [Objective(-100, 0.0, 0.0, cap, scale) for cap, scale in ((30.0, 2.0), (15.0, 0.5))]
+    first, second = (
+        static_cases(TARGETS["sm90"].info, {"": lambda spec=spec: launch(spec)}) for spec in goals
+    )
+    assert len(first) == 2
+    for a, b in zip(first, second, strict=True):
+        assert (a.kernel, a.signature, a.constants) == (b.kernel, b.signature, b.constants)
+
+
+# --- bad input ---
+
+x, w, t = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, 2, -100])
+BAD = [
+    (lambda: log_prob(x, w, t, temperature=0.0), ValueError, "temperature must be above 0, got 0"),
+    (lambda: log_prob(x, w, t, temperature="1"), TypeError, "temperature must be a number"),
+    (lambda: log_prob(x, w, t, softcap=-1.0), ValueError, "softcap must be above 0, got -1.0"),
+    (lambda: log_prob(x, w, t, outputs=()), ValueError, "outputs must name at least one of log"),
+    (lambda: log_prob(x, w, t, outputs=("entrpy",)), ValueError, "did you mean 'entropy'"),
+    (lambda: log_prob(x, w, t, outputs="entropy"), TypeError, "tuple of names"),
+    (lambda: log_prob(x, w, t[:3]), ValueError, r"target must have shape \(4,\)"),
+    (lambda: log_prob(x, w, t.float()), TypeError, "integer class ids"),
+    (lambda: log_prob(x, w, t + 100), IndexError, "target 100 at row 0 is out of range"),
+    (lambda: log_prob(x, w[:, :5], t), ValueError, "last axis of hidden must be H = 5"),
+    (lambda: log_prob(x, w[:0], t), ValueError, "ZeRO-3 shard"),
+    (lambda: log_prob(x, w, t, torch.ones(3)), ValueError, r"bias must have shape \(9,\)"),
+    (lambda: log_prob(x, w.bfloat16(), t), TypeError, "one dtype outside of autocast"),
+    (lambda: log_prob(x, w, t, chunk=0), ValueError, "chunk must be 'auto', a positive number"),
+    (lambda: log_prob(x, w, t, accumulate=torch.int8), TypeError, "accumulate must be a floating"),
+]
+
+
+@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, kind, message):
+    with pytest.raises(kind, match=message):
+        run()
+
+
+def test_a_row_without_upstream_gradients_is_zero_even_where_logits_overflow(device):
+    """A clipped ratio has coefficient 0: the row adds nothing, not 0 * NaN."""
+    raw = torch.full((2, 8), float("nan"), device=device)
+    zero = torch.zeros(2, device=device)
+    target = torch.zeros(2, dtype=torch.int64, device=device)
+    spec = rows_of.Objective(-100, 0.0, 0.0, None)
+    rows_of.gradient_(raw, target, zero, spec, rows_of.Upstream(zero, zero, zero))
+    assert (raw == 0).all()

@@ -1,0 +1,466 @@
+"""Numbers that are easily wrong: chunks, dtypes, scalers, options, sizes, bad input."""
+
+import itertools
+import types
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch import launch, primitive
+from liger_multi.dispatch.backend import DeviceInfo
+from liger_multi.dispatch.op import OPS, inline_ops
+from liger_multi.reference.common.chunking import add_product_, chunk_rows
+from liger_multi.tolerance import excess
+
+
+def head(rows=300, width=32, classes=101, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, width), torch.randn(classes, width) * 0.2
+    t = torch.randint(classes, (rows,)).masked_fill(torch.rand(rows) < 0.2, -100)
+    return (
+        x.to(device, dtype).requires_grad_(),
+        w.to(device, dtype).requires_grad_(),
+        t.to(device),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_result_depends_on_the_chunk(device, dtype, reduction):
+    """In bf16 too: the gradient of the weight is summed in fp32 and rounded once.
+
+    A product of other rows may sum in another order, and round a logit to its other neighbor: a
+    loss, the difference of a logsumexp and a logit, moves by two such steps at most.
+    """
+    results = []
+    for chunk in (1, 7, 256, 300):
+        x, w, t = head(dtype=dtype, device=device)
+        loss = ops.fused_linear_cross_entropy(x, w, t, chunk=chunk, reduction=reduction)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (x, w))))
+    logits = x.detach().double() @ w.detach().double().T
+    steps = 2 * torch.finfo(dtype).eps * logits.abs().amax(-1)
+    for other in results[:-1]:
+        if dtype is torch.float32:
+            assert excess(other[0], results[-1][0], dtype) <= 1
+        else:
+            apart = (other[0] - results[-1][0]).abs()
+            assert (apart <= (steps.mean() if reduction == "mean" else steps)).all()
+        for a, b in zip(other[1:], results[-1][1:], strict=True):
+            assert excess(a, b.double(), dtype) <= 0.5
+
+
+def test_low_precision_accumulation_is_what_the_default_avoids(device):
+    """The opt-in really rounds a chunk at a time, so the test above can fail."""
+    x, w, t = head(1200, dtype=torch.bfloat16, device=device)
+    exact = torch.autograd.grad(ops.fused_linear_cross_entropy(x.double(), w.double(), t), w)[0]
+    errors = []
+    for accumulate in (torch.float32, torch.bfloat16):
+        loss = ops.fused_linear_cross_entropy(x, w, t, chunk=4, accumulate=accumulate)
+        errors.append((torch.autograd.grad(loss, w)[0] - exact).abs().max())
+    assert errors[0] < errors[1] / 3
+
+
+def test_fp16_with_a_grad_scaler(device):
+    """1 / rows underflows fp16 unless it is applied after the products."""
+    scale, (x, w, t) = 2.0**12, head(4096, 16, 300, torch.float16, device)
+    loss = ops.fused_linear_cross_entropy(x, w, t, chunk=512)
+    ours = torch.autograd.grad(loss * scale, (x, w))
+    wide = [v.detach().double().requires_grad_() for v in (x, w)]
+    right = torch.autograd.grad(oracles.fused_linear_cross_entropy(*wide, t)[0] * scale, wide)
+    for a, b in zip(ours, right, strict=True):
+        assert a.isfinite().all()
+        assert excess(a, b, torch.float16) <= 1
+
+
+PRODUCT = list(
+    itertools.product([None, 4.0], [False, True], [0.0, 0.1], [0.0, 1e-2], [False, True])
+)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("softcap", "bias", "smoothing", "z_loss", "weighted"), PRODUCT)
+def test_every_combination_of_options(
+    device, softcap, bias, smoothing, z_loss, weighted, reduction
+):
+    """Softcap x bias x label smoothing x z-loss x class weights."""
+    x, w, t = head(24, 12, 37, device=device)
+    b = torch.randn(37, device=device, requires_grad=True) if bias else None
+    c = torch.rand(37, device=device) + 0.5 if weighted else None
+    options = {
+        "class_weight": c,
+        "softcap": softcap,
+        "label_smoothing": smoothing,
+        "z_loss": z_loss,
+        "reduction": reduction,
+    }
+    loss = ops.fused_linear_cross_entropy(x, w, t, b, chunk=7, **options)
+    leaves = [v for v in (x, w, b) if v is not None]
+    upstream = torch.randn(loss.shape, device=device)
+    ours = torch.autograd.grad(loss, leaves, upstream)
+    wide = [v.detach().double().requires_grad_() for v in leaves]
+    options["class_weight"] = None if c is None else c.double()
+    right, _ = oracles.fused_linear_cross_entropy(wide[0], wide[1], t, *wide[2:], **options)
+    assert excess(loss.detach(), right.detach(), torch.float32) <= 1
+    for a, e in zip(ours, torch.autograd.grad(right, wide, upstream.double()), strict=True):
+        assert excess(a, e, torch.float32) <= 1
+
+
+def test_masked_vocabulary(device):
+    """Columns at -inf have no probability and no gradient."""
+    z = torch.randn(5, 12, device=device)
+    z[:, 3] = float("-inf")
+    z = z.requires_grad_()
+    t = torch.tensor([0, 1, 2, 4, 11], device=device)
+    out = ops.cross_entropy(z, t, outputs=("entropy", "predicted_tokens"))
+    torch.testing.assert_close(out.loss, F.cross_entropy(z, t))
+    assert out.entropy.isfinite().all()
+    (grad,) = torch.autograd.grad(out.loss, z)
+    assert grad.isfinite().all()
+    assert (grad[:, 3] == 0).all()
+
+
+def test_first_maximum_wins(device):
+    z = torch.zeros(3, 70, device=device)
+    z[:, 5] = z[:, 41] = 2.0
+    out = ops.cross_entropy(
+        z, torch.tensor([5, 41, 0], device=device), outputs=("predicted_tokens", "token_accuracy")
+    )
+    assert out.predicted_tokens.tolist() == [5, 5, 5]
+    assert out.token_accuracy.item() == pytest.approx(1 / 3)
+
+
+# --- the classes it stands for ---
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
+)
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
+def test_reference_norms_are_bit_exact_to_transformers(kind, dtypes):
+    module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
+    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[kind]
+    norm = getattr(module, stock)(96, eps=1e-5).to(dtypes[1])
+    torch.nn.init.normal_(norm.weight)
+    options = {
+        "llama": {},
+        "olmo2": {"casting": "olmo"},
+        "gemma": {"casting": "gemma", "offset": 1.0},
+    }[kind]
+    x = torch.randn(7, 5, 96, dtype=dtypes[0])
+    ours, right = ops.rms_norm(x, norm.weight, 1e-5, **options), norm(x)
+    assert ours.dtype == right.dtype
+    assert torch.equal(ours, right)
+
+
+def test_reference_swiglu_is_bit_exact_to_transformers():
+    for dtype in (torch.bfloat16, torch.float32):
+        gate, up = torch.randn(2, 9, 64, dtype=dtype), torch.randn(2, 9, 64, dtype=dtype)
+        assert torch.equal(ops.swiglu(gate, up), F.silu(gate) * up)
+        assert torch.equal(ops.swiglu_packed(torch.cat((gate, up), -1)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reference_geglu_is_bit_exact_to_transformers(dtype, approximate):
+    from transformers.activations import ACT2FN
+
+    act = ACT2FN[{"tanh": "gelu_pytorch_tanh", "none": "gelu"}[approximate]]
+    packed = torch.randn(2, 9, 128, dtype=dtype) * 3
+    gate, up = packed.chunk(2, -1)
+    for right in (act(gate) * up, F.gelu(gate, approximate=approximate) * up):
+        assert torch.equal(ops.geglu(gate, up, approximate), right)
+        assert torch.equal(ops.geglu_packed(packed, approximate), right)
+
+
+def test_geglu_is_what_gemma_computes():
+    module = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    config = module.GemmaConfig(
+        hidden_size=16, intermediate_size=40, hidden_act="gelu_pytorch_tanh"
+    )
+    mlp, x = module.GemmaMLP(config), torch.randn(3, 5, 16)
+    ours = mlp.down_proj(ops.geglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    right = mlp(x)
+    assert torch.equal(ours, right)
+    weights = list(mlp.parameters())
+    upstream = torch.randn_like(right)
+    for got, want in zip(
+        torch.autograd.grad(ours, weights, upstream),
+        torch.autograd.grad(right, weights, upstream),
+        strict=True,
+    ):
+        assert excess(got, want.double(), torch.float32) <= 1
+
+
+# --- memory ---
+
+
+def test_logits_of_all_rows_never_exist():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            leaves = [
+                x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)
+            ]
+            largest.append(max((x.numel() for x in leaves if x.shape[-1:] == (1001,)), default=0))
+            return out
+
+    x, w, t = head(400, 16, 1001)
+    with inline_ops(), Watch():
+        ops.fused_linear_cross_entropy(x, w, t, chunk=32).backward()
+    assert 0 < max(largest) <= 32 * 1001
+
+
+def test_the_chunk_comes_from_a_budget():
+    like = torch.empty(0, 64, dtype=torch.bfloat16)
+    assert chunk_rows(5000, like, 32000, 7, 0) == 7
+    assert chunk_rows(128, like, 32000, 0, 0) == 128, "no more than the accumulator would cost"
+    assert chunk_rows(129, like, 32000, 0, 0) == 65, "never rows x vocabulary beyond that"
+    assert chunk_rows(1500, like, 32000, 0, 0) == 1024
+    assert chunk_rows(900, like, 32000, 0, 0) == 512
+    assert chunk_rows(400, like, 32000, 0, 0) == 200
+    assert chunk_rows(50000, like, 32000, 0, 0) * 64000 <= 2**26, "a CPU takes 64 MiB"
+    assert chunk_rows(5000, like, 32000, 0, 512 * 64000) == 512
+    assert chunk_rows(5000, like, 32000, 0, 64000 * 9) == 9, "a small budget holds"
+    assert chunk_rows(100, like, 32000, 0, 10**9) == 100, "a given budget that holds all is used"
+
+
+def test_budget_by_argument_and_configuration(monkeypatch):
+    from liger_multi.reference.cross_entropy import fused_linear
+
+    seen = []
+    original = fused_linear.chunk_rows
+    monkeypatch.setattr(
+        fused_linear, "chunk_rows", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1]
+    )
+    x, w, t = head(300, 32, 101)
+    t = t.clamp(min=0)
+    ops.fused_linear_cross_entropy(x, w, t, chunk="20KiB")
+    liger_multi.configure({"chunk_bytes": 101 * 4 * 11})
+    ops.fused_linear_cross_entropy(x, w, t)
+    ops.fused_linear_cross_entropy(x, w, t, chunk=5)
+    assert seen == [50, 11, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocked_product_is_an_fp32_product(device, dtype):
+    a, b = (
+        torch.randn(40, 64, device=device).to(dtype),
+        torch.randn(64, 24, device=device).to(dtype),
+    )
+    total = torch.full((40, 24), float("nan"), device=device)
+    add_product_(total, a, b, first=True)
+    add_product_(total, a, b, first=False)
+    assert excess(total, 2 * (a.double() @ b.double()), torch.float32) <= 1
+
+
+# --- devices ---
+
+
+def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+
+        def __exit__(self, *_):
+            pass
+
+    module = types.SimpleNamespace(current_device=lambda: 0, device=Guard, device_count=lambda: 2)
+    monkeypatch.setattr(primitive, "_module_of_several", primitive._module_of_several.__wrapped__)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(primitive, "resolve", lambda prim, args: lambda *a: None)
+    prim = OPS["rms_norm"].fwd
+    for place in ("cuda:1", "npu:1", "xpu:0", "cpu"):
+        kind, _, index = place.partition(":")
+        device = types.SimpleNamespace(type=kind, index=int(index) if index else None)
+        prim.call(types.SimpleNamespace(device=device), None, 1e-6, 0.0, "llama")
+    assert entered == [1, 1]
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm90"])
+def test_no_launch_exceeds_the_threads_of_a_device(arch):
+    """32 warps of 64 lanes are 2048 threads, which no card has."""
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        num_warps: int
+
+    wave = 32 if arch in ("gfx1100", "gfx1201", "sm90") else 64
+    with launch.simulate(DeviceInfo("rocm", arch, wave, 1024, 65536, 100)):
+        k = launch.launch_config(
+            "nothing.forward", lambda info, rows: Config(32), torch.device("cpu"), rows=1
+        )
+    assert k.num_warps * wave <= 1024
+
+
+def test_nothing_is_read_back_under_capture(monkeypatch):
+    from liger_multi.reference.cross_entropy import fused_linear
+
+    x, w, t = head(40, 16, 30)
+    right = ops.fused_linear_cross_entropy(x, w, t)
+    monkeypatch.setattr(fused_linear, "capturing", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda self: pytest.fail("read back"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("read back"))
+    assert excess(ops.fused_linear_cross_entropy(x, w, t).detach(), right.detach(), x.dtype) <= 1
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_graphs_of_a_stream_replay_with_new_data(device, compact):
+    """Nothing is read back while a graph is captured; replays see other targets, ignored too."""
+    if device.type != "cuda":
+        pytest.skip("needs a device whose streams can be captured")
+
+    def step(x, w, t, g):
+        hidden = ops.swiglu(ops.rms_norm(x, g), x)
+        loss = ops.fused_linear_cross_entropy(hidden, w, t, chunk=16, compact=compact)
+        return loss, *torch.autograd.grad(loss, (x, w, g))
+
+    x, w, t = head(64, 32, 101, device=device)
+    g = torch.ones(32, device=device, requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x, w, t, g)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, w, t, g)
+    for ignored in (0, 40):
+        new = torch.randint(101, (64,), device=device)
+        new[:ignored] = -100
+        t.copy_(new)
+        graph.replay()
+        for got, right in zip(captured, step(x, w, t, g), strict=True):
+            assert excess(got.detach(), right.detach(), torch.float32) <= 1
+
+
+# --- bad input ---
+
+x, w, t = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, 2, -100])
+BAD = [
+    (
+        lambda: ops.rms_norm(x.long()),
+        TypeError,
+        r"x must be a floating-point tensor, got a tensor of shape \(4, 8\), int64, on cpu",
+    ),
+    (lambda: ops.rms_norm([1.0]), TypeError, "got list"),
+    (lambda: ops.rms_norm(torch.tensor(1.0)), ValueError, "at least one axis"),
+    (
+        lambda: ops.rms_norm(x, torch.ones(7)),
+        ValueError,
+        r"weight must have shape \(8,\).*got a tensor of shape \(7,\)",
+    ),
+    (lambda: ops.rms_norm(x, casting="lama"), ValueError, "did you mean 'llama'"),
+    (
+        lambda: ops.rms_norm(x, torch.ones(8, device="meta")),
+        ValueError,
+        "one device, got weight on meta",
+    ),
+    (lambda: ops.swiglu(x, x[:2]), ValueError, r"same shape, got \(4, 8\) and \(2, 8\)"),
+    (lambda: ops.swiglu_packed(torch.randn(2, 5)), ValueError, "must be even"),
+    (lambda: ops.geglu(x, x[:2]), ValueError, r"geglu: .* got \(4, 8\) and \(2, 8\)"),
+    (lambda: ops.geglu(x, x, "erf"), ValueError, "unknown approximate 'erf'"),
+    (lambda: ops.geglu(x, None), TypeError, "up must be a floating-point tensor, got NoneType"),
+    (lambda: ops.geglu_packed(x[:, :5]), ValueError, "geglu_packed: .* must be even"),
+    (lambda: ops.geglu_packed(x, approximate="fast"), ValueError, "unknown approximate 'fast'"),
+    (lambda: ops.cross_entropy(x, t[:2]), ValueError, r"target must have shape \(4,\)"),
+    (lambda: ops.cross_entropy(x, t.float()), TypeError, "integer class ids"),
+    (
+        lambda: ops.cross_entropy(x, torch.tensor([0, 8, 1, 1])),
+        IndexError,
+        "target 8 at row 1 is out of range: expected 0 <= target < 8",
+    ),
+    (lambda: ops.cross_entropy(x, torch.tensor([0, -1, 1, 1])), IndexError, "target -1 at row 1"),
+    (lambda: ops.cross_entropy(x, t, reduction="avg"), ValueError, "unknown reduction 'avg'"),
+    (
+        lambda: ops.cross_entropy(x, t, label_smoothing=1.5),
+        ValueError,
+        r"label_smoothing must be in \[0, 1\], got 1.5",
+    ),
+    (
+        lambda: ops.cross_entropy(x, t, z_loss="a"),
+        TypeError,
+        "z_loss must be a number, got str 'a'",
+    ),
+    (lambda: ops.cross_entropy(x, t, softcap=0.0), ValueError, "softcap must be above 0, got 0.0"),
+    (lambda: ops.cross_entropy(x, t, outputs=("entrpy",)), ValueError, "did you mean 'entropy'"),
+    (lambda: ops.cross_entropy(x, t, outputs="entropy"), TypeError, "tuple of names"),
+    (lambda: ops.cross_entropy(x, t, torch.ones(3)), ValueError, r"weight must have shape \(8,\)"),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w[:, :5], t),
+        ValueError,
+        "last axis of hidden must be H = 5",
+    ),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w[0], t),
+        ValueError,
+        r"weight must have shape \(V, H\)",
+    ),
+    (lambda: ops.fused_linear_cross_entropy(x, w[:0], t), ValueError, "ZeRO-3 shard"),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w.bfloat16(), t),
+        TypeError,
+        "one dtype outside of autocast, got float32, bfloat16",
+    ),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w, t, chunk=0),
+        ValueError,
+        "chunk must be 'auto', a positive number",
+    ),
+    (lambda: ops.fused_linear_cross_entropy(x, w, t, chunk="big"), ValueError, "got 'big'"),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w, t, torch.ones(3)),
+        ValueError,
+        r"bias must have shape \(9,\)",
+    ),
+    (lambda: ops.fused_linear_cross_entropy(x, w, t + 200), IndexError, "target 200 at row 0"),
+    (lambda: ops.token_log_prob(x, t[:2]), ValueError, r"target must have shape \(4,\)"),
+    (lambda: ops.token_log_prob(x.long(), t), TypeError, "token_log_prob: logits must be"),
+    (lambda: ops.token_log_prob(x[0, 0], t), ValueError, r"logits must have shape \(\.\.\., V\)"),
+    (lambda: ops.token_log_prob(x, t, temperature=0.0), ValueError, "temperature must be above 0"),
+    (lambda: ops.token_log_prob(x, t, outputs=()), ValueError, "at least one of"),
+    (lambda: ops.token_log_prob(x, t + 8), IndexError, "target 8 at row 0"),
+]
+
+
+@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, kind, message):
+    with pytest.raises(kind, match=message):
+        run()
+
+
+def test_targets_out_of_range_on_a_device(device):
+    """Never foreign memory: that row's loss is NaN and its gradient zero; ``validate`` raises."""
+    if device.type == "cpu":
+        pytest.skip("a CPU raises at once; test_bad_input_is_named")
+    z, far = (
+        torch.randn(4, 8, device=device, requires_grad=True),
+        torch.tensor([0, 8, -7, 3], device=device),
+    )
+    loss = ops.cross_entropy(z, far, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, False]
+    (grad,) = torch.autograd.grad(loss[[0, 3]].sum(), z)
+    assert (grad[1:3] == 0).all()
+    with pytest.raises(IndexError, match="target 8 at row 1"):
+        ops.cross_entropy(z, far, validate=True)
+    h, v = (
+        torch.randn(4, 16, device=device, requires_grad=True),
+        torch.randn(8, 16, device=device, requires_grad=True),
+    )
+    losses = ops.fused_linear_cross_entropy(h, v, far, reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, False]

@@ -1,0 +1,360 @@
+"""Rotary embedding beside the functions that it stands for, its layouts, and bad input."""
+
+import itertools
+
+import pytest
+import torch
+
+import harness
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch import launch
+from liger_multi.tolerance import excess
+
+BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
+KINDS = {
+    "same": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-fp32-angles": (torch.bfloat16, torch.float32),
+}
+
+
+def stock(family, name="apply_rotary_pos_emb"):
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, name)
+
+
+def angles(rotary, dtype, batch=1, interleaved=False):
+    """cos and sin as rotary modules make them: both channels of a pair alike."""
+    position = torch.arange(TOKENS) + 3 * torch.arange(batch)[:, None]
+    half = position[..., None] * 100.0 ** -(torch.arange(rotary // 2) * 2 / rotary)
+    full = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
+    return full.cos().to(dtype), full.sin().to(dtype)
+
+
+def queries_and_keys(dtype, heads_axis=1, layout="swapped"):
+    made = []
+    for heads in HEADS:
+        shape = (BATCH, heads, TOKENS, WIDTH) if heads_axis == 1 else (BATCH, TOKENS, heads, WIDTH)
+        x = torch.randn(shape).to(dtype)
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "swapped" else x
+        made.append(x.requires_grad_())
+    return made
+
+
+def compare(function, right, inputs, exact=True):
+    """Outputs, their dtypes and gradients of two functions of q and k; bit by bit, or nearly.
+
+    Nearly, where bf16 meets fp32 angles: the stock gradient adds two terms already rounded to bf16.
+    """
+    ours, theirs = function(*inputs), right(*inputs)
+    ups = [torch.randn(x.shape).to(x.dtype) for x in theirs]
+    grads = [torch.autograd.grad(outs, inputs, ups) for outs in (ours, theirs)]
+    for got, want in zip((*ours, *grads[0]), (*theirs, *grads[1]), strict=True):
+        assert got.dtype == want.dtype
+        if exact:
+            assert torch.equal(got, want)
+        else:
+            assert excess(got.detach(), want.detach().double(), got.dtype) <= 1
+
+
+FAMILIES = {
+    "llama": (WIDTH, {}),
+    "phi3": (12, {}),
+    "cohere": (WIDTH, {"style": "interleaved", "casting": "cohere"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_is_bit_exact_to_transformers(family, axis, kind):
+    (dtype, angle), (rotary, options) = KINDS[kind], FAMILIES[family]
+    cos, sin = angles(rotary, angle, BATCH, interleaved=family == "cohere")
+    function = stock(family)
+    compare(
+        lambda q, k: ops.rope(q, k, cos, sin, unsqueeze_dim=axis, **options),
+        lambda q, k: function(q, k, cos, sin, unsqueeze_dim=axis),
+        queries_and_keys(dtype, axis),
+        exact=family == "cohere" or dtype == angle,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_glm4_has_one_value_a_pair_on_half_of_the_channels(kind):
+    dtype, angle = KINDS[kind]
+    cos, sin = angles(WIDTH // 2, angle)
+    function, half = stock("glm4"), WIDTH // 4
+    compare(
+        lambda q, k: ops.rope(
+            q, k, cos[..., :half], sin[..., :half], style="interleaved", rotary_dim=WIDTH // 2
+        ),
+        lambda q, k: function(q, k, cos, sin),
+        queries_and_keys(dtype),
+        exact=dtype == angle,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpt_oss_has_one_value_a_pair(kind):
+    dtype, angle = KINDS[kind]
+    cos, sin = (x[..., : WIDTH // 2] for x in angles(WIDTH, angle, BATCH))
+    function = stock("gpt_oss")
+    compare(
+        lambda q, k: ops.rope(q, k, cos, sin, rotary_dim=WIDTH),
+        lambda q, k: function(q, k, cos, sin),
+        queries_and_keys(dtype),
+        exact=dtype == angle,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vision_has_no_batch(kind):
+    dtype, angle = KINDS[kind]
+    cos, sin = (x[0] for x in angles(WIDTH, angle))
+    function = stock("qwen2_vl", "apply_rotary_pos_emb_vision")
+    compare(
+        lambda q, k: ops.rope(q, k, cos, sin, casting="cohere"),
+        lambda q, k: function(q, k, cos, sin),
+        [x[0].transpose(0, 1).detach().requires_grad_() for x in queries_and_keys(dtype)],
+    )
+
+
+def test_nanochat_turns_the_other_way():
+    cos, sin = angles(WIDTH, torch.float32)
+    function = stock("nanochat")
+    compare(
+        lambda q, k: ops.rope(q, k, cos, -sin),
+        lambda q, k: function(q, k, cos, sin),
+        queries_and_keys(torch.float32),
+    )
+
+
+# --- shapes and layouts ---
+
+
+def bound():
+    """The kernels where this session tests them, interpreted or on a device of their own."""
+    return liger_multi.use(**({"rope": "triton"} if harness.interpreted() else {}))
+
+
+def test_angles_without_a_batch_serve_every_sequence(device):
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.to(device) for x in queries_and_keys(torch.float32))
+    with bound():
+        right = ops.rope(q, k, cos.expand(BATCH, -1, -1), sin.expand(BATCH, -1, -1))
+        for given in ((cos, sin), (cos[0], sin[0]), (cos[0], sin[0].mT.contiguous().mT)):
+            for got, want in zip(ops.rope(q, k, *given), right, strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_outputs_and_gradients_keep_the_layout_of_their_inputs(device, axes, style):
+    """Whatever the layout of the upstream gradient; q in another one than k."""
+    back = [axes.index(i) for i in range(3)]
+    q, k = (x.detach().to(device) for x in queries_and_keys(torch.float32, layout="contiguous"))
+    q = q.permute(*axes, 3).contiguous().permute(*back, 3).requires_grad_()
+    k = k.requires_grad_()
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    with bound():
+        outs = ops.rope(q, k, cos, sin, style=style)
+    ups = [torch.randn_like(x).mT.contiguous().mT for x in outs]
+    grads = torch.autograd.grad(outs, (q, k), ups)
+    for x, out, grad in zip((q, k), outs, grads, strict=True):
+        assert out.stride() == grad.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("axes", [1, 2, 0])
+def test_blocks_of_tokens_are_the_whole(monkeypatch, axes):
+    """The reference takes some tokens at a time; one after the other gives the same."""
+    from liger_multi.reference.rope import rope as reference
+
+    cos, sin = angles(WIDTH - 4, torch.float32, 1 if axes == 0 else BATCH)
+    inputs = queries_and_keys(torch.float32, axes or 2)
+    if axes == 0:
+        inputs, cos, sin = [x[0].detach().requires_grad_() for x in inputs], cos[0], sin[0]
+    results = []
+    for count in (TOKENS, 4, 1):
+        monkeypatch.setattr(
+            reference,
+            "row_blocks",
+            lambda rows, _, count=count: [
+                slice(i, min(i + count, rows)) for i in range(0, rows, count)
+            ],
+        )
+        outs = ops.rope(*inputs, cos, sin, unsqueeze_dim=axes or 1)
+        grads = torch.autograd.grad(outs, inputs, [x.detach() + 1 for x in outs])
+        results.append((*outs, *grads))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_channels_far_apart(device):
+    """The last axis need not be the innermost one."""
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.detach().to(device) for x in queries_and_keys(torch.float32))
+    with bound():
+        right = ops.rope(q, k, cos, sin)
+        found = ops.rope(
+            *(x.permute(3, 0, 1, 2).clone().permute(1, 2, 3, 0) for x in (q, k)), cos, sin
+        )
+    for got, want in zip(found, right, strict=True):
+        assert torch.equal(got, want)
+        assert got.stride(-1) == 1
+
+
+def test_backward_keeps_the_angles_and_nothing_else(device):
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x), bound():
+        ops.rope(q, k, cos, sin)
+    assert [x.data_ptr() for x in kept] == [cos.data_ptr(), sin.data_ptr()]
+
+
+def test_an_output_nobody_uses_has_no_gradient(device):
+    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
+    q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
+    for used in (0, 1):
+        with bound():
+            out = ops.rope(q, k, cos, sin)[used]
+        grads = torch.autograd.grad(out.sum(), (q, k), allow_unused=True)
+        assert [g is None for g in grads] == [used == 1, used == 0]
+
+
+@pytest.mark.parametrize("casting", ["llama", "cohere"])
+@pytest.mark.parametrize("wide", ["q", "k", "cos", "sin"])
+def test_one_fp64_tensor_makes_the_call_fp64(device, wide, casting):
+    cos, sin = angles(WIDTH, torch.float32)
+    q, k = (x.detach() for x in queries_and_keys(torch.float32))
+    given = {"q": q, "k": k, "cos": cos, "sin": sin}
+    given = {n: (x.double() if n == wide else x).to(device) for n, x in given.items()}
+    leaves = [given[n].requires_grad_() for n in "qk"]
+    exact = {n: x.detach().double().requires_grad_(n in "qk") for n, x in given.items()}
+    outs, right = ops.rope(**given, casting=casting), ops.rope(**exact)
+    grads = torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs])
+    exact_grads = torch.autograd.grad(
+        right, [exact["q"], exact["k"]], [torch.ones_like(x) for x in right]
+    )
+    promoted = wide in ("cos", "sin") and casting == "llama"
+    for name, got, want in zip("qk", outs, right, strict=True):
+        assert got.dtype == (torch.float64 if promoted or wide == name else torch.float32)
+        assert torch.equal(got, want.to(got.dtype))
+    for leaf, got, want in zip(leaves, grads, exact_grads, strict=True):
+        assert got.dtype == leaf.dtype
+        assert torch.equal(got, want.to(got.dtype))
+
+
+# --- compilers ---
+
+
+def test_one_graph_serves_every_length(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(ops.rope, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens, batch in ((6, 2), (9, 2), (11, 5)):
+        q, k, cos, sin = (
+            torch.randn(batch, tokens, h, 8, device=device).transpose(1, 2) for h in (4, 3, 1, 1)
+        )
+        leaves = [x.requires_grad_() for x in (q, k)]
+        results = []
+        for run in (ops.rope, compiled):
+            with torch._dynamo.config.patch(error_on_recompile=tokens > 6):
+                outs = run(q, k, cos[:, 0], sin[:, 0])
+            ones = [torch.ones_like(x) for x in outs]
+            results.append((*outs, *torch.autograd.grad(outs, leaves, ones)))
+        for eager, graph in zip(*results, strict=True):
+            torch.testing.assert_close(graph, eager)
+
+
+def launches(batch, tokens, heads=(32, 8), width=128):
+    """What a call's launch would be compiled for: types, constants, alignment, options."""
+    from ci.static import TARGETS, recorded
+    from liger_multi.backends.triton.rope import rope
+
+    cases = []
+    q, k = (torch.empty(batch, tokens, h, width, device="meta").transpose(1, 2) for h in heads)
+    cos = torch.empty(1, tokens, width, device="meta")
+    with launch.simulate(TARGETS["sm90"].info), recorded("rope", cases):
+        rope.forward(q, k, cos, cos, "half", 1, width, "llama", "0213", "0213")
+    (case,) = cases
+    free = {p.name for p in case.kernel.params if p.do_not_specialize}
+    kinds = {n: t for n, t in case.signature.items() if n not in free}
+    constants = {n: v for n, v in case.constants.items() if n not in free}
+    return kinds, constants, [n for n in case.aligned if n not in free], case.options
+
+
+def test_no_batch_and_no_length_compiles_a_kernel_again():
+    if harness.interpreted():
+        pytest.skip("interpreted kernels are not compiled")
+    pytest.importorskip("triton")
+    first = launches(4, 2048)
+    for batch, tokens in ((1, 1), (1, 17), (3, 1001), (64, 16), (2, 65536)):
+        assert launches(batch, tokens) == first
+    assert launches(4, 2048, width=64) != first
+
+
+# --- bad input ---
+
+q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
+cos, sin = torch.randn(1, 6, 16), torch.randn(1, 6, 16)
+three = (torch.randn(6, 4, 16), torch.randn(6, 2, 16))
+BAD = {
+    "q of integers": ((q.long(), k, cos, sin), {}, "q must be a floating-point tensor"),
+    "no k": ((q, None, cos, sin), {}, "k must be a floating-point tensor, got None"),
+    "no sin": ((q, k, cos, None), {}, "sin must be a floating-point tensor"),
+    "axis no integer": ((q, k, cos, sin), {"unsqueeze_dim": 1.0}, "an integer, got float 1.0"),
+    "two devices": ((q, k, cos.to("meta"), sin), {}, "one device, got cos on meta"),
+    "two axes": ((q[0, 0], k[0, 0], cos, sin), {}, r"q must have shape \(B, H, S, D\), .* got"),
+    "other axes": ((q, k[0], cos, sin), {}, r"got \(2, 4, 6, 16\) and \(2, 6, 16\)"),
+    "other tokens": ((q, k[:, :, :5], cos, sin), {}, r"except for the heads \(axis 1\)"),
+    "other width": ((q, k[..., :8], cos, sin), {}, r"got \(2, 4, 6, 16\) and \(2, 2, 6, 8\)"),
+    "heads elsewhere": ((q, k, cos, sin), {"unsqueeze_dim": 2}, r"the heads \(axis 2\)"),
+    "axis of channels": ((q, k, cos, sin), {"unsqueeze_dim": 3}, "must be 1 or 2 .* got 3"),
+    "axis of a batch": ((q, k, cos, sin), {"unsqueeze_dim": 0}, "must be 1 or 2 .* got 0"),
+    "axis 2 of 3": (
+        (*three, cos[0], sin[0]),
+        {"unsqueeze_dim": 2},
+        "must be 1 for q with 3 axes, got 2",
+    ),
+    "cos unlike sin": ((q, k, cos, sin[..., :8]), {}, "cos and sin must have the same shape"),
+    "angles of fewer tokens": (
+        (q, k, cos[:, :5], sin[:, :5]),
+        {},
+        r"\(6, R\), \(1, 6, R\) or \(2, 6, R\) for q of shape \(2, 4, 6, 16\)",
+    ),
+    "angles of another batch": (
+        (q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)),
+        {},
+        r"got a tensor of shape \(3, 6, 16\)",
+    ),
+    "angles of a batch": (
+        (*three, cos, sin),
+        {},
+        r"shape \(6, R\) for q of shape \(6, 4, 16\)",
+    ),
+    "angles of four axes": ((q, k, cos[None], sin[None]), {}, r"got .*\(1, 1, 6, 16\)"),
+    "rotary too wide": ((q, k, torch.ones(6, 20), torch.ones(6, 20)), {}, "at most 16.* got 20"),
+    "rotary odd": ((q, k, cos[..., :7], sin[..., :7]), {}, "must be even .* got 7"),
+    "rotary none": ((q, k, cos[..., :0], sin[..., :0]), {}, "must be even .* got 0"),
+    "rotary unlike cos": ((q, k, cos, sin), {"rotary_dim": 8}, "or twice that .* got 8 for a"),
+    "style": ((q, k, cos, sin), {"style": "haf"}, "did you mean 'half'"),
+    "casting": ((q, k, cos, sin), {"casting": "gemma"}, "unknown casting 'gemma'"),
+    "learned cos": ((q, k, cos.clone().requires_grad_(), sin), {}, "pass cos.detach"),
+    "learned sin": ((q, k, cos, sin.clone().requires_grad_()), {}, "sin has no gradient"),
+}
+TYPES = ("q of integers", "no k", "no sin", "axis no integer")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    args, options, message = BAD[name]
+    with pytest.raises(TypeError if name in TYPES else ValueError, match=message):
+        ops.rope(*args, **options)
+
+
+def test_learned_angles_are_fine_where_nothing_has_a_gradient():
+    with torch.no_grad():
+        got = ops.rope(q, k, cos.clone().requires_grad_(), sin)
+    assert torch.equal(got[0], ops.rope(q, k, cos, sin)[0])

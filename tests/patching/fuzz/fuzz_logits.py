@@ -1,0 +1,366 @@
+"""Random programs of what user code does to ``outputs.logits``, on stock and patched models.
+
+A program is a list of statements that its seed determines, and is printed as the Python that runs.
+Stock and patched run the same text, and are compared by public behavior alone: values, dtypes,
+shapes, strides, ``requires_grad``, gradients and errors. Failing programs shrink to few statements.
+
+    python tests/patching/fuzz/fuzz_logits.py --seed 1 --programs 500 --mode eager --shrink
+    python tests/patching/fuzz/fuzz_logits.py --replay program.txt
+
+Modes: ``eager``; ``compiled``, where the model is compiled and the program is not; ``whole``, where
+the model and the first statements of the program are compiled as one function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import random
+import re
+import string
+import sys
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuzz_logits_compare import SAVES_LOGITS, UNCOUNTED, Fuzzer, Verdict
+from fuzz_logits_run import MODELS, MODES, Program, code, inputs, models, names_of, statements
+from fuzz_logits_steps import (
+    CE,
+    CEP,
+    CONTEXTS,
+    EAGER_FORWARDS,
+    FAMILIES,
+    FORWARDS,
+    NLL,
+    PRELUDE,
+    V,
+)
+from models import FusedCalls
+from torch import Tensor
+
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+"""Settings of the compiler, which gives up on a model that is called in many ways."""
+EAGER_ONLY = r"is_tensor|mul_\(1\.25\)|checkpointed"
+"""Logits of compiled models are no tensors, which a checkpoint would guard against writes, and
+notice no changes of weights but optimizer steps (docs/patching.md)."""
+
+
+class Generator:
+    """Draws programs; runs them on stock as they grow, to know what fits.
+
+    Args:
+        seed: Of the program.
+        mode: One of ``MODES``.
+    """
+
+    def __init__(self, seed: int, mode: str = "eager") -> None:
+        self.random = random.Random(seed)
+        self.mode = mode
+
+    def program(self) -> Program:
+        """The next program."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while True:
+                made = self._drawn()
+                if made is not None:
+                    return made
+
+    def _drawn(self) -> Program | None:
+        eager = self.mode == "eager"
+        weights = [kind.weight if eager else kind.compiled for kind in MODELS.values()]
+        name = self.random.choices(list(MODELS), weights)[0]
+        known, self.model = models(name), name
+        known.reset(known.stock)
+        self.env: dict[str, Any] = {**PRELUDE, **inputs(), "model": known.stock}
+        self.start = set(self.env) | {"__builtins__", "_"}
+        self.steps: list[str] = []
+        self.fresh, self.graph, self.tracing = 0, 0, self.mode == "whole"
+        # a forward of another kind is traced once more
+        begin = [*FORWARDS, *EAGER_FORWARDS] if self.mode == "eager" else FORWARDS
+        if self._take(self.random.choice(begin)):
+            return None
+        for _ in range(self.random.randint(3, 13)):
+            failed = self._take(*self._statement())
+            if failed and self.tracing:
+                return None  # a compiled function ends with its first error
+        self.tracing = False
+        self._finish()
+        if self.mode == "whole" and self.graph < 2:
+            return None
+        return Program(name, self.mode, tuple(self.steps), self.graph)
+
+    def _take(self, text: str, graph: bool = True) -> bool:
+        """Append statements and run them; whether one failed."""
+        self.tracing = self.tracing and graph
+        failed = False
+        for step in statements(text):
+            self.steps.append(step)
+            try:
+                exec(code(step), self.env)
+            except Exception:
+                failed = True
+        if self.tracing:
+            self.graph = len(self.steps)
+        return failed
+
+    def _statement(self) -> tuple[str, bool]:
+        """A statement that fits, and whether it may be compiled."""
+        families = list(FAMILIES.values())
+        if self.tracing and self.random.random() < 0.85:
+            families = [f for f in families if f.graph]
+        while True:
+            family = self.random.choices(families, [f.weight for f in families])[0]
+            text = self._filled(self.random.choice(family.statements))
+            if text is None or (self.mode != "eager" and re.search(EAGER_ONLY, text)):
+                continue
+            if self.model in SAVES_LOGITS and re.search(UNCOUNTED, text):
+                continue
+            graph = family.graph
+            if not text.startswith("with ") and self.random.random() < 0.13:
+                context = self.random.choice(CONTEXTS)
+                text = "\n".join([context, textwrap.indent(text, "    ")])
+                graph = graph and "inference" not in context
+            return text, graph
+
+    def _filled(self, template: str) -> str | None:
+        """A statement with names in the place of its placeholders; None where nothing fits."""
+        found: dict[str, str] = {}
+        for _, name, _, _ in string.Formatter().parse(template):
+            if name is not None and name not in found:
+                value = self._placeholder(name, found)
+                if value is None:
+                    return None
+                found[name] = value
+        if "out" in re.findall(r"\bout\b(?!=)", template) and "out" not in self.env:
+            return None
+        return template.format(**found)
+
+    def _placeholder(self, name: str, found: dict[str, str]) -> str | None:
+        z = next((found[k] for k in ("z", "z2", "z3", "positive", "small") if k in found), "")
+        if name == "new":
+            self.fresh += 1
+            return f"v{self.fresh}"
+        if name in ("ce", "cep", "nll"):
+            chosen = self.random.choice({"ce": CE, "cep": CEP, "nll": NLL}[name])
+            return chosen.replace("{z}", z)
+        if name == "n":
+            return self.random.choice(("0.5", "2.0", "1.3", "-0.7", "3"))
+        if name in ("k", "c"):
+            return str(self.random.randrange(10 if name == "k" else V))
+        if name == "row":
+            axes = range(self.env[z].ndim - 1)
+            return (
+                str(self.random.choice(axes) - self.random.choice((0, len(axes) + 1)))
+                if axes
+                else None
+            )
+        fits = [n for n, v in self.env.items() if n not in self.start and self._fits(name, v, z)]
+        if "z" in fits and self.random.random() < 0.25:
+            return "z"
+        return self.random.choice(fits) if fits else None
+
+    def _fits(self, name: str, value: Any, z: str) -> bool:
+        """Whether a value may stand for a placeholder."""
+        if not isinstance(value, Tensor) or not 0 < value.numel() <= 6000:
+            return False
+        if not value.is_floating_point():
+            return False
+        if name == "h":
+            return not (value._is_view() and value._version)
+        if name in ("x", "g", "l"):
+            return name == "x" or (value.requires_grad and (name == "g" or value.ndim == 0))
+        if value.ndim == 0 or value.ndim > 4 or value.shape[-1] != V:
+            return False
+        if name == "w":
+            same: bool = value.shape == self.env[z].shape
+            return same
+        if name in ("z2", "z3"):
+            return value.ndim == int(name[1]) and (name == "z2" or value.shape[1] > 2)
+        if name == "positive":
+            return float(value.detach().min()) > 1e-4
+        return name == "z" or float(value.detach().max()) < 12
+
+    def _finish(self) -> None:
+        """A backward pass of some of the values."""
+        fits = [
+            n
+            for n, v in self.env.items()
+            if n not in self.start and self._fits("g", v, "") and bool(v.detach().isfinite().all())
+        ]
+        scalars = [n for n in fits if self.env[n].ndim == 0]
+        chosen = self.random.sample(scalars, min(len(scalars), 2))
+        rest = [n for n in fits if n not in chosen]
+        chosen += self.random.sample(rest, min(len(rest), 1 if chosen else 2))
+        terms = [
+            f"{self.random.choice((0.5, 1.3, -0.7))} * "
+            + (n if self.env[n].ndim == 0 else f"{n}.{self.random.choice(('sum()', 'mean()'))}")
+            for n in chosen
+        ]
+        if terms:
+            self._take(f"total = {' + '.join(terms)}\ntotal.backward()", graph=False)
+
+
+def programs(seed: int, count: int, mode: str = "eager", start: int = 0) -> Iterator[Program]:
+    """The programs of a seed."""
+    for i in range(start, start + count):
+        yield Generator(seed * 1_000_003 + i, mode).program()
+
+
+def shrink(program: Program, judge: Callable[[Program], Verdict], wanted: Verdict) -> Program:
+    """The fewest and shortest statements that still fail in the same way."""
+
+    worst = min(wanted.topic.split(", "), key=_gravity)
+
+    def fails(other: Program) -> bool:
+        verdict = judge(other)
+        return verdict.kind == "failed" and worst in verdict.topic.split(", ")
+
+    current, changed = program, True
+    while changed:
+        changed = False
+        for other in _smaller(current):
+            if fails(other):
+                current, changed = other, True
+                break
+    return current
+
+
+SIMPLEST = {"eager": "llama", "compiled": "small", "whole": "small"}
+GRAVITY = (
+    "crash",
+    "values",
+    "values of gradient",
+    "ours raises",
+    "error on reading",
+    "stock raises",
+)
+
+
+def _gravity(topic: str) -> int:
+    return GRAVITY.index(topic) if topic in GRAVITY else len(GRAVITY) + (topic == "strides")
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    if program.mode != "eager":
+        yield replace(program, mode="eager", graph=0)
+    if program.model != SIMPLEST[program.mode]:
+        yield replace(program, model=SIMPLEST[program.mode])
+    for at in reversed(range(len(program.steps))):
+        other = _without(program, at)
+        if other is not None and len(other.steps) < len(program.steps):
+            yield other
+    for at, step in enumerate(program.steps):
+        for simpler in _simpler(step):
+            steps = (*program.steps[:at], simpler, *program.steps[at + 1 :])
+            yield replace(program, steps=steps)
+
+
+def _simpler(step: str) -> Iterator[str]:
+    if step.startswith("with "):
+        yield textwrap.dedent(step.split("\n", 1)[1])
+    if step.startswith("total ="):
+        terms = step.removeprefix("total = ").split(" + ")
+        if len(terms) > 1:
+            yield from (f"total = {' + '.join(t for t in terms if t is not x)}" for x in terms)
+        elif "*" in terms[0]:
+            yield f"total = {terms[0].split('* ')[1]}"
+    if step in ("z = model(ids, logits_to_keep=3).logits", "z = model(ids, return_dict=False)[0]"):
+        yield "z = model(ids).logits"
+
+
+def _without(program: Program, at: int) -> Program | None:
+    """The program without a statement and those that need it; None where names run out."""
+    known, steps, graph = {*PRELUDE, *inputs(), "model", *dir(builtins)}, [], 0
+    for i, step in enumerate(program.steps):
+        read, stored, deleted = names_of(step)
+        if i == at or not read - stored <= known or not (read & stored) - known <= stored:
+            continue
+        if any(name in read and name not in known for name in stored):
+            continue
+        known = (known | stored) - deleted
+        steps.append(step)
+        graph += i < program.graph
+    if not steps or (program.mode == "whole" and not graph):
+        return None
+    return replace(program, steps=tuple(steps), graph=graph)
+
+
+def run(
+    seed: int, count: int, mode: str = "eager", start: int = 0, fused: FusedCalls | None = None
+) -> Iterator[tuple[Program, Verdict]]:
+    """Judge the programs of a seed."""
+    fuzzer = Fuzzer(fused)
+    for at, program in enumerate(programs(seed, count, mode, start)):
+        yield program, fuzzer.judge(program)
+        if mode == "whole" and at % 20 == 19:
+            torch._dynamo.reset()
+
+
+def report(program: Program, verdict: Verdict) -> str:
+    """A failure with the program that shows it."""
+    return f"{verdict.topic}\n{textwrap.indent(verdict.why, '  ')}\n{program}\n"
+
+
+def main() -> int:
+    """Run, print the failures and count the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--programs", type=int, default=200, metavar="N")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="number of the first")
+    parser.add_argument("--mode", choices=MODES, default="eager")
+    parser.add_argument("--shrink", action="store_true", help="print short failing programs")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file")
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
+    for name in LIMITS:
+        setattr(torch._dynamo.config, name, 2000)
+    fused = FusedCalls(pytest.MonkeyPatch())
+    if given.replay:
+        program = Program.parse(given.replay.read_text())
+        verdict = Fuzzer(fused).judge(program)
+        print(verdict.kind, f"fused {verdict.fused}", report(program, verdict), sep="\n")
+        return int(verdict.kind == "failed")
+    counts, seen, started = Counter[str](), Counter[str](), time.perf_counter()
+    with _progress(given.programs) as (advance, show):
+        for program, verdict in run(given.seed, given.programs, given.mode, given.start, fused):
+            counts[verdict.kind] += 1
+            counts["fused"] += bool(verdict.fused)
+            counts["without finite gradients"] += not verdict.finite
+            if verdict.kind == "failed":
+                seen[verdict.topic] += 1
+                if given.shrink:
+                    program = shrink(program, Fuzzer(fused).judge, verdict)
+                    verdict = Fuzzer(fused).judge(program)
+                show(report(program, verdict))
+            elif verdict.topic:
+                seen[f"{verdict.kind}: {verdict.topic}"] += 1
+            advance()
+    print(f"{time.perf_counter() - started:.0f} s", dict(counts), dict(seen), sep="\n")
+    return int(bool(counts["failed"]))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[tuple[Callable[[], None], Callable[[str], None]]]:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield (lambda: None), print
+        return
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("programs", total=total)
+        yield (lambda: progress.advance(task)), print
+
+
+if __name__ == "__main__":
+    sys.exit(main())

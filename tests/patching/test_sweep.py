@@ -1,0 +1,215 @@
+"""A sample of the sweep over all registered models; whole with the slow tests."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging import version
+
+transformers = pytest.importorskip("transformers")
+
+from sweep.executed import counts, executed
+from sweep.pairs import registered
+from sweep.run import Outcome, difference
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ci import docs_coverage
+from liger_multi.patching import patch
+
+KEPT = json.loads(docs_coverage.RESULTS.read_text(encoding="utf-8"))
+OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
+PAIRS = registered()
+TESTS = Path(__file__).parents[1]
+SAME = version.parse(transformers.__version__) == version.parse(KEPT["transformers"])
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
+
+
+def check(outcomes):
+    """Equal to stock; with the library of the kept result, by the same operators as there."""
+    wrong = [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
+    assert not wrong
+    ran = [o for o in outcomes if o.status == "equal"]
+    for outcome in ran if SAME else ():
+        kept = OUTCOMES[outcome.type, outcome.cls]
+        if kept["status"] == "equal":  # it may have lacked what is installed here
+            assert outcome.calls == kept["calls"], outcome.type
+            assert outcome.served == kept.get("served", outcome.served), outcome.type
+    return ran
+
+
+def swept(folder, *arguments):
+    """In a process of its own, whose forks know nothing of what other tests started."""
+    file = folder / "outcomes.json"
+    command = [sys.executable, str(TESTS / "sweep"), "--json", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+    assert file.exists(), done.stdout + done.stderr
+    return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
+
+
+@pytest.mark.parametrize("every", [9, 27])
+def test_a_sample_of_all_models_is_equal_to_stock(tmp_path, every):
+    ran = check(swept(tmp_path, "--first", "3", "--every", str(every)))
+    assert len(ran) > 0.85 * len(PAIRS[3::every])
+
+
+@pytest.mark.slow
+def test_all_models_are_equal_to_stock(tmp_path):
+    assert len(check(swept(tmp_path))) > 0.85 * len(PAIRS)
+
+
+def test_what_the_kept_result_promises():
+    pairs = KEPT["pairs"]
+    assert sum(o["status"] == "equal" for o in pairs) >= 330
+    assert not [o["cls"] for o in pairs if o["status"] == "different"]
+    together = {o["type"] for o in pairs if docs_coverage.covers(o) >= {"norms", "mlp", "head"}}
+    assert len(together) >= 155
+    rotary = {o["type"] for o in pairs if "rotary" in docs_coverage.covers(o)}
+    assert len(rotary) >= 155
+
+
+def test_kept_outcomes_were_measured():
+    """All but pairs that need a library which the machine of the last whole run did not have."""
+    equal = [o for o in KEPT["pairs"] if o["status"] == "equal"]
+    assert [o["type"] for o in equal if not docs_coverage.measured(o)] in ([], ["fast_vlm"])
+    for one in filter(docs_coverage.measured, equal):
+        for op, n in one["modules"].items():
+            ran, served = (one[k].get(op, 0) for k in ("ran", "served"))
+            assert served <= ran <= n, one["type"]
+            assert sum(s[-1] for s in one["stock"] if s[0] == op) == ran - served
+            assert sum(part["modules"].get(op, 0) for part in one["idle"]) == n - ran
+
+
+# --- what ran ---
+
+
+class Norms(nn.Module):
+    """One norm that runs, and one that does not unless asked."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.used, self.unused = kind(16), kind(16)
+
+    def forward(self, x, both=False):
+        return self.unused(self.used(x)) if both else self.used(x)
+
+
+def seen(model, *inputs, **options):
+    report = patch(model)
+    with executed(model) as found:
+        model(*inputs, **options)
+    return counts(report, model, found, {})
+
+
+def test_a_module_whose_forward_did_not_run_is_not_counted():
+    found = seen(Norms(LlamaRMSNorm), torch.randn(3, 16))
+    assert (found["modules"], found["ran"], found["served"]) == tuple(
+        {"rms_norm": n} for n in (2, 1, 1)
+    )
+    (part,) = found["idle"]
+    assert (part["path"], part["modules"]) == ("unused", {"rms_norm": 1})
+    found = seen(Norms(LlamaRMSNorm), torch.randn(3, 16), both=True)
+    assert found["served"] == {"rms_norm": 2}
+    assert found["idle"] == []
+
+
+def test_a_module_whose_forward_fell_back_to_stock_is_not_counted():
+    """LayerNorm of two dtypes is left to PyTorch."""
+    found = seen(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
+    assert (found["modules"], found["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
+    assert found["served"] == {}
+    assert found["stock"] == [["layer_norm", name, "LayerNorm", 1] for name in ("used", "unused")]
+
+
+def test_an_operator_counts_for_the_module_that_called_it():
+    """Attention without positions calls no rotary function; its layers' norms do call theirs."""
+    model = Norms(LlamaRMSNorm)
+    model.used = nn.Sequential(model.used)
+    report = patch(model)
+    with executed(model) as found:
+        model(torch.randn(3, 16))
+    assert found.called == {"used.0": {"rms_norm": 1}}
+    assert {"", "used", "used.0"} == found.ran
+    assert counts(report, model, found, {})["served"] == {"rms_norm": 1}
+
+
+def test_the_record_ends_with_its_block():
+    model = Norms(LlamaRMSNorm)
+    with pytest.raises(RuntimeError), executed(model) as found:
+        model(torch.randn(3, 15))
+    model(torch.randn(3, 16))
+    assert found.ran == set()
+
+
+def test_towers_without_inputs_are_named(tmp_path):
+    (outcome,) = swept(tmp_path, "llava/LlavaForConditionalGeneration")
+    assert outcome.text_only
+    assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
+    assert "layer_norm" not in outcome.served
+    row = docs_coverage._row(vars(outcome))
+    assert "| equal on **text only** |" in row
+    assert "`model.vision_tower` did not run (no image)" in row
+    assert f"| 5 of {5 + outcome.modules['layer_norm']} |" in row
+
+
+def test_results_of_before_claim_nothing():
+    """Outcomes had modules that were patched and calls, but not which modules called."""
+    new = OUTCOMES["llama", "LlamaForCausalLM"]
+    old = {k: v for k, v in new.items() if k not in ("ran", "served", "stock", "idle", "text_only")}
+    assert docs_coverage.covers(new) == {"norms", "mlp", "rotary", "head"}
+    assert docs_coverage.covers(old) == set()
+    assert docs_coverage._row(old).count(docs_coverage.NOT_MEASURED) == 5
+    assert "not measured in 1 of the equal pairs" in docs_coverage._summary([old, new])
+
+
+WRONG = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+from liger_multi.patching import norms
+from liger_multi.reference import rms_norm
+from sweep.pairs import Pair
+from sweep.run import sweep
+
+right = rms_norm._scaled
+rms_norm._scaled = lambda *args: right(*args) * 1.001
+# the probe would refuse it
+norms._agrees = lambda m, settings, size: settings.kind.op == "rms_norm"
+norms._settled = lambda m, settings, size: settings
+(outcome,) = sweep([Pair("causal", "llama", "LlamaForCausalLM")])
+print(outcome.status, outcome.why)
+"""
+
+
+def test_a_wrong_operator_is_seen():
+    """The comparison fails where an operator computes something else."""
+    code = WRONG.format(tests=str(TESTS), root=str(TESTS.parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("different"), done.stdout + done.stderr
+    assert "stock" in done.stdout or "bound" in done.stdout
+
+
+def test_differences_are_relative_to_each_gradient():
+    wanted = {"loss": torch.tensor(2.0), "a": torch.ones(3), "b": torch.ones(3) * 1e-3}
+    assert difference(wanted, wanted) == ""
+    for name, by in (("a", 1.001), ("b", 1.1), ("loss", 1.0001)):
+        assert difference(wanted, {**wanted, name: wanted[name] * by})
+    assert "other parameters" in difference(wanted, {"loss": wanted["loss"], "a": wanted["a"]})
+    assert difference(wanted, {**wanted, "a": torch.full((3,), torch.nan)})
+
+
+def test_what_other_generations_promise():
+    rows = json.loads(docs_coverage.GENERATIONS.read_text(encoding="utf-8"))
+    assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
+    assert all(r["different"] == 0 for r in rows)
+    assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
+
+
+def test_the_page_is_made_of_the_kept_result():
+    page = docs_coverage.page()
+    assert Path(docs_coverage.ROOT, "docs", "coverage.md").read_text(encoding="utf-8") == page

@@ -1,0 +1,462 @@
+"""The benchmark runner: what it writes, what it refuses, and its arithmetic."""
+
+import gc
+import json
+import math
+
+import pytest
+import torch
+
+from ci import bench, results
+from liger_multi import samples
+from liger_multi.bench import cases as bench_cases
+from liger_multi.bench import formulas as bench_formulas
+from liger_multi.bench import measure as bench_measure
+from liger_multi.bench import peak as bench_peak
+from liger_multi.bench import providers as bench_providers
+from liger_multi.bench import report as bench_report
+from liger_multi.cli.main import main as command_line
+
+H200 = bench_peak.Ceilings(4.24e12, 690e12)
+QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Every provider begins with a collection of garbage, which looks through what others left."""
+    gc.collect()
+    gc.freeze()
+
+
+def run(folder, *arguments):
+    """The exit code, the result file and everything else in the folder."""
+    code = bench.main([*QUICK, "--unchecked", "--out", str(folder), *arguments])
+    (file,) = folder.glob("*.json")
+    return code, json.loads(file.read_text()), sorted(p.name for p in folder.iterdir())
+
+
+def rows_of(result, provider):
+    return [r for r in result["rows"] if r["provider"] == provider]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Put a formula for swiglu into the table of providers."""
+
+    def plant(formula):
+        monkeypatch.setitem(bench_formulas.TABLE["swiglu"], "planted", formula)
+
+    return plant
+
+
+def test_a_quick_run_leaves_a_result_file_and_charts(tmp_path, capsys):
+    code, result, files = run(
+        tmp_path,
+        *("--ops", "rms_norm,cross_entropy", "--samples", "8192x4096,8192x32000"),
+        *("--providers", "ours,torch"),
+    )
+    assert code == 0
+    assert {r["op"] for r in result["rows"]} == {"rms_norm", "cross_entropy"}
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert row["status"] == "ok", row
+        assert 0 < row["forward_ms"] <= row["both_ms"], row
+        assert 0 < row["percent_of_peak"]["both"] < math.inf, row
+        assert 0 < row["error"]["relative"] < 2**-7, row
+        assert row["error"]["tolerances"] <= 1, row
+        assert row["oracle"] == "fp64"
+        assert row["peak_bytes"] > row["extra_bytes"], row
+        assert row["divisors"]["rows"] > 1, row
+    assert result["device"]["type"] == "cpu"
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["dtype"] == "bfloat16"
+    assert {"commit", "date", "seconds"} <= set(result)
+    assert min(result["ceilings"].values()) > 0
+    stem = f"{bench_report.device_facts(torch.device('cpu'))['name']}-{result['date'][:10]}"
+    stem = stem.replace("_", "-")
+    assert files == [f"{stem}-cross_entropy.png", f"{stem}-rms_norm.png", f"{stem}.json"]
+    for name in files[:2]:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "scaled down" in shown
+    assert "ours (reference)" in shown
+
+
+def test_a_wrong_provider_gets_no_time(tmp_path, planted, capsys):
+    planted(lambda gate, up: gate * up)
+    _, result, _ = run(
+        tmp_path,
+        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours,planted"),
+    )
+    (wrong,) = rows_of(result, "planted")
+    assert wrong["status"] == "wrong"
+    assert wrong["error"]["tolerances"] > 1
+    assert "both_ms" not in wrong
+    assert "forward_ms" not in wrong
+    assert rows_of(result, "ours")[0]["both_ms"] > 0
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
+    planted(lambda gate, up: torch.nn.functional.silu(gate) * up.detach() + 0 * up)
+    _, result, _ = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted"
+    )
+    assert result["rows"][0]["status"] == "wrong"
+
+
+def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypatch):
+    def second_alone(x, residual, weight):
+        y, total = bench_formulas._fused_add_rms_norm(x, residual, weight)
+        return y + 0 * total, total.detach() + 0 * x
+
+    monkeypatch.setitem(bench_formulas.TABLE["fused_add_rms_norm"], "planted", second_alone)
+    code, result, _ = run(
+        tmp_path, "--ops", "fused_add_rms_norm", "--providers", "planted,ours,torch,aten"
+    )
+    assert code == 0
+    status = {row["provider"]: row["status"] for row in result["rows"]}
+    assert status == {"planted": "wrong", "ours": "ok", "torch": "ok", "aten": "ok"}
+
+
+def test_whoever_writes_its_inputs_is_wrong_and_spoils_nobody(tmp_path, planted):
+    def greedy(gate, up):
+        result = torch.nn.functional.silu(gate) * up
+        gate.data.mul_(2)
+        return result
+
+    planted(greedy)
+    _, result, _ = run(
+        tmp_path,
+        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,torch,ours"),
+    )
+    assert rows_of(result, "planted")[0]["status"] == "wrong"
+    assert [rows_of(result, n)[0]["status"] for n in ("torch", "ours")] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 9 TiB"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), "out of memory"),
+        (RuntimeError("no kernel image"), "failed"),
+    ],
+)
+def test_a_failing_provider_stops_nobody_else(tmp_path, planted, failure, status):
+    def fail(gate, up):
+        raise failure
+
+    planted(fail)
+    _, result, files = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,ours"
+    )
+    (row,) = rows_of(result, "planted")
+    assert row["status"] == status
+    assert "both_ms" not in row
+    assert rows_of(result, "ours")[0]["status"] == "ok"
+    assert len(files) == 2
+
+
+def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_providers.ops, "swiglu", lambda gate, up: gate * up)
+    code, _, files = run(
+        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"
+    )
+    assert code == 1
+    assert len(files) == 1  # nothing to draw
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path, planted):
+    def interrupt(gate, up):
+        raise KeyboardInterrupt
+
+    planted(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("before")
+
+    def stop_halfway(temporary):
+        temporary.write_text("half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), bench_report.whole(path) as temporary:
+        stop_halfway(temporary)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
+        (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
+        (["--providers", "ours,torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
+        (["--seconds", "-1"], "--seconds must be positive"),
+        (["--providers", ","], "--providers names nobody"),
+    ],
+)
+def test_unknown_names_end_with_the_nearest(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.parse([*QUICK, *arguments])
+    assert stop.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+# --- the project's runner refuses on a red suite ---
+
+
+def suite_of(passed, failed):
+    def tests(plan):
+        counts = {"passed": passed, "failed": failed}
+        return results.Result("bench", ["reference"], {}, {}, "abc", "2026-01-01", counts, 1.0)
+
+    return tests
+
+
+SWIGLU = ["--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"]
+
+
+@pytest.mark.parametrize(("passed", "failed"), [(5, 1), (0, 0)])
+def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
+    arguments = [*QUICK, *SWIGLU, "--out", str(tmp_path)]
+    assert bench.main(arguments, suite_of(passed, failed)) == bench.RED
+    assert "refused: the suite is red here" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_says_what_the_suite_said(tmp_path):
+    assert bench.main([*QUICK, *SWIGLU, "--out", str(tmp_path)], suite_of(5, 0)) == 0
+    (file,) = tmp_path.glob("*.json")
+    result = json.loads(file.read_text())
+    assert result["suite"]["counts"]["passed"] == 5
+    _, unchecked, _ = run(tmp_path / "other", *SWIGLU)
+    assert unchecked["suite"] is None
+
+
+def test_the_suite_is_that_of_the_operators():
+    plan, _ = bench.parse([*QUICK, "--ops", "swiglu", "--samples", "8192x8192"])
+    found = bench.suite(plan)
+    assert found.green
+    assert found.device["device"] == "cpu"
+    with_every = len([s for s in samples.of("swiglu") if s.size != "bench"])
+    assert found.counts["passed"] >= with_every
+
+
+# --- the command of the package ---
+
+
+def test_the_command_prints_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*QUICK, "--ops", "rms_norm", "--samples", "8192x4096"]
+    assert command_line(["bench", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "ours (reference)" in shown
+    assert "float32" in shown, "the dtype of models on a CPU"
+    assert " torch " in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_saves_where_it_is_told(tmp_path, capsys):
+    arguments = [*QUICK, *SWIGLU, "--dtype", "bf16", "--output", str(tmp_path / "out")]
+    assert command_line(["bench", *arguments]) == 0
+    files = sorted(p.suffix for p in (tmp_path / "out").iterdir())
+    assert files == [".json", ".png"]
+    (file,) = (tmp_path / "out").glob("*.json")
+    result = json.loads(file.read_text())
+    assert result["dtype"] == "bfloat16"
+    assert result["rows"][0]["error"]["tolerances"] <= 1
+
+
+def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
+    from liger_multi import ops
+
+    right = ops.swiglu
+
+    def wrong(gate, up):
+        return right(gate, up) if gate.dtype == torch.float64 else right(gate, up) * 1.5
+
+    monkeypatch.setattr(ops, "swiglu", wrong)
+    assert command_line(["bench", *QUICK, *SWIGLU]) == 1
+    assert "wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
+        (["--providers", "torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
+        (["--seconds", "0"], "--seconds must be positive, got 0"),
+        (["--device", "gpu"], "--device gpu: "),
+    ],
+)
+def test_wrong_values_of_the_command(capsys, arguments, said):
+    assert command_line(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("liger-multi: error: ")
+    assert said in captured.err
+    assert not captured.out
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a)
+    )
+    assert command_line(["bench", *QUICK]) == 2
+    assert 'needs rich, which cannot be imported here; install with: pip install "liger-multi' in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
+def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
+    """An installed package has no tests: it compares with its own reference instead."""
+    small = [s for s in samples.of(op) if s.size == "small"]
+    for name in [s.name for s in small if all(0 not in t.shape for t in s.tensors.values())][:6]:
+        found = case(op, name)
+        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
+        if not any(t.requires_grad for t in tensors.values()):
+            continue
+        douts = bench_cases.upstream(found, torch.device("cpu"), torch.float32, bench.oracle)
+        again = bench_cases.upstream(
+            found, torch.device("cpu"), torch.float32, bench_cases.reference
+        )
+        assert [d.shape for d in douts] == [d.shape for d in again]
+        right, ours = (
+            bench_cases.truth(found, tensors, douts, torch.float64, oracle)
+            for oracle in (bench.oracle, bench_cases.reference)
+        )
+        for a, b in zip(ours.results, right.results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        for leaf in right.grads:
+            torch.testing.assert_close(ours.grads[leaf], right.grads[leaf], rtol=1e-9, atol=1e-11)
+
+
+# --- arithmetic ---
+
+
+def case(op, name):
+    return bench_cases.Case(op, next(s for s in samples.of(op) if s.name == name), {})
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "both_ms", "percent"),
+    [
+        # 5 passes over 8192 x 4096 bf16 at 4.24 TB/s are 0.0791 ms
+        ("rms_norm", "8192x4096", 0.1583, 50.0),
+        ("fused_add_rms_norm", "8192x4096", 0.1266, 100.0),
+        ("swiglu", "8192x14336", 0.4432, 100.0),
+        ("swiglu_packed", "8192x14336", 0.4432, 100.0),
+        ("cross_entropy", "8192x128256", 0.9913, 100.0),
+        # 5 passes over 8192 x 32000 are 0.6183 ms; a gradient that needs no student reads one less
+        ("jsd", "8192x32000", 0.8244, 75.0),
+        ("tvd", "logits-8192x32000", 0.6183, 100.0),
+        ("kl_div", "logits-8192x32000", 0.6183, 100.0),
+        ("kl_div", "8192x32000", 0.4946, 100.0),
+        ("jsd_inplace", "8192x32000", 0.3710, 100.0),
+        # 4.5 passes over 16 x 2048 x 2048 are 0.1425 ms: what is past the diagonal is not read
+        ("multi_token_attention", "1x16x2048", 0.1425, 100.0),
+        # 6 x 8192 x 4096 x 128256 operations at 690 TFLOP/s are 37.4 ms
+        ("fused_linear_cross_entropy", "8192x4096x128256", 37.42, 100.0),
+    ],
+)
+def test_percent_of_the_roof(op, name, both_ms, percent):
+    work = case(op, name).work(torch.bfloat16)
+    assert H200.percent(work, 1.0, both_ms)["both"] == pytest.approx(percent, rel=2e-3)
+
+
+def test_the_slower_limit_is_the_roof():
+    peak = bench_peak.Ceilings(1e9, 1e12)
+    assert peak.floor_ms(1e9, 0) == 1000
+    assert peak.floor_ms(1e6, 1e12) == 1000
+    assert peak.percent(None, 1.0, 1.0) == {}
+
+
+def test_every_operator_has_work_and_a_plain_formula():
+    from liger_multi.dispatch.registry import operators
+
+    assert set(operators()) == set(bench_peak.WORK) == set(bench_formulas.TABLE)
+    assert all("torch" in formulas for formulas in bench_formulas.TABLE.values())
+
+
+@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
+def test_scaled_samples_fit_and_keep_their_form(op):
+    for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
+        shapes, full = found.shapes, case(op, found.sample.name).shapes
+        for name in shapes:
+            assert len(shapes[name]) == len(full[name])
+        rows = {shapes[n][0] for n in found.row_tensors}
+        assert len(rows) == 1, "rows must stay equal"
+        # where one row is left, the weights of a model are what they are
+        assert found.sample.elements * 2 <= 16e6 or rows == {1}
+        if "weight" in shapes:
+            assert shapes["weight"][-1] == full["weight"][-1], "widths are not rows"
+
+
+def test_truth_in_chunks_is_truth(monkeypatch):
+    """The fp64 oracle gives the same however many rows it takes at a time."""
+    for op, name in (
+        ("cross_entropy", "quarter-ignored"),
+        ("fused_linear_cross_entropy", "mean"),
+        ("fused_add_rms_norm", "row-gaps"),
+    ):
+        found = case(op, name)
+        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
+        douts = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16, bench.oracle)
+        whole = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
+        monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
+        parts = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
+        monkeypatch.undo()
+        torch.testing.assert_close(parts.results, whole.results)
+        assert set(parts.grads) == set(whole.grads)
+        for leaf in whole.grads:
+            torch.testing.assert_close(parts.grads[leaf], whole.grads[leaf])
+
+
+def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):
+    from liger_multi.tolerance import excess
+
+    exact = torch.tensor([100.0, 1e-3, 2e-3, -3.0], dtype=torch.float64)
+    got = exact + 0.3
+    pieces = bench_cases._pieces
+    monkeypatch.setattr(bench_cases, "_pieces", lambda a, b: pieces(a, b, size=1))
+    worst, relative = bench_cases.error(got, exact, torch.bfloat16)
+    assert worst == pytest.approx(excess(got, exact, torch.bfloat16))
+    assert relative == pytest.approx(float((got - exact).norm() / exact.norm()))
+
+
+def test_memory_of_a_known_call():
+    """A formula that holds one tensor beside its inputs, result and gradients."""
+    shape = (64, 256)
+    tensors = {n: torch.randn(shape, requires_grad=True) for n in ("gate", "up")}
+    provider = bench_providers.Provider("known", lambda gate, up: gate * up)
+    runner = bench_measure.Runner.make(provider, tensors, (torch.randn(shape),))
+    extra, peak = bench_measure.memory_bytes(runner, 0, torch.device("cpu"))
+    size = 64 * 256 * 4
+    assert (extra, peak) == (size, 5 * size)  # the result; two inputs, it, and two gradients
+    assert bench_measure.memory_bytes(runner, size, torch.device("cpu"))[0] == 0
+
+
+def test_whoever_overwrites_works_on_copies():
+    tensors = {"x": torch.randn(8, requires_grad=True)}
+    before = tensors["x"].detach().clone()
+
+    def overwrite(x):
+        result = (x * 2).sum()
+        x.data.zero_()
+        return result
+
+    provider = bench_providers.Provider("overwrites", overwrite, overwrites=True)
+    runner = bench_measure.Runner.make(provider, tensors, (torch.ones(()),))
+    (first,), (second,) = runner.both()[0], runner.both()[0]
+    assert torch.equal(first, second)
+    assert torch.equal(tensors["x"].detach(), before)

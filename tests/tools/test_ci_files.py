@@ -1,0 +1,478 @@
+"""Workflow, images and their pages say what Makefile, pyproject.toml and the backends say."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ci import pins, plan, portable, results, venv
+from ci.npu import environment
+from liger_multi.dispatch.registry import backends
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+IMAGES = {
+    p.name.removesuffix(".Dockerfile"): p for p in (ROOT / "ci" / "docker").glob("*.Dockerfile")
+}
+DEVICES = sorted(name for name, record in backends().items() if record.device_type)
+RUN_SH = ROOT / "ci" / "docker" / "run.sh"
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def workflow():
+    return yaml.load(WORKFLOW.read_text(encoding="utf-8"), yaml.BaseLoader)  # `on` stays a word
+
+
+def steps():
+    return [(name, s) for name, job in workflow()["jobs"].items() for s in job["steps"]]
+
+
+def targets():
+    return set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+
+
+def variables():
+    return set(re.findall(r"^([A-Z_]+) [?:]?= ?", read("Makefile"), re.MULTILINE)) | {"NO_VENV"}
+
+
+def floors():
+    """The oldest version of every package that pyproject.toml names."""
+    return dict(re.findall(r'"([A-Za-z_-]+)>=([0-9.]+)', read("pyproject.toml")))
+
+
+# --- the workflow ---
+
+
+def test_every_backend_with_a_device_is_in_the_matrix():
+    assert sorted(plan.DEVICES) == DEVICES
+    choice = workflow()["on"]["workflow_dispatch"]["inputs"]["backend"]
+    assert choice["options"] == ["all", "cpu", *plan.DEVICES]
+    assert sorted(IMAGES) == sorted(["cpu", *DEVICES])
+    for name in DEVICES:
+        assert f"`{plan.LABEL}{name}`" in read("docs/runners.md")
+
+
+def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
+    rows = workflow()["jobs"]["cpu"]["strategy"]["matrix"]["versions"]
+    versions = {row["name"]: row for row in rows}
+    pythons = [tuple(map(int, row["python"].split("."))) for row in rows]
+    floor = tuple(map(int, floors_of_python().split(".")))
+    assert min(pythons) == floor
+    assert len(rows) == len(set(pythons))
+    said = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', read("pyproject.toml"))
+    assert said == [f"{a}.{b}" for a, b in sorted(pythons)], "classifiers for what a job runs"
+    default = re.search(r"^TORCH \?= (\S+)", read("Makefile"), re.MULTILINE)[1]
+    assert versions["pinned"]["torch"] == default
+    assert versions["newest"]["torch"] == "torch"
+    oldest = dict(
+        re.findall(r"^([a-z]+)==([0-9.]+)", read("ci/constraints/oldest.txt"), re.MULTILINE)
+    )
+    assert versions["oldest"]["torch"] == f"torch=={oldest['torch']}"
+    for name in ("torch", "transformers"):
+        assert oldest[name].startswith(floors()[name]), f"{name}: the floor is {floors()[name]}"
+    assert versions["oldest"]["python"] == floors_of_python()
+    assert versions["oldest"]["constraint"] == "ci/constraints/oldest.txt"
+    assert all((ROOT / row["constraint"]).is_file() for row in rows)
+    assert versions["newest"]["constraint"] == "ci/constraints/none.txt"
+
+
+def test_pull_requests_run_a_part_of_ascend():
+    """Its wheels are of a Python that no row had, which passed for "cannot be built here"."""
+    job = workflow()["jobs"]["cpu"]
+    rows = job["strategy"]["matrix"]["versions"]
+    assert ".".join(map(str, environment.VERSION)) in {
+        row["python"] for row in rows if row["torch"] == f"torch=={environment.TORCH}"
+    }
+    assert job["if"] == "github.event.action != 'labeled'"
+    assert "'test'" in job["env"]["TARGET"]
+    assert "test-npu-some" in read("Makefile").partition("\ntest: $(ENV)")[2].partition("\nelse")[0]
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that says what it is told of Ascend's environment, and builds nothing."""
+
+    def made(code, said=""):
+        path = tmp_path / "python"
+        path.write_text(
+            f'#!/bin/bash\nif [ "$2" = ci.npu.environment ]; then echo "{said}"; exit {code}; fi\n'
+            f'exec {sys.executable} "$@"\n'
+        )
+        path.chmod(0o755)
+        return path
+
+    return made
+
+
+def make(target, python, tmp_path, *arguments):
+    # nothing of a `make` that runs this test: it exports what it was called with
+    environment = {"PATH": os.environ["PATH"]}
+    return subprocess.run(
+        ["make", target, "NO_VENV=1", f"PYTHON={python}", f"NPU_VENV={tmp_path / 'npu'}"]
+        + [f"RESULTS={tmp_path / 'results'}", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_what_a_machine_cannot_run_is_said_with_its_reason(python, tmp_path):
+    done = make("test-npu-some", python(3, "needs Python 3.11"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "== npu-simulated: not run: needs Python 3.11" in done.stdout
+    (one,) = results.read(tmp_path / "results")
+    assert not one.ran
+    assert "| **not run: needs Python 3.11** |" in results.table([one])
+
+
+def test_an_environment_that_is_not_built_is_a_failure(python, tmp_path):
+    """It said "cannot be built here, not run", and passed."""
+    done = make("test-npu-some", python(1), tmp_path)
+    assert done.returncode != 0
+    assert "not run" not in done.stdout
+
+
+# --- pinned versions ---
+
+
+def test_every_setting_of_processors_is_a_job():
+    job = workflow()["jobs"]["portable"]
+    rows = [int(row) for row in job["strategy"]["matrix"]["row"]]
+    assert rows == list(range(1, len(portable.SETTINGS) + 1))
+
+
+def test_what_can_turn_a_run_red_is_pinned():
+    pinned = dict(pins.PIN.findall(read("ci/constraints/pinned.txt")))
+    assert {"ruff", "mypy", "transformers", "trl", "triton", "peft", "pytest"} <= set(pinned)
+    wanted = set(re.findall(r'^    "([A-Za-z-]+)>=', read("pyproject.toml"), re.M)) - {"setuptools"}
+    assert wanted <= set(pinned) | {"wheel"}, wanted - set(pinned)
+    for name, version in pinned.items():
+        floor = floors().get(name)
+        assert floor is None or numbers(version) >= numbers(floor), name
+    default = re.search(r"^CONSTRAINT \?= (\S+)$", read("Makefile"), re.MULTILINE)[1]
+    assert ROOT / default == venv.PINNED
+    assert '--constraint "$(CONSTRAINT)"' in read("Makefile")
+
+
+def numbers(version):
+    return tuple(int(n) for n in re.findall(r"\d+", version))
+
+
+def test_constraints_include_and_override(tmp_path, monkeypatch):
+    one, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_text("# says why\nx==1\ny==2\n")
+    other.write_text("-c a.txt\ny==3\n")
+    assert venv.constraints(other, base=False) == ["x==1", "y==3"]
+    monkeypatch.setattr(venv, "installed", lambda name: name == "x")
+    assert venv.constraints(other, base=True) == ["y==3"], "a base keeps what it has"
+    assert venv.constraints(None, base=False) == []
+
+
+def test_pins_become_what_is_installed():
+    text = "# of pytest==1.0\npytest==1.0\nno-such-package==2.0\n"
+    wanted = f"# of pytest==1.0\npytest=={pytest.__version__}\nno-such-package==2.0\n"
+    assert pins.updated(text) == wanted
+
+
+def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
+    text = read(".github/workflows/update.yml")
+    made = yaml.load(text, yaml.BaseLoader)
+    assert set(made["on"]) == {"schedule", "workflow_dispatch"}
+    assert made["permissions"] == {"contents": "read"}
+    (job,) = made["jobs"].values()
+    assert job["permissions"] == {"contents": "write", "pull-requests": "write"}
+    assert not [step for step in job["steps"] if "${{" in step.get("run", "")]
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    order = [
+        next(i for i, r in enumerate(runs) if w in r) for w in ("make pins", "make test", "gh pr")
+    ]
+    assert order == sorted(order), "what is offered was tested"
+    for action, comment in re.findall(r"uses: (\S+)(.*)", text):
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action), action
+        assert comment
+
+
+def floors_of_python():
+    return re.search(r'requires-python = ">=([0-9.]+)"', read("pyproject.toml"))[1]
+
+
+def test_commands_exist():
+    """Whatever a job, an image or the page for owners runs is there."""
+    jobs = "\n".join(step.get("run", "") for _, step in steps())
+    images = "\n".join(path.read_text() for path in IMAGES.values())
+    written = read("docs/runners.md") + read("README.md")
+    quoted = re.findall(r"`([^`\n]+)`|^ {4}(.*)$", written, re.MULTILINE)
+    pages = "\n".join(map("".join, quoted)) + read(".ci/run").partition("set -e")[2]
+    images = "\n".join(line for line in images.splitlines() if "apt-get" not in line)
+    wanted = set(re.findall(r"\bmake ([a-z-]+)", jobs + images + pages))
+    wanted |= set(re.findall(r"run\.sh [a-z]+ ([a-z]+)", pages))
+    assert wanted <= targets(), wanted - targets()
+    assert {"test", "container", "lint"} <= wanted
+    given = set(re.findall(r"\b([A-Z_]+)=", "\n".join(re.findall(r"make [^\n`|]*", jobs + pages))))
+    assert given <= variables(), given - variables()
+    for module in re.findall(r"python3? -m (ci\.\w+)", jobs + pages + images):
+        assert importlib.util.find_spec(module), module
+    for path in re.findall(r"\b(?:ci|tests|docs)/[\w./-]+\.(?:py|sh|txt|md)\b", pages + jobs):
+        assert (ROOT / path).exists(), path
+
+
+def test_a_job_can_do_little_and_ends():
+    text = WORKFLOW.read_text()
+    assert workflow()["permissions"] == {"contents": "read"}
+    assert "pull_request_target" not in text
+    assert "secrets." not in text
+    for name, job in workflow()["jobs"].items():
+        assert 0 < int(job["timeout-minutes"]) <= 120, name
+        assert "permissions" not in job, name
+    for name, step in steps():
+        # what a contributor writes reaches a shell through its environment only
+        assert "${{" not in step.get("run", ""), name
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] == "false", name
+
+
+def test_actions_are_pinned_to_commits():
+    used = re.findall(r"uses: (\S+)(.*)", WORKFLOW.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action} needs its version beside it"
+    assert len(dict(used)) == len({a.partition("@")[0] for a, _ in used}), "one version an action"
+
+
+def test_results_are_kept_even_of_a_failure():
+    for name in ("cpu", "portable", "image", "devices"):
+        uploads = [
+            s for job, s in steps() if job == name and "upload-artifact" in s.get("uses", "")
+        ]
+        assert uploads, name
+        assert uploads[-1]["if"] == "always()"
+        assert uploads[-1]["with"]["path"] == "build/results"
+        runs = " ".join(s.get("run", "") for job, s in steps() if job == name)
+        assert "RESULTS=build/results" in runs
+
+
+def test_devices_wait_for_a_reviewer_and_a_plan():
+    job = workflow()["jobs"]["devices"]
+    assert job["environment"] == "devices"
+    assert job["needs"] == "plan"
+    given = next(s for n, s in steps() if n == "plan" and s.get("id") == "plan")["env"]
+    assert set(given) == {"EVENT", "ACTION", "LABEL", "CHOICE", "FORK", "RUNNERS"}
+
+
+@pytest.mark.skipif(not shutil.which("actionlint"), reason="actionlint is not on the path")
+def test_actionlint():
+    done = subprocess.run(["actionlint", WORKFLOW], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# --- the plan ---
+
+ALL = '["cuda", "rocm", "npu"]'
+
+
+@pytest.mark.parametrize(
+    ("environment", "planned"),
+    [
+        ({"EVENT": "schedule", "RUNNERS": ALL}, ["cuda", "rocm", "npu"]),
+        ({"EVENT": "schedule", "RUNNERS": '["npu"]'}, ["npu"]),
+        ({"EVENT": "schedule", "RUNNERS": ""}, []),
+        ({"EVENT": "schedule"}, []),
+        ({"EVENT": "push", "RUNNERS": ALL}, []),
+        ({"EVENT": "pull_request", "ACTION": "opened", "RUNNERS": ALL}, []),
+        (
+            {"EVENT": "pull_request", "ACTION": "labeled", "LABEL": "test on rocm", "RUNNERS": ALL},
+            ["rocm"],
+        ),
+        (
+            {"EVENT": "pull_request", "ACTION": "labeled", "LABEL": "bug", "RUNNERS": ALL},
+            [],
+        ),
+        # a push after the label is other code than the label was given to
+        (
+            {
+                "EVENT": "pull_request",
+                "ACTION": "synchronize",
+                "LABEL": "test on rocm",
+                "RUNNERS": ALL,
+            },
+            [],
+        ),
+        (
+            {
+                "EVENT": "pull_request",
+                "ACTION": "labeled",
+                "LABEL": "test on cuda",
+                "FORK": "true",
+                "RUNNERS": ALL,
+            },
+            [],
+        ),
+        ({"EVENT": "workflow_dispatch", "CHOICE": "all", "RUNNERS": ALL}, ["cuda", "rocm", "npu"]),
+        ({"EVENT": "workflow_dispatch", "CHOICE": "npu", "RUNNERS": ALL}, ["npu"]),
+        ({"EVENT": "workflow_dispatch", "CHOICE": "cpu", "RUNNERS": ALL}, []),
+    ],
+)
+def test_plan(environment, planned):
+    found = plan.plan(environment)
+    assert [entry["backend"] for entry in found] == planned
+    assert all(entry["labels"] == ["self-hosted", "linux", entry["backend"]] for entry in found)
+
+
+@pytest.mark.parametrize("text", ["cuda", '"cuda"', '["cdua"]', "{}"])
+def test_a_wrong_list_of_runners_is_named(text, monkeypatch, capsys):
+    monkeypatch.setenv("RUNNERS", text)
+    assert plan.main() == 2
+    assert f"got {text}" in capsys.readouterr().err
+
+
+def test_the_plan_is_one_line_of_output(monkeypatch, capsys):
+    for name, value in (("EVENT", "schedule"), ("RUNNERS", '["cuda"]'), ("FORK", "")):
+        monkeypatch.setenv(name, value)
+    assert plan.main() == 0
+    line = capsys.readouterr().out
+    assert line == 'devices=[{"backend": "cuda", "labels": ["self-hosted", "linux", "cuda"]}]\n'
+
+
+# --- the images ---
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_runs_its_backend_as_nobody(name):
+    text = IMAGES[name].read_text()
+    lines = text.splitlines()
+    assert f'CMD ["test", "BACKEND={name}"]' in lines
+    assert "make" in next(line for line in lines if line.startswith("ENTRYPOINT"))
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users[-1] == "tester", "the suite does not run as root"
+    assert lines.index("USER tester") > max(i for i, x in enumerate(lines) if "apt-get" in x)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_small_and_repeatable(name):
+    text = IMAGES[name].read_text()
+    (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
+    (default,) = re.findall(r"^ARG (?:TAG|PYTHON)=(\S+)$", text, re.MULTILINE)
+    assert ":${" in base
+    assert re.search(r"\d+\.\d+", default), "the tag is a version"
+    assert "latest" not in base + default
+    assert text.count("apt-get install") == text.count("--no-install-recommends")
+    assert text.count("apt-get update") == text.count("rm -rf /var/lib/apt/lists/*")
+    assert not re.search(r"^ADD ", text, re.MULTILINE)
+    assert "curl" not in text
+    assert all("--no-cache-dir" in line for line in re.findall(r"pip install[^\n]*", text))
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_environment_of_an_image_depends_on_what_decides_it(name):
+    """What make's stamp of the environment depends on is copied before it is built."""
+    text = IMAGES[name].read_text()
+    before = text[: text.index("make env")]
+    (needed,) = re.findall(r"^\$\(VENV\)/\.stamp: (.*)$", read("Makefile"), re.MULTILINE)
+    for path in needed.split():
+        assert path in before, path
+
+
+def test_the_cuda_image_has_the_pytorch_of_the_makefile():
+    default = re.search(r"^TORCH \?= torch==(\S+)", read("Makefile"), re.MULTILINE)[1]
+    assert f"ARG TAG={default}-cuda" in IMAGES["cuda"].read_text()
+    assert f"ARG TORCH=torch=={default}\n" in IMAGES["cpu"].read_text()
+
+
+def test_every_image_has_a_supported_python_and_pytorch():
+    for name, pattern in (
+        ("cpu", r"PYTHON=(\S+)"),
+        ("rocm", r"_py(\d\.\d+)_"),
+        ("npu", r"-py(\d\.\d+)$"),
+    ):
+        found = re.search(pattern, IMAGES[name].read_text(), re.MULTILINE)[1]
+        assert (3, 10) <= tuple(map(int, found.split("."))) <= (3, 14), name
+    for name, pattern in (("rocm", r"pytorch_release_(\S+)"), ("npu", r"TORCH=(\S+)")):
+        found = re.search(pattern, IMAGES[name].read_text())[1]
+        floor = tuple(map(int, floors()["torch"].split(".")))
+        assert tuple(map(int, found.split(".")[:2])) >= floor, name
+    npu = IMAGES["npu"].read_text()
+    torch, plugin = (re.search(rf"ARG {n}=(\d+\.\d+)", npu)[1] for n in ("TORCH", "TORCH_NPU"))
+    assert torch == plugin
+
+
+# --- the script that runs an image ---
+
+
+@pytest.fixture
+def docker(tmp_path):
+    """A docker that writes down how it was called; ``run`` fails if asked to."""
+    log = tmp_path / "log"
+    tool = tmp_path / "docker"
+    tool.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$*" >> {log}\n'
+        'if [ "$1" = run ]; then exit "${FAIL:-0}"; fi\n'
+    )
+    tool.chmod(0o755)
+
+    def run(*arguments, **environment):
+        done = subprocess.run(
+            ["bash", RUN_SH, *arguments],
+            env={
+                **os.environ,
+                "DOCKER": str(tool),
+                "RESULTS": str(tmp_path / "out"),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        return done, log.read_text().splitlines() if log.exists() else []
+
+    return run
+
+
+def test_a_container_is_built_run_emptied_and_removed(docker):
+    done, calls = docker("cpu", COMMIT="abc", BUILD_ARGS="--build-arg PYTHON=3.11")
+    assert done.returncode == 0, done.stderr
+    assert [call.split()[0] for call in calls] == ["build", "run", "cp", "rm"]
+    assert calls[0].endswith(f"--build-arg PYTHON=3.11 {ROOT}")
+    assert calls[1].endswith("liger-multi-ci:cpu test BACKEND=cpu RESULTS=build/results")
+    assert "--env COMMIT=abc" in calls[1]
+    assert "--privileged" not in calls[1]
+
+
+def test_a_failed_suite_fails_and_leaves_its_results(docker):
+    done, calls = docker("cpu", "test-full", FAIL="3")
+    assert done.returncode == 3
+    assert [call.split()[0] for call in calls] == ["build", "run", "cp", "rm"]
+    assert "liger-multi-ci:cpu test-full RESULTS=" in calls[1]
+
+
+@pytest.mark.parametrize("name", ["toy", ""])
+def test_an_unknown_backend_is_refused(docker, name):
+    done, calls = docker(*([name] if name else []))
+    assert done.returncode != 0
+    assert "toy" in done.stderr or "cuda.Dockerfile" in done.stderr
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("rocm", "/dev/kfd"), ("npu", "/dev/nothing"), ("cuda", "/dev/nvidiactl")]
+)
+def test_an_absent_device_is_named_before_anything_is_built(docker, name, node):
+    if Path(node).exists():
+        pytest.skip(f"this machine has {node}")
+    done, calls = docker(name, NPU="/dev/nothing")
+    assert done.returncode == 2
+    assert f"BACKEND={name} needs {node}, which this machine does not have" in done.stderr
+    assert not calls
+
+
+def test_every_device_has_its_flags():
+    text = RUN_SH.read_text()
+    for name in IMAGES:
+        assert re.search(rf"^  {name}\)", text, re.MULTILINE), name

@@ -1,0 +1,336 @@
+"""The command line: doctor, explain, config; in process, and once as a program."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import harness
+import liger_multi
+from liger_multi._version import __version__
+from liger_multi.cli import doctor
+from liger_multi.cli.main import main
+from liger_multi.dispatch import registry
+from liger_multi.page import Page, _table
+
+
+@pytest.fixture
+def fresh_configuration(monkeypatch):
+    """Read the environment again, before and after."""
+    monkeypatch.delenv("LIGER_MULTI_CONFIG", raising=False)
+    liger_multi.configure(None)
+    yield monkeypatch
+    monkeypatch.undo()
+    liger_multi.configure(None)
+
+
+def test_doctor_prints_versions_devices_and_operators(capsys, fresh_configuration):
+    code = main(["doctor"])
+    text = capsys.readouterr().out
+    facts = doctor.collect()
+    assert code == any(f["kind"] == "problem" for f in facts["findings"])
+    for word in (__version__, torch.__version__, "Devices that PyTorch sees", "Operators on cpu"):
+        assert word in text
+    assert all(op in text for op in registry.operators())
+    assert all(name in text for name in registry.backends())
+    assert "LIGER_MULTI_CONFIG is not set" in text
+
+
+def test_doctor_agrees_with_explain(fresh_configuration):
+    facts = doctor.collect()
+    chosen = {
+        (r["op"], r["direction"], r["device"]): r["backend"]
+        for r in facts["operators"]
+        if r["chosen"]
+    }
+    for op in registry.operators():
+        for direction in ("forward", "backward"):
+            assert chosen[op, direction, "cpu"] == liger_multi.explain(op, "cpu").chosen(
+                op, direction
+            )
+    assert all(row["chosen"] or row["reason"] for row in facts["operators"]), (
+        "a refusal has a reason"
+    )
+
+
+def test_doctor_json(capsys, fresh_configuration):
+    main(["doctor", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["devices"][0]["device"] == "cpu"
+    assert facts["backends"]["reference"]["state"] == "available"
+    assert facts["configuration"][-1]["default"] == "auto"
+    assert {"op", "direction", "device", "backend", "chosen", "reason"} <= set(
+        facts["operators"][0]
+    )
+
+
+def test_doctor_says_where_the_configuration_comes_from(capsys, fresh_configuration, tmp_path):
+    path = tmp_path / "choice.yaml"
+    path.write_text(
+        "ops: {rms_norm: reference}\nchunk_bytes: 2MiB\ndevices: {cpu: {default: reference}}\n"
+    )
+    fresh_configuration.setenv("LIGER_MULTI_CONFIG", str(path))
+    liger_multi.configure({"ops": {"swiglu": ["reference"]}})
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert f"{path} (named by LIGER_MULTI_CONFIG)" in text
+    assert "rms_norm: reference" in text
+    assert "default on cpu: reference" in text
+    assert "chunk_bytes: 2.0 MiB" in text
+    assert (
+        text.index("configure()")
+        < text.index("named by LIGER_MULTI_CONFIG")
+        < text.index("built in")
+    )
+
+
+def test_doctor_survives_a_broken_configuration(capsys, fresh_configuration, tmp_path):
+    fresh_configuration.setenv("LIGER_MULTI_CONFIG", str(tmp_path / "absent.yaml"))
+    fresh_configuration.setattr("liger_multi.config._base", None)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "absent.yaml" in text
+    assert torch.__version__ in text
+
+
+@pytest.mark.parametrize("name", ["versions", "_explained", "configuration", "_cpu", "findings"])
+def test_doctor_survives_a_broken_probe(capsys, monkeypatch, name):
+    def broken(*args):
+        raise OSError("the disk is on fire\nand more")
+
+    monkeypatch.setattr(doctor, name, broken)
+    assert main(["doctor"]) == 1
+    assert "OSError: the disk is on fire" in capsys.readouterr().out
+
+
+def test_doctor_survives_a_backend_that_breaks(monkeypatch):
+    def broken():
+        raise ImportError("libfoo.so.1: cannot open shared object file")
+
+    probes = doctor.Probes()
+    monkeypatch.setattr(
+        registry, "unavailable", lambda name: broken() if name == "triton" else None
+    )
+    facts = doctor.backends(probes)
+    assert facts["triton"]["state"] == "its probe failed"
+    assert "libfoo.so.1" in probes.failures["probe of triton"]
+    assert facts["reference"]["state"] == "available"
+
+
+def problems(rows=()):
+    return [f["text"] for f in doctor.findings(rows) if f["kind"] == "problem"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "said"),
+    [
+        (None, "is built for CPUs only"),
+        (torch.device("cuda"), "sees no device: driver absent or too old"),
+    ],
+)
+def test_doctor_names_hardware_that_torch_cannot_use(monkeypatch, built_for, said):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: built_for
+    )
+    monkeypatch.setattr(
+        doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else []
+    )
+    monkeypatch.setattr(
+        doctor.shutil, "which", lambda tool: f"/bin/{tool}" if tool == "nvidia-smi" else None
+    )
+    (text,) = problems()
+    assert text.startswith("there are signs of an NVIDIA GPU (/dev/nvidia0, nvidia-smi), but ")
+    assert said in text
+
+
+def test_doctor_finds_nothing_where_torch_uses_the_hardware(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(doctor, "_triton_driver", lambda: None)
+    assert problems() == []
+
+
+def test_doctor_notes_the_interpreter_and_the_missing_driver(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET=1" in doctor.findings([])[-1]["text"]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "_triton_driver", lambda: "0 active drivers")
+    assert "has no driver here: 0 active drivers" in doctor.findings([])[-1]["text"]
+
+
+def test_doctor_names_an_operator_that_nothing_runs():
+    row = {"op": "swiglu", "direction": "backward", "device": "cpu", "chosen": False}
+    assert "no backend may run swiglu backward on cpu: see the table" in problems([row])
+
+
+def test_explain(capsys):
+    assert main(["explain", "rms_norm", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "Operators on cpu" in text
+    assert "rms_norm" in text
+    assert "swiglu" not in text
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """A machine with two accelerators that no backend here can use."""
+    if torch.accelerator.is_available():
+        pytest.skip("its own accelerator would answer for them")
+    place = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: place)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+def test_explain_shows_every_candidate_on_every_device(capsys, two_devices):
+    assert main(["explain", "rms_norm"]) == 0
+    cpu, both = capsys.readouterr().out.split("\n\n")
+    assert cpu.startswith("Operators on cpu\n")
+    assert both.startswith("Operators on cuda:0, cuda:1\n")
+    for text in (cpu, both):
+        for name in registry.backends():
+            (line,) = [line for line in text.splitlines() if f"  {name} " in line]
+            assert ("chosen" in line) == (name == "reference")
+            because = line.split("chosen" if name == "reference" else "  -  ")[1]
+            assert because.strip(), "chosen or refused, because"
+
+
+def test_devices_that_differ_have_tables_of_their_own(capsys, two_devices, monkeypatch):
+    def supports(device, dtype):
+        return "it is the older one" if device.index == 0 else None
+
+    record = registry.backends()["reference"]
+    only_one = dataclasses.replace(record, supports=supports)
+    monkeypatch.setitem(registry.backends(), "reference", only_one)
+    assert main(["explain", "rms_norm"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("Operators on cuda:0\n") < text.index("it is the older one")
+    assert text.index("it is the older one") < text.index("Operators on cuda:1\n")
+
+
+def test_explain_a_dtype_as_json(capsys):
+    assert main(["explain", "swiglu", "--device", "cpu", "--dtype", "float64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["op"] for row in rows} == {"swiglu"}
+    assert {row["direction"] for row in rows} == {"forward", "backward"}
+    found = liger_multi.explain("swiglu", "cpu", torch.float64)
+    assert [row["reason"] for row in rows] == [row.reason for row in found.rows]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["explain", "rmsnorm"], "did you mean 'rms_norm'"),
+        (["explain", "rms_norm", "--device", "gpu"], "--device gpu: "),
+        (["config", "check", "{tmp}/absent.yaml"], "cannot read the configuration"),
+        (["config", "check", "{tmp}/bad.yaml"], "did you mean 'ops'"),
+        (["config", "check", "{tmp}/torn.yaml"], "is not YAML"),
+    ],
+)
+def test_wrong_values(capsys, tmp_path, argv, said):
+    (tmp_path / "bad.yaml").write_text("op: {rms_norm: reference}\n")
+    (tmp_path / "torn.yaml").write_text("ops: {rms_norm: [\n")
+    assert main([part.format(tmp=tmp_path) for part in argv]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.startswith("liger-multi: error: ")
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_config_check(capsys, tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text("ops: {rms_norm: reference}\n")
+    assert main(["config", "check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: fine\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["doktor"],
+        ["config"],
+        ["config", "check"],
+        ["config", "chek", "a.yaml"],
+        ["explain", "rms_norm", "swiglu"],
+        ["explain", "rms_norm", "--dtype", "bf61"],
+        ["demo", "--steps", "0"],
+        ["demo", "--models", "gpt1"],
+    ],
+)
+def test_wrong_commands_are_refused(capsys, argv):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert "usage: liger-multi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["explain"], ["bench"], ["config"], ["config", "check"], ["demo"]]
+)
+def test_help_says_what_a_command_does(capsys, command):
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--help"])
+    assert error.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: {' '.join(['liger-multi', *command])}")
+    assert len(text.split("\n\n")[1].split()) >= 4, "a sentence follows the usage"
+    for line in text.splitlines():
+        if line.startswith("  --") and " " not in line.strip():
+            pytest.fail(f"{line.strip()} says nothing")
+
+
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(liger_multi, "explain", interrupt)
+    assert main(["explain"]) == 130
+    assert capsys.readouterr().err == "liger-multi: interrupted\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["--version"])
+    assert error.value.code == 0
+    assert capsys.readouterr().out == f"liger-multi {__version__}\n"
+
+
+def page():
+    result = Page()
+    result.add("Things", [["one", "chosen", "[b]"], ["three", "-"]], ("name", "", "because"))
+    result.add("Empty", [])
+    return result
+
+
+def test_a_page_without_rich(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    page().show()
+    assert (
+        capsys.readouterr().out
+        == "Things\n  name           because\n  one    chosen  [b]\n  three  -\n"
+    )
+
+
+def test_a_page_with_rich():
+    console = pytest.importorskip("rich.console").Console(width=60, record=True, file=io.StringIO())
+    console.print(_table(page().sections[0]))
+    text = console.export_text()
+    assert "[b]" in text, "square brackets are text, not markup"
+    assert next(line.split()[0] for line in text.splitlines() if line.strip()) == "Things"
+
+
+def test_as_a_program(fresh_configuration):
+    command = [sys.executable, "-W", "error:::liger_multi", "-m", "liger_multi", "doctor", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=harness.PATIENCE
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(done.stdout)["versions"]["liger_multi"] == __version__

@@ -1,0 +1,330 @@
+"""The pages: their links lead somewhere, their code runs, and what is generated is current."""
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import liger_multi
+from ci import docs, docs_status, figures, measured
+from liger_multi.cli import main as command_line
+from liger_multi.dispatch import config_file
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+EVERY = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES]
+NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
+RUN = ("losses.md", "concepts.md", "dispatch.md", "configuration.md")
+
+
+def without_code(text):
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(path):
+    """Anchors of a page's headings, as the site's generator and code hosts make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    words = [
+        re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.*)$", text, re.M)
+    ]
+    return {re.sub(r"[\s-]+", "-", word) for word in words}
+
+
+def blocks(path, language):
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def links(path):
+    text = without_code(path.read_text(encoding="utf-8"))
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        if re.match(r"[a-z]+:", link):
+            assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", link), link
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{link}: {target} is absent"
+        assert ROOT in target.parents, f"{link} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_files_that_are_named_exist(path):
+    if path.name == "extending.md":
+        pytest.skip("speaks of files that its reader will write")
+    text = path.read_text(encoding="utf-8")
+    folders = "docs|ci|tests|benchmarks|backends|liger_multi|reference"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|yaml|yml|txt|sh))`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_a_page_of_the_site_links_to_pages_of_the_site():
+    for path in PAGES:
+        for link in links(path):
+            if not re.match(r"[a-z]+:|#", link):
+                target = (path.parent / link.partition("#")[0]).resolve()
+                assert (ROOT / "docs") in target.parents, f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_code_of_a_page_runs(name, capsys):
+    """One block after the other, in one namespace."""
+    page = ROOT / "docs" / name
+    found = blocks(page, "python")
+    assert len(found) >= 2
+    if any("from trl import" in block for block in found):
+        pytest.importorskip("trl")
+    namespace = {}
+    for block in found:
+        exec(compile(block, name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
+def test_configurations_of_a_page_are_well_formed(name):
+    found = blocks(ROOT / name, "yaml")
+    assert found
+    for block in found:
+        layer = config_file.parse(yaml.safe_load(block), name)
+        assert layer.ops[""]
+
+
+def test_every_python_block_is_python():
+    for path in EVERY:
+        signatures = path.parent.name == "ops" or path.name == "nn.md"  # generated, no statements
+        for block in blocks(path, "python") if not signatures else ():
+            compile(block, path.name, "exec")
+
+
+# --- the site ---
+
+
+def nav():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        children = entry if isinstance(entry, list) else list(entry.values())
+        return [page for child in children for page in pages(child)]
+
+    return pages(yaml.safe_load((ROOT / "ci" / "mkdocs.yml").read_text())["nav"])
+
+
+def test_every_page_is_in_the_list_of_pages_once():
+    listed = nav()
+    assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in PAGES)
+
+
+def test_every_operator_has_a_page_with_every_section():
+    for name in docs.public_operators():
+        text = (ROOT / "docs" / "ops" / f"{name}.md").read_text()
+        for heading in ("Math", "Shapes", "Dtypes", "Memory", "Backends", "Tolerance"):
+            assert f"## {heading}\n" in text, f"{name}: {heading}"
+
+
+def test_what_is_generated_is_current():
+    assert [str(path) for path in docs.stale()] == []
+
+
+def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch):
+    known = docs.public_operators()
+    left = {name: function for name, function in known.items() if name != "rms_norm"}
+    monkeypatch.setattr(docs, "public_operators", lambda: left)
+    assert docs.stale()[ROOT / "docs" / "ops" / "rms_norm.md"][1] == ""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed")
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "ci/mkdocs.yml"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ops" / "rms_norm.html").exists()
+
+
+# --- what pages claim ---
+
+
+def test_the_page_of_commands_has_every_command_and_option():
+    text = (ROOT / "docs" / "commands.md").read_text()
+
+    def check(parser, words):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, child in action.choices.items():
+                    check(child, [*words, name])
+            elif action.option_strings and words[1:] and "--help" not in action.option_strings:
+                row = next(line for line in text.splitlines() if f"`{' '.join(words[:2])}" in line)
+                assert any(f"`{o}`" in row for o in action.option_strings), (words, action.dest)
+
+    check(command_line._parser(), ["liger-multi"])
+
+
+def test_the_first_page_claims_no_device_that_nobody_ran():
+    said = (ROOT / "README.md").read_text()
+    status = docs_status.page()
+    for name, words in (("rocm", "not run on AMD hardware"), ("npu", "not run on an NPU")):
+        (row,) = [line for line in status.splitlines() if line.startswith(f"| {name} ")]
+        assert (docs_status.NOT_RUN in row) == (words in said), name
+
+
+def test_the_chains_of_the_page_are_those_of_the_registry():
+    from liger_multi.dispatch.registry import REFERENCE, backends, chain
+
+    text = (ROOT / "docs" / "dispatch.md").read_text()
+    for name, record in backends().items():
+        if record.device_type:
+            words = ", ".join(f"`{n}`" for n in [*chain(name), REFERENCE])
+            assert f"| {words} |" in text, name
+    assert liger_multi.explain("rms_norm", "cpu").chosen("rms_norm") == REFERENCE
+
+
+# --- numbers ---
+
+
+def disagreements(texts):
+    """Quotes of one name with several values, and those that are not what results say."""
+    values = {}
+    for text in texts:
+        for key, shown in measured.quotes(text):
+            values.setdefault(key, set()).add(shown)
+    return {key for key, shown in values.items() if shown != {measured.value(key)}}
+
+
+def test_pages_agree_on_every_number_that_they_quote():
+    """README said 38.4 GiB where the page of benchmarks printed an older row of 46.4."""
+    texts = [path.read_text(encoding="utf-8") for path in EVERY]
+    quoted = [key for text in texts for key, _ in measured.quotes(text)]
+    assert len(quoted) > 70
+    assert not disagreements(texts)
+    other = texts[0].replace("-->38.4<!-- / -->", "-->46.4<!-- / -->")
+    assert other != texts[0]
+    assert disagreements([other, *texts[1:]]) == {"models llama-3.2-1b:8x4096 ours GiB"}
+    assert measured.quoted(other) == texts[0]
+
+
+def test_the_page_of_benchmarks_shows_what_others_quote():
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    quoted = {key for path in EVERY for key, _ in measured.quotes(path.read_text("utf-8"))}
+    seen = 0
+    for key in quoted:
+        kind, what, who, unit = re.fullmatch(r"(\w+) (.+) (\S+) (\S+)", key).groups()
+        if kind != "models" or "/" in who:
+            continue
+        (row,) = [r for r in lines if r[0].startswith(f"{what}, {measured.DEVICE}") and r[1] == who]
+        shown = row[4] if unit == "GiB" else f"{float(row[2].replace(',', '')) / 1000:.1f}k"
+        assert shown == measured.value(key), key
+        seen += 1
+    assert seen > 10
+
+
+def handwritten():
+    """Pages with a part that people write: what is added to them stays when they are made again."""
+    made = docs.pages()
+    texts = {path: path.read_text(encoding="utf-8") for path in EVERY}
+    last = "Added.\n"
+    return {
+        path: text
+        for path, text in texts.items()
+        if path not in made or made[path](text + last).endswith(last)
+    }
+
+
+def test_figures_by_hand_stand_in_the_text_that_they_name():
+    """docs/recompute.md had a step of 159 s where the result has 139."""
+    pages = handwritten()
+    names = {path.name for path in pages}
+    assert {"README.md", "performance.md", "peft.md", "recompute.md", "memory.md"} <= names
+    assert "benchmarks.md" not in names
+    assert "index.md" not in names
+    by_hand = {path.name: figures.unsupported(text) for path, text in pages.items()}
+    assert not {name: found for name, found in by_hand.items() if found}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("1.298", "1.289"),
+        ("1.098 and 1.160 times", "1.098 and 1.061 times"),
+        ("82 and 72 %", "28 and 72 %"),
+    ],
+)
+def test_a_wrong_figure_on_a_page_is_found(right, wrong):
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    assert len(figures.unsupported(text.replace(right, wrong))) == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("It takes 1.4 ms, 12 us and 3 s.", ["1.4", "12", "3"]),
+        ("83 and 80 %, 7, 8 or 9 GiB, 65.3k tokens/s", ["83", "80", "7", "8", "9", "65.3"]),
+        ("0.71 of the time, 2 x faster, -1.5 %", ["0.71", "2", "1.5"]),
+        ("1,922 MiB in `8 ms`; chunks of `512MiB`", ["1,922", "8"]),
+        ("torch 2.11, Liger 0.8.5, Python 3.10 to 3.14, 8192x4096, 8 x 512 tokens", []),
+        ("Llama-3.2-1B, Qwen2.5-7B, arXiv:2305.18290, 2026-11-22, 16 384 rows, an L40s", []),
+        ("[page](speed-3.5.md), `make x ARGS=1.5`", []),
+    ],
+)
+def test_figures_are_told_by_their_form(block, found):
+    assert figures.figures(block) == found
+
+
+@pytest.mark.parametrize(
+    ("page", "wrong"),
+    [
+        ("`benchmarks/a.txt`: 3.5 ms\n\n* and 4.5 ms (`benchmarks/a.txt`)", 0),
+        ("`benchmarks/a.txt`: 3.5 ms\n\n* and 4.5 ms", 1),
+        ("`benchmarks/a.txt`: 3.6 ms", 1),
+        ("`benchmarks/a.txt`, `benchmarks/b.txt`: 3.5 ms", 1),
+        ("`benchmarks/a.json`: 3.5 ms", 1),
+        ("| a | target, ms | ours, MiB | from |\n|---|---|---|---|\n| b | 9.5 | 7 | x |", 1),
+        ("| a | MiB |\n|---|---|\n| `benchmarks/a.txt` | 1,234 |\n| b | 1,234 |", 1),
+        ("<!-- x:start -->\n9.5 ms\n<!-- x:end -->\n```\n9.5 ms\n```\n    9.5 ms\n\nend", 0),
+        ("<!-- = a b c ms -->9.5<!-- / --> ms", 0),
+    ],
+)
+def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "a.txt").write_text("x3.50 ms, 4.5ms, 1234 MiB")
+    (tmp_path / "benchmarks" / "b.txt").write_text("3.5")
+    assert len(figures.unsupported(page, tmp_path)) == wrong
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["models none ours GiB", "models llama-3.2-1b:8x4096 ours", "ops a ours mm", "plans a b ms"],
+)
+def test_a_quote_of_nothing_is_refused(key):
+    with pytest.raises(ValueError, match=re.escape(repr(key))):
+        measured.value(key)
+
+
+def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for hour, speeds in ((1, {"ours": 4.0, "liger": 2.0}), (2, {"ours": 5.0})):
+        rows = [
+            {"run": "m:1x2", "variant": n, "tokens_per_second": 1e3 * s} for n, s in speeds.items()
+        ]
+        data = {"device": {"name": measured.DEVICE}, "date": f"2026-01-01T0{hour}:00:00+00:00"}
+        (folder / f"models-{9 - hour}.json").write_text(json.dumps(data | {"rows": rows}))
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    assert measured.value("models m:1x2 ours tokens") == "5.0k"
+    assert measured.value("models m:1x2 ours/liger tokens") == "2.00"

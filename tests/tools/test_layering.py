@@ -1,0 +1,268 @@
+"""The house's structural rules hold here, and each of them catches a planted violation."""
+
+import ast
+import importlib
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ci import layering
+
+ROOT = Path(__file__).parents[2]
+
+CLEAN = {
+    "liger_multi/__init__.py": "from liger_multi import ops\n__all__ = ['ops']\n",
+    "liger_multi/errors.py": "",
+    "liger_multi/dispatch/backend.py": "",
+    "liger_multi/dispatch/launch.py": "from liger_multi.dispatch.backend import x\n",
+    "liger_multi/dispatch/registry.py": "def f():\n    import liger_multi.ops\n",
+    "liger_multi/dispatch/op.py": "from liger_multi.dispatch.registry import f\nimport torch\n",
+    "liger_multi/ops/__init__.py": "from liger_multi.ops.rms_norm import rms_norm\n"
+    "__all__ = ['rms_norm']\n",
+    "liger_multi/ops/rms_norm.py": '"""On npu, gfx942, sm90."""\nfrom liger_multi.dispatch.op import Op\n',
+    "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n__all__ = ['rms_norm']\n",
+    "liger_multi/patching/__init__.py": "import transformers\nfrom liger_multi import nn\n",
+    "liger_multi/cli/main.py": "import rich\nprint('a table')\n",
+    "reference/__init__.py": "from liger_multi.dispatch.backend import Backend\n",
+    "reference/norms/rms_norm.py": "import math, torch\nfrom liger_multi.reference.common.chunking import r\n",
+    "reference/common/chunking.py": "",
+    "backends/__init__.py": "",
+    "backends/triton/__init__.py": "import torch\n",
+    "backends/triton/norms/rms_norm.py": "import triton\nfrom liger_multi.launch import launch configuration\n",
+    "backends/cuda/__init__.py": "from liger_multi.dispatch.backend import Backend\n",
+    "backends/cuda/rms_norm.py": "from liger_multi.backends.triton.norms.rms_norm import forward\n",
+    "backends/rocm/__init__.py": "import torch\nHIP = torch.version.hip\n",
+}
+
+
+@pytest.fixture
+def findings(tmp_path):
+    """Findings in the clean tree with some files replaced."""
+
+    def run(**changes):
+        for path, text in {**CLEAN, **changes.pop("files", {})}.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return [(f.rule, f.path) for f in layering.check(tmp_path)]
+
+    return run
+
+
+def test_this_tree_keeps_every_rule():
+    assert "\n".join(map(str, layering.check(ROOT))) == ""
+
+
+def test_a_clean_tree_has_no_findings(findings):
+    assert findings() == []
+
+
+LINES = "x = 1\n"
+PLANTED = {
+    "machinery imports an operator": (
+        "layer",
+        "liger_multi/dispatch/launch.py",
+        "from liger_multi.ops import rms_norm\n",
+    ),
+    "machinery imports upwards": (
+        "layer",
+        "liger_multi/errors.py",
+        "from liger_multi.dispatch.op import Op\n",
+    ),
+    "registry imports op": (
+        "layer",
+        "liger_multi/dispatch/registry.py",
+        "import liger_multi.dispatch.op\n",
+    ),
+    "operator imports a module": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "from liger_multi import nn\n",
+    ),
+    "module imports patching": (
+        "layer",
+        "liger_multi/nn/__init__.py",
+        "import liger_multi.patching\n",
+    ),
+    "patching imports a command": (
+        "layer",
+        "liger_multi/patching/__init__.py",
+        "import liger_multi.cli.main\n",
+    ),
+    "operator imports a backend": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "from liger_multi.backends.triton import rms_norm\n",
+    ),
+    "operator imports its reference": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "from liger_multi.reference import rms_norm\n",
+    ),
+    "reference imports the machinery": (
+        "reference",
+        "reference/norms/rms_norm.py",
+        "from liger_multi.errors import E\n",
+    ),
+    "reference imports the machinery lazily": (
+        "reference",
+        "reference/norms/rms_norm.py",
+        "def f():\n    import liger_multi.config\n",
+    ),
+    "reference imports a package": ("reference", "reference/norms/rms_norm.py", "import numpy\n"),
+    "reference imports a kernel": (
+        "reference",
+        "reference/norms/rms_norm.py",
+        "from liger_multi.backends.triton.norms.rms_norm import forward\n",
+    ),
+    "one vendor imports another": (
+        "vendor import",
+        "backends/cuda/rms_norm.py",
+        "from liger_multi.backends.rocm import BACKEND\n",
+    ),
+    "one vendor imports another lazily": (
+        "vendor import",
+        "backends/cuda/rms_norm.py",
+        "def f():\n    from liger_multi.backends import npu\n",
+    ),
+    "the shared layer imports a vendor": (
+        "vendor import",
+        "backends/triton/norms/rms_norm.py",
+        "from liger_multi.backends.cuda import BACKEND\n",
+    ),
+    "backend imports a contract": (
+        "backend import",
+        "backends/triton/norms/rms_norm.py",
+        "from liger_multi.ops.rms_norm import op\n",
+    ),
+    "core imports triton": (
+        "lazy",
+        "liger_multi/dispatch/launch.py",
+        "import triton.language as tl\n",
+    ),
+    "core imports transformers in a try": (
+        "lazy",
+        "liger_multi/nn/__init__.py",
+        "try:\n    from transformers import X\nexcept ImportError:\n    X = None\n",
+    ),
+    "core imports matplotlib in a class": (
+        "lazy",
+        "liger_multi/dispatch/op.py",
+        "class A:\n    import matplotlib\n",
+    ),
+    "print": ("print", "liger_multi/dispatch/op.py", "def f():\n    print('x')\n"),
+    "print in a kernel file": ("print", "backends/triton/norms/rms_norm.py", "print('x')\n"),
+    "file over 400 lines": ("length", "liger_multi/nn/__init__.py", LINES * 401),
+    "machinery over 200 lines": ("length", "liger_multi/dispatch/op.py", LINES * 221),
+    "kernel file over 300 lines": ("length", "backends/triton/norms/rms_norm.py", LINES * 301),
+    "reference over 120 lines": ("length", "reference/norms/rms_norm.py", LINES * 121),
+    "long kernel": (
+        "length",
+        "backends/triton/norms/rms_norm.py",
+        "@triton.jit\ndef k(x_ptr):\n" + "    x = 1\n" * 81,
+    ),
+    "long launcher": (
+        "length",
+        "backends/triton/norms/rms_norm.py",
+        "def forward(x):\n" + "    x = 1\n" * 41,
+    ),
+    "no __all__": ("exports", "liger_multi/__init__.py", "from liger_multi import ops\n"),
+    "modules without __all__": (
+        "exports",
+        "liger_multi/nn/__init__.py",
+        "from liger_multi.ops import rms_norm\n",
+    ),
+    "a name twice in __all__": ("exports", "liger_multi/__init__.py", "__all__ = ['ops', 'ops']\n"),
+    "operator without a reference": ("exports", "liger_multi/ops/swiglu.py", ""),
+    "operator not exported": ("exports", "liger_multi/ops/__init__.py", "__all__ = ['rms_norm']\n"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_found(findings, name):
+    rule, path, text = PLANTED[name]
+    assert (rule, path) in findings(files={path: text})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "IS = torch.version.hip is None\n",
+        "from x import is_hip\n",
+        "def is_npu(): pass\n",
+        "import torch_npu\n",
+        "if device.type == 'npu': pass\n",
+        "table = {'gfx942': 1}\n",
+        "ARCH = 'sm_90'\n",
+        "arch = 'sm80'\n",
+        "def f(is_npu): pass\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "liger_multi/dispatch/op.py",
+        "reference/norms/rms_norm.py",
+        "backends/triton/norms/rms_norm.py",
+    ],
+)
+def test_a_vendor_word_is_found(findings, path, text):
+    assert ("vendor word", path) in findings(files={path: text})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# on gfx942 and npu\n", '"""For sm90 and npu."""\n', "input, inputs, nputs = 1, 2, 3\n"],
+)
+def test_comments_and_docstrings_may_name_vendors(findings, text):
+    assert findings(files={"liger_multi/errors.py": text}) == []
+
+
+def test_a_cycle_is_found(findings):
+    found = findings(
+        files={
+            "liger_multi/a.py": "import liger_multi.b\n",
+            "liger_multi/b.py": "from liger_multi.c import x\n",
+            "liger_multi/c.py": "from liger_multi import a\n",
+        }
+    )
+    assert [rule for rule, _ in found] == ["cycle"]
+
+
+def test_imports_for_type_checkers_do_not_count(findings):
+    text = "if TYPE_CHECKING:\n    from liger_multi.ops import rms_norm\n    import triton\n"
+    assert findings(files={"liger_multi/dispatch/launch.py": text}) == []
+
+
+def test_the_links_of_an_editable_install_are_not_read_twice(findings, tmp_path):
+    findings()
+    (tmp_path / "liger_multi/backends").symlink_to(tmp_path / "backends")
+    (tmp_path / "backends/cuda/rms_norm.py").write_text("print()\n")
+    assert [f.path for f in layering.check(tmp_path)] == ["backends/cuda/rms_norm.py"]
+
+
+@pytest.mark.parametrize("package", ["liger_multi", "liger_multi.ops"])
+def test_every_public_name_resolves_and_is_documented(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        found = getattr(module, name)
+        if name.startswith("__"):
+            continue
+        assert inspect.getdoc(found), f"{package}.{name} has no docstring"
+        if inspect.isclass(found) or inspect.isfunction(found):
+            assert found.__module__.startswith("liger_multi"), (
+                f"{package}.{name} is somebody else's"
+            )
+
+
+@pytest.mark.parametrize("folder", ["liger_multi", "reference", "backends", "ci", "tests"])
+def test_nothing_stands_behind_a_return(folder):
+    """A message wrapped without parentheses ends early, and its rest is a statement of its own."""
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                statements = body if isinstance(body, list) else []
+                for statement, dead in itertools.pairwise(statements):
+                    ends = isinstance(statement, ast.Return | ast.Raise)
+                    assert not ends, f"{file}:{dead.lineno}"

@@ -1,0 +1,211 @@
+"""What an install holds: wheel, sdist, zip of the checkout and editable, in fresh environments.
+
+Only the packages' own files are in question, so the environments see this interpreter's PyTorch.
+"""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "liger_multi": "liger_multi",
+    "backends": "liger_multi/backends",
+    "reference": "liger_multi/reference",
+}
+LAUNCH = "backends/cuda/launch/packaging-test.yaml"
+SKIP = {
+    ".git",
+    ".venv",
+    ".cache",
+    "build",
+    "dist",
+    "__pycache__",
+    "demo-output",
+    ".mypy_cache",
+    ".ruff_cache",
+}
+
+CALL = """
+import importlib.resources, importlib.util, sys
+import torch, liger_multi
+from liger_multi import ops
+
+origin = liger_multi.__file__
+assert {inside!r} in origin, origin
+assert liger_multi.__version__ == {version!r}
+x = torch.ones(3, 8, requires_grad=True)
+ops.rms_norm(x, torch.ones(8)).sum().backward()
+assert x.grad is not None
+for name in ("backends.triton", "backends.cuda", "reference.rms_norm", "patching", "cli"):
+    assert importlib.util.find_spec("liger_multi." + name), name
+assert importlib.resources.files("liger_multi").joinpath("py.typed").is_file()
+launch = importlib.resources.files("liger_multi.backends.cuda").joinpath("launch")
+assert launch.joinpath("packaging-test.yaml").is_file()
+for name in ("backends", "reference", "ci", "tests"):
+    assert importlib.util.find_spec(name) is None, name + " is installed at the top"
+print("complete")
+"""
+
+
+def run(*command, cwd, **environment):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=cwd,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def version():
+    scope = {}
+    exec((ROOT / "liger_multi" / "_version.py").read_text(), scope)
+    return scope["__version__"]
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    """A copy of this checkout as a clone has it, without links, with a table that must ship."""
+    made = tmp_path_factory.mktemp("clone") / "liger_multi-clone"
+
+    def skip(folder, names):
+        return {
+            n
+            for n in names
+            if n in SKIP or n.endswith(".egg-info") or (Path(folder) / n).is_symlink()
+        }
+
+    shutil.copytree(ROOT, made, ignore=skip)
+    (made / LAUNCH).parent.mkdir(exist_ok=True)
+    (made / LAUNCH).write_text("entries: {}\n")
+    return made
+
+
+@pytest.fixture(scope="session")
+def artefacts(checkout, tmp_path_factory):
+    """The sdist, and the wheel made from it."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
+    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
+
+
+def sources(checkout):
+    """Every file below the three folders that an install needs, by its installed path."""
+    for folder, package in FOLDERS.items():
+        for path in (checkout / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".typed"):
+                yield f"{package}/{path.relative_to(checkout / folder).as_posix()}"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_source_file_and_nothing_else(checkout, artefacts):
+    with zipfile.ZipFile(artefacts["wheel"]) as wheel:
+        names = {n for n in wheel.namelist() if ".dist-info/" not in n}
+    assert names == set(sources(checkout))
+    assert f"-{version()}-py3-none-any" in artefacts["wheel"].name
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_sources_tests_and_licence(checkout, artefacts):
+    with tarfile.open(artefacts["sdist"]) as sdist:
+        names = {n.partition("/")[2] for n in sdist.getnames()}
+    for folder in FOLDERS:
+        wanted = {p.relative_to(checkout).as_posix() for p in (checkout / folder).rglob("*.py")}
+        assert wanted <= names
+    assert {
+        LAUNCH,
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "tests/conftest.py",
+        "ci/layering.py",
+    } <= names
+
+
+@pytest.mark.slow
+def test_the_metadata_asks_for_torch_and_yaml_only(artefacts):
+    with zipfile.ZipFile(artefacts["wheel"]) as wheel:
+        text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+    lines = text.split("\n\n")[0].splitlines()
+    needs = [n.removeprefix("Requires-Dist: ") for n in lines if n.startswith("Requires-Dist: ")]
+    assert sorted(n for n in needs if "extra ==" not in n) == ["PyYAML>=6", "torch>=2.9"]
+    extras = {n.removeprefix("Provides-Extra: ") for n in lines if n.startswith("Provides-Extra: ")}
+    assert extras == {"triton", "cuda", "rocm", "npu", "transformers", "cli", "test", "docs"}
+    assert "License-Expression: Apache-2.0" in lines
+
+
+def zipped(checkout, folder):
+    """A zip of the checkout, as a forge serves it: one top folder, no links."""
+    made = folder / "liger_multi-main.zip"
+    with zipfile.ZipFile(made, "w") as archive:
+        for path in checkout.rglob("*"):
+            if path.is_file() and not path.is_symlink() and not SKIP & set(path.parts):
+                archive.write(path, Path("liger_multi-main") / path.relative_to(checkout))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "zip", "editable"])
+def test_an_install_is_complete(kind, checkout, artefacts, tmp_path):
+    where = {"editable": lambda: ["-e", checkout], "zip": lambda: [zipped(checkout, tmp_path)]}
+    target = where.get(kind, lambda: [artefacts[kind]])()
+    fresh = tmp_path / "env"
+    venv.create(fresh, with_pip=False, symlinks=True)
+    python = fresh / "bin" / "python"
+    own = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).strip()
+    )
+    # PyTorch and the build tools by path, after the environment's own packages. The finders of an
+    # editable install of this checkout stay behind: an appended path runs no .pth files.
+    (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    run(*pip, "--ignore-installed", *target, cwd=tmp_path)
+    inside = str(checkout if kind == "editable" else own)
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    call = CALL.format(inside=inside, version=version())
+    assert run(python, "-c", call, cwd=outside, OMP_NUM_THREADS="1").strip() == "complete"
+    if kind == "editable":
+        assert (checkout / "liger_multi" / "backends").is_symlink()
+        assert (checkout / "liger_multi" / "reference").is_symlink()
+
+
+def test_the_version_stands_in_one_place():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    text = (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    assert "version" not in project
+    assert project["dynamic"] == ["version"]
+    assert version() not in text
+
+
+def test_no_extra_replaces_the_pytorch_of_a_vendor():
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["rocm"] == []
+    assert not any(n.startswith(("torch>", "torch=")) for names in extras.values() for n in names)

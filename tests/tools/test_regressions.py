@@ -1,0 +1,382 @@
+"""Defects that were found by use: each test failed before its fix.
+
+The last part runs the row-wise operators on DTensors in two real processes.
+"""
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+
+import harness
+import liger_multi
+from liger_multi import ops
+from liger_multi.patching import real_logits
+from liger_multi.tolerance import excess
+
+V = models.VOCABULARY
+
+
+def patched_pair(**ops_):
+    stock, ours = models.pair()
+    liger_multi.patch(ours, **ops_)
+    return stock, ours
+
+
+def next_token_loss(logits, ids, **options):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, V), ids[:, 1:].reshape(-1), **options)
+
+
+# --- patched models: logits that are computed later ---
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["block", "unpatch"])
+def test_logits_outlive_the_patch(how, compiled):
+    """Reading them after ``patched`` or ``unpatch`` passed our argument to the stock layer."""
+    stock, ours = models.pair(num_hidden_layers=1)
+    ids = models.batch()["input_ids"]
+    run = torch.compile(ours, backend="eager") if compiled else ours
+    if how == "block":
+        with liger_multi.patched(ours):
+            logits = run(input_ids=ids).logits
+    else:
+        liger_multi.patch(ours)
+        logits = run(input_ids=ids).logits
+        liger_multi.unpatch(ours)
+    assert type(ours.lm_head) is torch.nn.Linear
+    right = stock(input_ids=ids).logits
+    loss, wanted = next_token_loss(logits, ids), next_token_loss(right, ids)
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    wanted.backward()
+    models.assert_same_gradients(models.gradients(ours), models.gradients(stock))
+    with torch.no_grad():
+        torch.testing.assert_close(logits + 0, right, rtol=1e-4, atol=1e-4)
+
+
+def test_functional_call_logits_are_those_of_the_given_weights():
+    """The loss, and its gradient, were silently those of the module's own weights."""
+    stock, ours = patched_pair()
+    ids = models.batch()["input_ids"]
+    losses, gradients = [], []
+    for model in (stock, ours):
+        given = {n: (p.detach() * 1.1).requires_grad_() for n, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, given, kwargs={"input_ids": ids}).logits
+        losses.append(next_token_loss(logits, ids))
+        gradients.append(torch.autograd.grad(losses[-1], given["lm_head.weight"]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    models.assert_same_gradients(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("how", ["parameter", "data"])
+def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
+    stock, ours = patched_pair()
+    ids = models.batch()["input_ids"]
+    right, logits = stock(input_ids=ids).logits, ours(input_ids=ids).logits
+    if how == "parameter":
+        ours.lm_head.weight = torch.nn.Parameter(ours.lm_head.weight.detach() * 2)
+    else:
+        ours.lm_head.weight.data = ours.lm_head.weight.data * 2
+    try:
+        got = real_logits(logits + 0)
+    except RuntimeError as error:
+        assert "modified" in str(error) or "replaced" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_a_compiled_model_raise_after_a_step():
+    """They were silently computed with the weights after the step; eager ones raise."""
+    stock, ours = patched_pair()
+    batch = models.graph_batch()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    out = compiled(**batch)
+    right = stock(**batch).logits
+    out.loss.backward()
+    torch.optim.SGD(ours.parameters(), 0.5).step()
+    try:
+        got = real_logits(out.logits + 0)
+    except RuntimeError as error:
+        assert "modified in place" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_a_compiled_model_keep_their_autocast():
+    _, ours = patched_pair()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = compiled(**models.graph_batch(labels=False)).logits
+    assert logits.dtype == torch.bfloat16
+    assert (logits + 0).dtype == torch.bfloat16
+
+
+def test_arithmetic_on_logits_of_a_compiled_model():
+    stock, ours = patched_pair()
+    inputs = models.graph_batch(labels=False)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    right = stock(**inputs).logits
+    for act in (abs, lambda z: 2**z, lambda z: z // 2, lambda z: z % 2):
+        torch.testing.assert_close(
+            act(compiled(**inputs).logits) * 0, act(right) * 0, rtol=0, atol=0
+        )
+
+
+def test_a_loss_of_doubles_is_double():
+    """``logits.double()`` asks for fp64; the fused loss computed and returned fp32."""
+    stock, ours = patched_pair()
+    ids = models.batch()["input_ids"]
+    right = next_token_loss(stock(input_ids=ids).logits.double(), ids)
+    got = next_token_loss(ours(input_ids=ids).logits.double(), ids)
+    assert got.dtype == right.dtype == torch.float64
+
+
+def test_gradient_by_logits_after_the_fused_loss_is_never_silently_none():
+    """``autograd.grad(loss, logits, allow_unused=True)``: the loss did not pass by the logits."""
+    stock, ours = patched_pair()
+    batch = models.batch()
+    out, right = ours(**batch), stock(**batch)
+    (wanted,) = torch.autograd.grad(right.loss, right.logits, allow_unused=True)
+    try:
+        (got,) = torch.autograd.grad(out.loss, out.logits, allow_unused=True)
+    except RuntimeError as error:
+        assert "real_logits" in str(error)  # noqa: PT017
+    else:
+        assert got is not None
+        models.assert_same_gradients([got], [wanted])
+
+
+def test_real_logits_with_our_loss_can_be_formatted():
+    _, ours = models.pair()
+    liger_multi.patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
+    logits = ours(input_ids=models.batch()["input_ids"]).logits
+    assert f"{logits[0, 0, 0]:.3f}" == f"{logits[0, 0, 0].item():.3f}"
+
+
+# --- operators ---
+
+
+def test_fp16_weight_gradient_of_one_chunk_does_not_overflow(device):
+    """A sum over rows reached 81920 in fp16 before it was divided by the rows."""
+    hidden = torch.full((2048, 1024), 40.0, device=device).half()
+    weight = torch.zeros(16, 1024, device=device).half().requires_grad_()
+    target = torch.zeros(2048, dtype=torch.int64, device=device)
+    (got,) = torch.autograd.grad(ops.fused_linear_cross_entropy(hidden, weight, target), weight)
+    wide = weight.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ wide.t(), target), wide)
+    assert excess(got, right, torch.float16) <= 1
+
+
+def test_smoothed_and_weighted_loss_under_autocast_stays_fp32():
+    """Eager references run under the caller's autocast, which took ``z @ w`` to bf16."""
+    z, w = torch.randn(8, 300) + 60, torch.rand(300) + 0.5
+    t = torch.randint(300, (8,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ops.cross_entropy(z, t, w, label_smoothing=0.5)
+    right = F.cross_entropy(z.double(), t, w.double(), label_smoothing=0.5)
+    assert excess(got, right, torch.float32) <= 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_called_under_autocast(reduction):
+    """The caller's autocast took one product of the reference to bf16, which raised."""
+    h, w = (torch.randn(n, 8, requires_grad=True) for n in (6, 11))
+    target = torch.tensor([0, 1, -100, 3, 4, 5])
+    loss = ops.fused_linear_cross_entropy(h, w, target, reduction=reduction, chunk=2).sum()
+    right = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(loss, (h, w))
+    assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_class_weights_that_want_a_gradient_are_refused(name):
+    """PyTorch refuses them; here they got none, silently."""
+    w, t = torch.rand(5, requires_grad=True), torch.tensor([0, 1, 2, 3])
+    z = torch.randn(4, 5, requires_grad=True)
+    run = {
+        "cross_entropy": lambda: ops.cross_entropy(z, t, w),
+        "fused_linear_cross_entropy": lambda: ops.fused_linear_cross_entropy(
+            z, torch.eye(5), t, class_weight=w
+        ),
+    }[name]
+    with pytest.raises((RuntimeError, ValueError), match="weight"):
+        run()
+
+
+@pytest.mark.parametrize("accumulate", [torch.int32, None, "float32"])
+def test_accumulate_must_be_a_floating_dtype(accumulate):
+    """An integer dtype rounded the gradient of every chunk to integers."""
+    h, w = torch.randn(6, 8), torch.randn(11, 8, requires_grad=True)
+    with pytest.raises((TypeError, ValueError), match="accumulate must be"):
+        ops.fused_linear_cross_entropy(h, w, torch.arange(6), accumulate=accumulate)
+
+
+@pytest.mark.parametrize("ignore_index", [0.5, None, "a"])
+def test_ignore_index_must_be_an_integer(ignore_index):
+    with pytest.raises(TypeError, match="ignore_index must be an integer"):
+        ops.cross_entropy(torch.randn(2, 5), torch.tensor([0, 1]), ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_shape_rule_of_the_fused_loss_states_the_dtypes_that_come(dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    forward = torch.ops.liger_multi.fused_linear_cross_entropy_forward
+    tensors = (torch.randn(4, 8).to(dtype), torch.randn(9, 8).to(dtype), torch.arange(4))
+    rest = (None, None, -100, 0.0, 0.0, None, "mean", 1.0, 0, 0, torch.float32, None, True, False)
+    rest = (*rest, "", True, True, False)
+    real = forward(*tensors, *rest)
+    with FakeTensorMode() as mode:
+        fake = forward(*map(mode.from_tensor, tensors), *rest)
+    assert [x.dtype for x in fake] == [x.dtype for x in real]
+
+
+def test_inplace_refuses_logits_that_share_memory_among_rows():
+    base = torch.randn(1, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="inplace=True"):
+        ops.cross_entropy((base * 1).expand(4, 5), torch.arange(4), inplace=True)
+
+
+def test_batched_gradients_raise_a_message_of_ours():
+    x = torch.randn(3, 8, requires_grad=True)
+    y = ops.rms_norm(x)
+    with pytest.raises(RuntimeError, match="does not support functorch transforms"):
+        torch.autograd.grad(y, x, torch.randn(5, 3, 8), is_grads_batched=True)
+
+
+# --- configuration ---
+
+
+def test_a_section_of_a_device_binds_compiled_swiglu_too():
+    """Tracing asked only for choices of any device, and ran what was bound elsewhere."""
+    torch._dynamo.reset()
+    liger_multi.configure({"devices": {"cpu": {"ops": {"swiglu": "cuda"}}}})
+    x = torch.randn(2, 4)
+    with pytest.raises(Exception, match="cuda"):
+        ops.swiglu(x, x + 1)
+    with pytest.raises(Exception, match="cuda"):
+        torch.compile(ops.swiglu, backend="eager", fullgraph=True)(x, x + 1)
+
+
+def test_auto_in_words_is_auto():
+    """``default: auto`` in a file turned the traced form of swiglu off."""
+    from liger_multi.dispatch.primitive import automatic
+
+    assert automatic("swiglu")
+    liger_multi.configure({"default": "auto", "ops": {"swiglu": "auto"}})
+    assert automatic("swiglu")
+
+
+def test_configure_inside_of_a_scope_is_seen_below_it():
+    """A scope is a layer; what it does not name is asked of the configuration of that moment."""
+    with liger_multi.use(swiglu="reference"):
+        liger_multi.configure({"ops": {"rms_norm": "cuda"}})
+        with pytest.raises(liger_multi.errors.BackendUnavailableError):
+            ops.rms_norm(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "content", [{"chunk_bytes": 0.5}, {"devices": {"cdua": {"default": "reference"}}}]
+)
+def test_configurations_that_would_have_no_effect_are_refused(content):
+    with pytest.raises(liger_multi.errors.ConfigurationError):
+        liger_multi.configure(content)
+
+
+def test_a_missing_file_names_the_variable_that_named_it(monkeypatch):
+    monkeypatch.setenv("LIGER_MULTI_CONFIG", "/nowhere/liger.yaml")
+    with pytest.raises(liger_multi.errors.ConfigurationError, match="LIGER_MULTI_CONFIG"):
+        liger_multi.configure(None)
+    monkeypatch.delenv("LIGER_MULTI_CONFIG")
+
+
+# --- DTensors ---
+
+DTENSORS = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.tensor import (
+    DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+)
+from liger_multi import ops
+from liger_multi.patching import real_logits
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, up, w, dy = torch.randn(4, 5, 8), torch.randn(4, 5, 8), torch.randn(8), torch.randn(4, 5, 8)
+
+def leaf(t, place):
+    return distribute_tensor(t, mesh, [place]).requires_grad_()
+
+def plain(t):
+    return t.clone().requires_grad_()
+
+def same(parts, whole):
+    for part, full in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.full_tensor(), full, rtol=1e-5, atol=1e-5)
+
+def compare(op, tensors, places, row, out_like):
+    ours, stock = [leaf(t, p) for t, p in zip(tensors, places)], [plain(t) for t in tensors]
+    y, right = op(*ours), op(*stock)
+    assert isinstance(y, DTensor) and y.placements == (row,), (y, row)
+    upstream = dy[..., : right.shape[-1]].contiguous()
+    same([y], [right])
+    grads = torch.autograd.grad(y, ours, distribute_tensor(upstream, mesh, [row]))
+    same(grads, torch.autograd.grad(right, stock, upstream))
+    return y, grads
+
+for row in (Shard(0), Shard(1), Replicate()):
+    y, (dx, dw) = compare(ops.rms_norm, (x, w), (row, Replicate()), row, x)
+    assert dx.placements == (row,)
+    assert dw.placements == (Replicate() if row == Replicate() else Partial(),)
+    if row != Replicate():  # rows stay where they are: nobody gathers
+        assert y.to_local().numel() < x.numel()
+    compare(ops.rms_norm, (x,), (row,), row, x)
+    compare(ops.layer_norm, (x, w, w + 1), (row, Replicate(), Replicate()), row, x)
+    for pick in (lambda out: out.y, lambda out: out.new_residual, sum):
+        both = lambda *tensors: pick(ops.fused_add_rms_norm(*tensors))
+        compare(both, (x, up, w), (row, row, Replicate()), row, x)
+    compare(ops.swiglu, (x, up), (row, row), row, x)
+    compare(ops.swiglu_packed, (x,), (row,), row, x)
+    compare(ops.geglu, (x, up), (row, row), row, x)
+    compare(ops.geglu_packed, (x,), (row,), row, x)
+    compare(ops.softmax, (x,), (row,), row, x)
+    compare(ops.sparsemax, (x,), (row,), row, x)
+
+uneven = torch.randn(3, 8)
+same([ops.rms_norm(leaf(uneven, Shard(0)), leaf(w, Replicate()))], [ops.rms_norm(uneven, w)])
+sums = DTensor.from_local(x / 2, mesh, [Partial()])
+same([ops.rms_norm(sums), ops.swiglu(sums, sums)], [ops.rms_norm(x), ops.swiglu(x, x)])
+
+REFUSED = (
+    (ops.rms_norm, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
+    (ops.rms_norm, (leaf(x, Shard(-1)),), "x is sharded on axis"),
+    (ops.rms_norm, (leaf(x, Shard(0)), leaf(w, Shard(0))), "weight is sharded on axis 0 of 1"),
+    (ops.layer_norm, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
+    (ops.fused_add_rms_norm, (leaf(x, Shard(0)), leaf(up, Shard(2))), "residual is sharded on"),
+    (ops.swiglu, (leaf(x, Shard(2)), leaf(up, Shard(2))), "gate is sharded on axis 2 of 3"),
+    (ops.swiglu_packed, (leaf(x, Shard(2)),), "gate_up is sharded on axis 2 of 3"),
+    (ops.geglu, (leaf(x, Shard(2)), leaf(up, Shard(2))), "gate is sharded on axis 2 of 3"),
+    (ops.softmax, (leaf(x, Shard(2)),), "x is sharded on axis 2 of 3"),
+    (ops.rope, (leaf(x, Shard(1)), leaf(up, Shard(1)), x[:, 0], x[:, 0]), "does not take DTensors"),
+    (ops.cross_entropy, (leaf(x, Shard(0)), torch.zeros(4, 5).long()), "does not take DTensors"),
+)
+for op, tensors, message in REFUSED:
+    try:
+        op(*tensors)
+    except NotImplementedError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"{op.__name__} took {message}")
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_dtensors_in_two_processes(tmp_path):
+    """Rows sharded on any leading axis run locally and right; a sharded last axis is refused."""
+    harness.in_two_processes(tmp_path, DTENSORS)

@@ -1,0 +1,757 @@
+"""The import names of Liger-Kernel: they resolve, mean what they say there, and go away again."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+
+from liger_multi import ops, unpatch
+from liger_multi.compat import liger_kernel as alias
+from liger_multi.compat.liger_kernel import tree
+from liger_multi.errors import PatchError
+
+NAMES = yaml.safe_load((Path(__file__).parents[1] / "alias_names.yaml").read_text())
+
+
+@pytest.fixture
+def installed():
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("the real package is installed")
+    alias.install()
+    yield
+    alias.uninstall()
+
+
+def named(path):
+    """What a dotted name is, its modules imported."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(path)
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_every_import_of_a_trainer_resolves(installed, package):
+    statements, attributes = NAMES[package]["statements"], NAMES[package]["attributes"]
+    assert len(statements) >= 4
+    for statement in statements:
+        exec(statement, {})
+    for path in attributes:
+        assert named(path) is not None
+
+
+def test_the_recorded_names_are_those_that_were_counted():
+    """54 names and three modules; a new recording may have others, and then says so here."""
+    every = {s for found in NAMES.values() for s in found["statements"]}
+    bare = {s for s in every if s.startswith("import ")}
+    assert (len(every - bare), len(bare)) == (54, 3)
+
+
+def test_a_name_that_is_not_there_is_an_import_error(installed):
+    with pytest.raises(ImportError, match="LigerNothing"):
+        exec("from liger_kernel.transformers import LigerNothing", {})
+    with pytest.raises(ModuleNotFoundError, match=r"liger_kernel\.nothing"):
+        importlib.import_module("liger_kernel.nothing")
+
+
+def test_every_name_of_the_tree_exists(installed):
+    for path, names in tree.TREE.items():
+        module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
+        assert set(names) <= set(module.__all__) <= set(vars(module))
+        assert module.__spec__ is not None
+
+
+def test_metadata_and_availability(installed):
+    from packaging.version import parse
+    from transformers.utils import is_liger_kernel_available
+
+    for name in ("liger-kernel", "liger_kernel"):
+        assert parse(importlib.metadata.version(name)) >= parse("0.8.2"), "TRL asks for it"
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+    assert is_liger_kernel_available()
+    assert importlib.util.find_spec("liger_kernel") is not None
+    alias.uninstall()
+    assert not is_liger_kernel_available()
+    assert importlib.util.find_spec("liger_kernel") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("liger-kernel")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is not None, reason="the real package is installed"
+)
+def test_nothing_is_loaded_before_it_is_asked_for():
+    code = (
+        "import sys, liger_multi.compat.liger_kernel as a; a.install(); import liger_kernel\n"
+        "assert liger_kernel.__version__\n"
+        "heavy = {'transformers', 'trl', 'triton', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_real_package_is_not_hidden_unless_told(tmp_path, monkeypatch):
+    package = tmp_path / "liger_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '0.8.5'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        with pytest.raises(ImportError, match=r"liger_kernel is installed .*force=True"):
+            alias.install()
+        assert not alias.installed()
+        real = importlib.import_module("liger_kernel")
+        with pytest.raises(ImportError, match="liger_kernel is installed"):
+            alias.install()
+        alias.install(force=True)
+        alias.install()  # twice is once
+        assert importlib.import_module("liger_kernel").__version__ == tree.VERSION
+        assert importlib.metadata.version("liger-kernel") == tree.VERSION
+        alias.uninstall()
+        alias.uninstall()
+        assert importlib.import_module("liger_kernel").__file__ == real.__file__
+    finally:
+        alias.uninstall()
+        sys.modules.pop("liger_kernel", None)
+
+
+# --- patching ---
+
+
+def test_flags_are_in_the_signature(installed):
+    """LLaMA-Factory and axolotl read them from there."""
+    from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    flags = inspect.signature(apply_liger_kernel_to_llama).parameters
+    assert [*flags] == ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm",
+                        "swiglu", "model", "kwargs"]  # fmt: skip
+    assert flags["fused_linear_cross_entropy"].default is True
+    assert flags["cross_entropy"].default is False
+    assert "geglu" in inspect.signature(apply_liger_kernel_to_gemma2).parameters
+    assert MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] is apply_liger_kernel_to_llama
+    assert len(MODEL_TYPE_TO_APPLY_LIGER_FN) == 50
+
+
+def test_every_model_type_is_known_to_transformers(installed):
+    """Where a function names several, one at least."""
+    from packaging.version import parse
+    from transformers import CONFIG_MAPPING
+
+    if parse(importlib.metadata.version("transformers")) < parse("5.23"):
+        pytest.skip("some types are newer than this transformers")
+
+    from liger_multi.compat.liger_kernel.models import MODELS
+
+    lost = [name for name, (types_, _) in MODELS.items() if not {*types_} & {*CONFIG_MAPPING}]
+    assert lost == []
+
+
+def counts(model):
+    from liger_multi.patching.replace.swap import Patched, swapped
+
+    found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
+    return {op: found.count(op) for op in sorted(set(found))}
+
+
+EVERY = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "rope": 2, "swiglu": 2}
+
+
+def without(*ops_):
+    return {op: n for op, n in EVERY.items() if op not in ops_}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({}, EVERY),
+        ({"rope": False, "swiglu": None}, without("rope", "swiglu")),
+        ({"fused_linear_cross_entropy": False}, without("fused_linear_cross_entropy")),
+        ({"rms_norm": "reference", "fused_linear_cross_entropy": {"chunk": 3}}, EVERY),
+    ],
+)
+def test_a_model_is_patched_by_flags(installed, flags, wanted):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from models import build
+
+    model = build()
+    report = apply_liger_kernel_to_llama(model=model, **flags)
+    assert counts(model) == wanted
+    assert not any(s.strict for s in report.skipped)
+    options = {e.op: e.options for e in report.entries}
+    if "rms_norm" in flags:
+        assert options["rms_norm"] == {"backend": "reference"}
+        assert options["fused_linear_cross_entropy"] == {"chunk": 3}
+
+
+def test_flags_may_stand_by_position(installed):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from models import build
+
+    model = build()
+    apply_liger_kernel_to_llama(False, False, True, False, model=model)
+    assert counts(model) == without("rope", "rms_norm")
+
+
+def test_experts_follow_the_flag_of_the_mlp(installed):
+    from liger_kernel.transformers import apply_liger_kernel_to_mixtral
+    from models import build
+
+    model = build("mixtral")
+    apply_liger_kernel_to_mixtral(model=model, swiglu=False)
+    assert "fused_moe" not in counts(model)
+    apply_liger_kernel_to_mixtral(model=model)
+    assert counts(model)["fused_moe"] == 2
+
+
+def test_models_built_after_a_class_level_call_are_patched_until_it_ends(installed, tmp_path):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from models import build
+    from transformers import AutoModelForCausalLM
+
+    before = build()
+    before.save_pretrained(tmp_path)
+    apply_liger_kernel_to_llama(swiglu=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert counts(loaded) == without("swiglu")
+    assert counts(before) == {}
+    assert counts(build("qwen2")) == {}
+    unpatch("llama")
+    assert counts(build()) == {}
+    apply_liger_kernel_to_llama()
+    alias.uninstall()
+    assert counts(build()) == {}
+    assert counts(loaded) == without("swiglu")
+
+
+@pytest.mark.parametrize("level", ["instance", "class"])
+def test_an_unknown_option_is_quoted(installed, level):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from models import build
+
+    model = build() if level == "instance" else None
+    with pytest.raises(PatchError, match=r"'swigl'; did you mean 'swiglu'"):
+        apply_liger_kernel_to_llama(model=model, swigl=True)
+    with pytest.raises(PatchError, match=r"'chunks'.*did you mean 'chunk'"):
+        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy={"chunks": 2})
+    assert counts(model or build()) == {}
+
+
+def test_a_loss_put_in_place_of_ours_is_not_passed_over(installed):
+    """axolotl's token scaling does this; no patched model would call it."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
+    from models import build
+
+    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: None
+    model = build()
+    with pytest.raises(PatchError, match="liger_fused_linear_cross_entropy was replaced"):
+        apply_liger_kernel_to_llama(model=model)
+    assert counts(model) == {}
+    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    assert counts(model) == without("fused_linear_cross_entropy")
+
+
+def test_auto_model(installed, tmp_path):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+    from models import build
+
+    build().save_pretrained(tmp_path)
+    model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, dtype="float32")
+    assert counts(model) == without("rope")
+
+
+# --- the trainer's own switch ---
+
+
+def curve(model, place, **options):
+    from trainers import trainer
+
+    made = trainer(model, place, max_steps=2, **options)
+    first = made.evaluate()["eval_loss"]
+    made.train()
+    steps = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return [first, *steps, made.evaluate()["eval_loss"]]
+
+
+def test_use_liger_kernel_in_an_unmodified_trainer(installed, tmp_path, monkeypatch):
+    from models import FusedCalls, pair
+
+    pytest.importorskip("accelerate")
+    fused = FusedCalls(monkeypatch)
+    stock, ours = pair()
+    wanted = curve(stock, tmp_path)
+    assert fused.count == 0
+    config = {"fused_linear_cross_entropy": {"chunk": 5}, "rope": False}
+    got = curve(ours, tmp_path, use_liger_kernel=True, liger_kernel_config=config)
+    assert got == pytest.approx(wanted, rel=1e-5)
+    assert {call["chunk"] for call in fused.keywords} == {5}
+    assert counts(ours) == without("rope")
+
+
+def test_a_wrong_option_in_the_arguments_is_quoted(installed, tmp_path):
+    from models import build
+
+    pytest.importorskip("accelerate")
+    with pytest.raises(PatchError, match="'rms_nrom'"):
+        curve(build(), tmp_path, use_liger_kernel=True, liger_kernel_config={"rms_nrom": True})
+
+
+# --- functions, modules and losses, against plain PyTorch ---
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape, grad=False):
+        return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+    return made
+
+
+def test_cross_entropies(draw):
+    from liger_multi.compat.liger_kernel import losses as module
+
+    x, w, b = draw(6, 8, grad=True), draw(11, 8), draw(11)
+    target = torch.tensor([3, -100, 0, 10, 5, 5])
+    wanted = F.cross_entropy(x @ w.T + b, target, label_smoothing=0.1)
+    fused = module.LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, x, target, b)
+    plain = module.LigerCrossEntropyLoss(label_smoothing=0.1)(x @ w.T + b, target)
+    for got in (fused, plain):
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, x)[0],
+            torch.autograd.grad(wanted, x, retain_graph=True)[0],
+        )
+    more = module.LigerCrossEntropyLoss(return_z_loss=True, return_predicted_tokens=True,
+                                        lse_square_scale=0.1)(x @ w.T, target)  # fmt: skip
+    lse = torch.logsumexp(x @ w.T, -1)[target != -100]
+    torch.testing.assert_close(more.z_loss, 0.1 * lse.square().mean())
+    assert more.predicted_tokens.tolist()[1] == -1
+    assert more.token_accuracy is None
+    scaled = module.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
+    each = F.cross_entropy(x @ w.T, target, reduction="none")
+    torch.testing.assert_close(scaled, (each * (-each).exp().detach()).sum() / 5)
+    with pytest.raises(NotImplementedError, match="use_token_scaling with label_smoothing"):
+        module.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, label_smoothing=0.1)(
+            w, x, target
+        )
+
+
+@pytest.mark.parametrize("count", [None, 7.0])
+def test_causal_loss_is_that_of_transformers(draw, count):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from liger_multi.compat.liger_kernel.losses import LigerForCausalLMLoss
+
+    hidden, weight = draw(2, 5, 8), draw(11, 8)
+    labels = torch.tensor([[1, 2, -100, 4, 5], [6, -100, 8, 9, 10]])
+    more = {} if count is None else {"num_items_in_batch": count}
+    wanted = ForCausalLMLoss(hidden @ weight.T, labels, 11, **more)
+    got = LigerForCausalLMLoss(hidden, weight, labels, hidden_size=8, cu_seq_lens_q=None, **more)
+    torch.testing.assert_close(got, wanted)
+    moved = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    got = LigerForCausalLMLoss(hidden, weight, None, 8, shift_labels=moved, **more)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_divergences(draw):
+    from liger_multi.compat.liger_kernel import functional as f
+    from liger_multi.compat.liger_kernel import losses as module
+
+    q, p = draw(5, 9).log_softmax(-1), draw(5, 9).log_softmax(-1)
+    for reduction in ("batchmean", "mean", "sum", "none"):
+        for log_target in (False, True):
+            there = p if log_target else p.exp()
+            each = F.kl_div(q, there, reduction="none", log_target=log_target)
+            sums = {"batchmean": each.sum() / 5, "mean": each.mean(), "sum": each.sum()}
+            wanted = sums.get(reduction, each)
+            got = module.LigerKLDIVLoss(reduction=reduction, log_target=log_target)(q, there)
+            torch.testing.assert_close(got, wanted)
+    each = 0.5 * (q.exp() - p.exp()).abs()
+    kinds = {"batchmean": each.sum() / 5, "mean": each.mean(), "sum": each.sum(), "none": each}
+    for reduction, wanted in kinds.items():
+        torch.testing.assert_close(module.LigerTVDLoss(reduction)(q.exp(), p.exp()), wanted)
+    m = torch.logaddexp(q + torch.tensor(0.7).log(), p + torch.tensor(0.3).log())
+    kl = [F.kl_div(m, side, log_target=True, reduction="none").sum(-1) for side in (p, q)]
+    wanted = 0.3 * kl[0] + 0.7 * kl[1]
+    torch.testing.assert_close(module.LigerJSD(beta=0.3)(q, p), wanted.mean())
+    labels = torch.tensor([1, -100, 2, -100, 3])
+    torch.testing.assert_close(f.liger_jsd(q, p, labels, beta=0.3), wanted[labels != -100].mean())
+    hidden, weight, other, wide = draw(5, 4), draw(9, 4), draw(5, 6), draw(9, 6)
+    got = module.LigerFusedLinearJSD(jsd_beta=0.3)(hidden, weight, other, wide, labels)
+    wanted = f.liger_jsd(
+        (hidden @ weight.T).log_softmax(-1), (other @ wide.T).log_softmax(-1), labels, beta=0.3
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+def test_selective_log_softmax(draw):
+    from liger_multi.compat.liger_kernel.functional import fused_selective_log_softmax
+
+    logits, ids = draw(2, 4, 9), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    wanted = (logits[:, :-1] / 0.5).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    got = fused_selective_log_softmax(logits, ids, 0.5, mask)
+    torch.testing.assert_close(got, wanted * mask)
+
+
+NORMS = {
+    "LigerRMSNorm": "LlamaRMSNorm", "LigerRMSNormForGemma": "GemmaRMSNorm",
+    "LigerRMSNormForGemma2": "Gemma2RMSNorm", "LigerRMSNormForGemma3": "Gemma3RMSNorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_stand_for_those_of_transformers(draw, name):
+    from liger_multi.compat.liger_kernel import modules
+
+    stock = NORMS[name]
+    family = stock.removesuffix("RMSNorm").lower()
+    kind = getattr(named(f"transformers.models.{family}.modeling_{family}"), stock)
+    wanted, got = kind(8), getattr(modules, name)(8)
+    got.load_state_dict(wanted.state_dict())
+    x = draw(3, 8).bfloat16()
+    assert torch.equal(got.bfloat16()(x), wanted.bfloat16()(x))
+
+
+def test_casting_that_does_not_exist_here_is_refused():
+    from liger_multi.compat.liger_kernel import modules
+
+    with pytest.raises(ValueError, match="no 'none'"):
+        modules.LigerRMSNorm(8, casting_mode="none")
+    with pytest.raises(ValueError, match="init_fn must be"):
+        modules.LigerRMSNorm(8, init_fn="normal")
+
+
+MLPS = {
+    "LigerSwiGLUMLP": "llama.Llama", "LigerPhi3SwiGLUMLP": "phi3.Phi3",
+    "LigerGEGLUMLP": "gemma2.Gemma2", "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
+    "LigerTiledSwiGLUMLP": "llama.Llama", "LigerTiledGEGLUMLP": "gemma2.Gemma2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps_stand_for_those_of_transformers(draw, name):
+    from liger_multi.compat.liger_kernel import modules
+
+    family, _, prefix = MLPS[name].partition(".")
+    home = named(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(named("transformers"), f"{prefix}Config")(
+        hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=2
+    )
+    wanted, got = getattr(home, f"{prefix}MLP")(config), getattr(modules, name)(config)
+    got.load_state_dict(wanted.state_dict())
+    x = draw(2, 3, 8)
+    torch.testing.assert_close(got(x), wanted(x))
+
+
+def test_the_other_modules(draw):
+    from liger_multi.compat.liger_kernel import functional as f
+    from liger_multi.compat.liger_kernel import modules as m
+
+    x, r = draw(2, 6, 8), draw(2, 6, 8)
+    torch.testing.assert_close(m.LigerLayerNorm(8)(x), F.layer_norm(x, (8,), eps=1e-6))
+    got = m.LigerGroupNorm(6, 3)(x)
+    torch.testing.assert_close(got, F.group_norm(x, 3, eps=1e-6))
+    torch.testing.assert_close(m.LigerSoftmax()(x), x.softmax(-1))
+    torch.testing.assert_close(m.LigerSparsemax(1)(x).sum(1), torch.ones(2, 8))
+    torch.testing.assert_close(m.LigerReLUSquared()(x), F.relu(x) ** 2)
+    torch.testing.assert_close(m.LigerDyT(8)(x), torch.tanh(0.5 * x))
+    ones = torch.ones(8)
+    y, total = m.LigerFusedAddRMSNorm(8)(x, r)
+    torch.testing.assert_close(total, x + r)
+    torch.testing.assert_close(y, f.liger_rms_norm(total, ones, 1e-6))
+    shifted = m.LigerModulatedRMSNorm(8)(x, r, r)
+    torch.testing.assert_close(shifted, f.liger_rms_norm(x, ones, 1e-6) * (1 + r) + r)
+    norm = m.LigerPolyNorm()
+    assert norm.weight.tolist() == pytest.approx([1 / 3] * 3)
+    assert norm.bias.item() == 1
+    torch.testing.assert_close(norm(x), ops.poly_norm(x, norm.weight, norm.bias))
+    config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
+    block = m.LigerBlockSparseTop2MLP(config)
+    torch.testing.assert_close(block(x), block.w2(F.silu(block.w1(x)) * block.w3(x)))
+    torch.testing.assert_close(f.liger_geglu(x, r), F.gelu(x, approximate="tanh") * r)
+    torch.testing.assert_close(f.liger_swiglu(x, r), F.silu(x) * r)
+
+
+def test_rotary_functions_write_nothing(draw):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    from liger_multi.compat.liger_kernel import functional as f
+
+    q, k, angle = draw(2, 4, 5, 8), draw(2, 2, 5, 8), draw(2, 5, 8)
+    cos, sin = angle.cos(), angle.sin()
+    before = q.clone()
+    for got, wanted in zip(
+        f.liger_rotary_pos_emb(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+    assert torch.equal(q, before)
+    q, k, angle = draw(5, 4, 8).bfloat16(), draw(5, 4, 8).bfloat16(), draw(5, 8)
+    for got, wanted in zip(
+        f.liger_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
+        apply_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
+        strict=True,
+    ):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, wanted)
+
+
+# --- chunked losses, against the formulas on log-probabilities of whole logits ---
+
+
+class Batch:
+    """Hidden states, heads and targets, with the log-probabilities that belong to them."""
+
+    def __init__(self, draw, rows=4):
+        self.hidden, self.weight = draw(rows, 5, 8, grad=True), draw(11, 8, grad=True)
+        self.bias = draw(11)
+        self.ref_hidden, self.ref_weight = draw(rows, 5, 8), draw(11, 8)
+        g = torch.Generator().manual_seed(1)
+        self.target = torch.randint(11, (rows, 5), generator=g)
+        self.target[:, 0] = -100
+        self.target[1, 3:] = -100
+        self.mask = self.target != -100
+        self.logits = self.hidden @ self.weight.T + self.bias
+        self.own = self.each(self.logits)
+        self.ref = self.each(self.ref_hidden @ self.ref_weight.T)
+        self.nll = -self.own[: rows // 2].sum() / self.mask[: rows // 2].sum()
+
+    def each(self, logits, temperature=1.0):
+        ids = self.target.clamp(min=0).unsqueeze(-1)
+        found = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
+        return found * self.mask
+
+    def same(self, got, wanted):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        inputs = (self.hidden, self.weight)
+        for a, b in zip(
+            torch.autograd.grad(got, inputs, retain_graph=True),
+            torch.autograd.grad(wanted, inputs, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def pairs(draw):
+    return Batch(draw)
+
+
+def mean_logits(batch, rows):
+    return batch.logits.mean(-1)[rows][batch.mask[rows]].mean()
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "apo_zero"])
+def test_dpo(pairs, kind):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDPOLoss
+
+    b = pairs
+    loss = LigerFusedLinearDPOLoss(beta=0.3, loss_type=kind, compute_nll_loss=True, alpha=0.5)
+    got, aux = loss(b.weight, b.hidden, b.target, b.bias, b.ref_hidden, b.ref_weight)
+    chosen, rejected = (0.3 * (b.own - b.ref).sum(-1)).chunk(2)
+    each = {
+        "sigmoid": -F.logsigmoid(chosen - rejected),
+        "apo_zero": torch.sigmoid(-chosen) + torch.sigmoid(rejected),
+    }[kind]
+    b.same(got, each.mean() + 0.5 * b.nll)
+    sums = b.own.sum(-1).chunk(2)
+    wanted = (*sums, mean_logits(b, slice(2)), mean_logits(b, slice(2, 4)), b.nll, chosen, rejected)
+    for a, w in zip(aux, wanted, strict=True):
+        torch.testing.assert_close(a, w, rtol=1e-5, atol=1e-6)
+
+
+def test_dpo_without_its_reference_is_refused(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDPOLoss
+
+    with pytest.raises(ValueError, match="needs ref_input and ref_weight"):
+        LigerFusedLinearDPOLoss()(pairs.weight, pairs.hidden, pairs.target)
+    with pytest.raises(ValueError, match="loss_type"):
+        LigerFusedLinearDPOLoss(loss_type="nothing")
+
+
+def test_cpo_and_simpo_and_orpo(pairs):
+    from liger_multi.compat.liger_kernel import chunked
+
+    b = pairs
+    total, count = b.own.sum(-1), b.mask.sum(-1)
+    chosen, rejected = total.chunk(2)
+    got, _ = chunked.LigerFusedLinearCPOLoss(beta=0.3, alpha=0.5, label_smoothing=0.1)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    x = 0.3 * (chosen - rejected)
+    each = -0.9 * F.logsigmoid(x) - 0.1 * F.logsigmoid(-x)
+    b.same(got, each.mean() + 0.5 * b.nll)
+    chosen, rejected = (total / count).chunk(2)
+    got, _ = chunked.LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.4, compute_nll_loss=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    b.same(got, -F.logsigmoid(2 * (chosen - rejected) - 0.4).mean())
+    got, aux = chunked.LigerFusedLinearORPOLoss(beta=0.3)(b.weight, b.hidden, b.target, b.bias)
+    odds = (chosen - rejected) - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
+    b.same(got, b.nll - 0.3 * F.logsigmoid(odds).mean())
+    torch.testing.assert_close(aux[-1], odds.mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_kto(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearKTOLoss
+
+    b, liked = pairs, torch.tensor([True, False, False, True])
+    got, aux = LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)(
+        b.hidden, b.weight, b.target, b.bias, liked, b.ref_hidden, b.ref_weight,
+        kl=torch.tensor(0.2),
+    )  # fmt: skip
+    ratio = (b.own - b.ref).sum(-1)
+    sign = torch.where(liked, 1.0, -1.0)
+    b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
+    torch.testing.assert_close(aux[0], b.own.sum(-1)[liked].sum())
+    torch.testing.assert_close(aux[5], 0.3 * ratio[~liked].sum())
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_grpo(pairs, kind, beta):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearGRPOLoss
+
+    b, advantages = pairs, torch.tensor([1.0, -0.5, 0.3, -1.0])
+    old = (b.each(b.logits, 0.9) + 0.3 * b.ref).detach()
+    loss = LigerFusedLinearGRPOLoss(
+        beta=beta, loss_type=kind, temperature=0.9, max_completion_length=7, epsilon_high=0.3
+    )
+    got, metrics = loss(
+        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(), advantages, b.bias,
+        old_per_token_logps=old, ref_per_token_logps=b.ref if beta else None,
+    )  # fmt: skip
+    own = b.each(b.logits, 0.9)
+    ratio, a = (own - old).exp(), advantages.unsqueeze(1)
+    each = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
+    gap = b.ref - own
+    each = (each + beta * (gap.exp() - gap - 1)) * b.mask
+    count = b.mask.sum(-1)
+    wanted = {
+        "grpo": (each.sum(-1) / count).mean(), "bnpo": each.sum() / count.sum(),
+        "dapo": each.sum() / count.sum(), "dr_grpo": each.sum() / (4 * 7),
+    }[kind]  # fmt: skip
+    b.same(got, wanted)
+    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
+    torch.testing.assert_close(metrics[-1], (clipped & b.mask).sum() / count.sum())
+    assert len(metrics) == (2 if beta else 1)
+
+
+@pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])
+def test_distillation(pairs, kind):
+    from liger_multi.compat.liger_kernel import chunked
+
+    b = pairs
+    loss = getattr(chunked, f"LigerFusedLinear{kind}Loss")(
+        0.4, 0.6, beta=0.3, temperature=2.0, return_soft_hard_loss=True
+    )
+    got, soft, hard = loss(
+        b.hidden, b.weight, b.ref_hidden, b.ref_weight, b.target.reshape(-1), b.bias
+    )
+    x, y = b.logits / 2, b.ref_hidden @ b.ref_weight.T / 2
+    if kind == "JSD":
+        q, p = x.log_softmax(-1), y.log_softmax(-1)
+        m = torch.logaddexp(p + torch.tensor(0.3).log(), q + torch.tensor(0.7).log())
+        kl = [F.kl_div(m, s, log_target=True, reduction="none").sum(-1) for s in (p, q)]
+        each, factor = 0.3 * kl[0] + 0.7 * kl[1], 1.0
+    else:
+        each, factor = 1 - F.cosine_similarity(x, y, dim=-1), 0.3
+    wanted = each[b.mask].mean()
+    label = -b.own.sum() / b.mask.sum()
+    b.same(got, 0.4 * label + 0.6 * factor * wanted)
+    torch.testing.assert_close(soft, wanted)
+    torch.testing.assert_close(hard, label)
+
+
+def test_the_protocol_of_own_distillation_losses_is_refused():
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDistillationBase
+
+    class Own(LigerFusedLinearDistillationBase):
+        @classmethod
+        def forward(cls, ctx, x):
+            return super().forward(cls, ctx, x)
+
+    with pytest.raises(NotImplementedError, match=r"losses\.token_sum"):
+        Own.apply(torch.ones(1))
+
+
+# --- helpers ---
+
+
+def test_launch_settings():
+    from liger_multi.compat.liger_kernel.helpers import calculate_settings, compare_version
+
+    assert calculate_settings(1000) == (1024, 4)
+    assert calculate_settings(1025) == (2048, 8)
+    assert calculate_settings(8192) == (8192, 16)
+    assert calculate_settings(65536)[0] == 65536
+    with pytest.raises(RuntimeError, match="65537"):
+        calculate_settings(65537)
+    assert compare_version("torch", lambda a, b: a >= b, "2.0")
+    assert not compare_version("no-such-package-here", lambda a, b: True, "1")
+
+
+def test_ensure_contiguous():
+    from liger_multi.compat.liger_kernel.helpers import ensure_contiguous
+
+    seen = ensure_contiguous(lambda ctx, x, *, y, n: (x.is_contiguous(), y.is_contiguous(), n))
+    strided = torch.ones(3, 4).T
+    assert seen(None, strided, y=strided, n=2) == (True, True, 2)
+
+
+def test_forward_redirection_runs_within_the_wrapper():
+    from liger_multi.compat.liger_kernel.helpers import _FSDPForwardRedirection
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.module, self.inside = inner, False
+
+        def forward(self, *args):
+            self.inside = True
+            try:
+                return self.module(*args)
+            finally:
+                self.inside = False
+
+    wrapper = Wrapper(torch.nn.Linear(2, 2))
+    seen = []
+
+    def method(module, x):
+        seen.append(wrapper.inside)
+        return module.weight.sum() + x
+
+    run = _FSDPForwardRedirection()
+    got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
+    torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
+    assert seen == [True]
+    assert "forward" not in vars(wrapper.module)
+
+    def wrong(module, x):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
+    assert "forward" not in vars(wrapper.module)
+    assert isinstance(wrapper.module.forward, types.MethodType)

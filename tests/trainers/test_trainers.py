@@ -1,0 +1,204 @@
+"""The callbacks: an unmodified trainer trains the same model, with our operators in it."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import gc
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from models import FusedCalls, build, pair
+from trainers import Texts, trainer
+
+from liger_multi import patch
+from liger_multi.errors import PatchError
+from liger_multi.integrations import TrainerCallback
+from liger_multi.patching.replace.swap import Patched
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    return FusedCalls(monkeypatch)
+
+
+# Three steps of 0.1 by SGD, with gradients that are equal to 1e-5 (comparing.py).
+TRAINED = {"rtol": 1e-4, "atol": 4e-6}
+
+
+def curve(made, **more):
+    made.train(**more)
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def patched_modules(model):
+    return [path for path, m in model.named_modules() if isinstance(m, Patched)]
+
+
+def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
+    stock, ours = pair()
+    callback = TrainerCallback(rms_norm="reference", fused_linear_cross_entropy={"chunk": 5})
+    wanted = curve(trainer(stock, tmp_path))
+    assert fused.count == 0
+    with caplog.at_level(logging.INFO, "liger_multi"):
+        got = curve(trainer(ours, tmp_path, callbacks=[callback]))
+    assert got == pytest.approx(wanted, rel=1e-5)
+    assert len(set(got)) == len(got) == 3
+    assert {call["chunk"] for call in fused.keywords} == {5}
+    assert callback.report.count("rms_norm") == 5
+    assert [r.message for r in caplog.records] == [str(callback.report)]
+    assert patched_modules(ours), "the patch outlives the training unless told otherwise"
+    for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b, a, **TRAINED)
+
+
+def test_a_model_outlives_its_trainer_patched(tmp_path):
+    model = build()
+    made = trainer(model, tmp_path, callbacks=[TrainerCallback()])
+    del made
+    gc.collect()
+    assert patched_modules(model)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["stock before", "patched before"])
+def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
+    model = build()
+    if before:
+        patch(model, swiglu=False, fused_linear_cross_entropy={"z_loss": 1e-4})
+    classes = [type(m) for m in model.modules()]
+    callback = TrainerCallback(unpatch_at_end=True)
+    made = trainer(model, tmp_path, callbacks=[callback], max_steps=1)
+    for _ in range(2):  # a second training patches again
+        assert made.callback_handler.callbacks
+        made.train()
+        assert [type(m) for m in model.modules()] == classes
+    assert callback.report.count("swiglu") == 2
+
+
+def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
+    made = []
+
+    def model_init():
+        made.append(build())
+        return made[-1]
+
+    stock = curve(trainer(None, tmp_path, model_init=model_init, max_steps=2))
+    assert fused.count == 0
+    got = curve(trainer(None, tmp_path, model_init=model_init, callbacks=[TrainerCallback()],
+                        max_steps=2))  # fmt: skip
+    assert got == pytest.approx(stock, rel=1e-5)
+    assert fused.count == 2
+    assert patched_modules(made[-1])
+
+
+def test_evaluation_before_and_after_training(tmp_path, fused):
+    stock, ours = pair()
+    results = []
+    for model, callbacks in ((stock, []), (ours, [TrainerCallback()])):
+        made = trainer(model, tmp_path, callbacks=callbacks, max_steps=2)
+        first = made.evaluate()
+        made.train()
+        results.append([first["eval_loss"], made.evaluate()["eval_loss"]])
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[1][0] != results[1][1]
+    assert fused.count > 2, "evaluation is fused too"
+
+
+def test_resume_and_what_is_saved(tmp_path):
+    """A checkpoint of a patched model continues a stock training, and the other way round."""
+    stock, ours = pair()
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    wanted = curve(trainer(stock, tmp_path / "stock", **options))
+    curve(trainer(ours, tmp_path / "ours", callbacks=[TrainerCallback()], **options))
+    for place, callbacks in (("ours", []), ("stock", [TrainerCallback()])):
+        checkpoint = str(tmp_path / place / "checkpoint-2")
+        again = trainer(build(seed=9), tmp_path / "again", callbacks=callbacks, **options)
+        got = curve(again, resume_from_checkpoint=checkpoint)
+        assert got == pytest.approx(wanted, rel=1e-4)
+    saved = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / place / "checkpoint-3")
+        for place in ("stock", "ours")
+    ]
+    assert [type(m) for m in saved[0].modules()] == [type(m) for m in saved[1].modules()]
+    assert saved[1].config.architectures == ["LlamaForCausalLM"]
+    for (name, a), (other, b) in zip(
+        saved[0].named_parameters(), saved[1].named_parameters(), strict=True
+    ):
+        assert name == other
+        torch.testing.assert_close(b, a, **TRAINED)
+
+
+def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
+    options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
+    stock, ours = pair()
+    wanted = curve(trainer(stock, tmp_path, **options))
+    got = curve(trainer(ours, tmp_path, callbacks=[TrainerCallback()], **options))
+    assert got == pytest.approx(wanted, rel=1e-5)
+    assert fused.count == 4
+
+
+def test_two_ways_to_patch_are_refused(tmp_path):
+    looks = getattr(transformers.trainer, "is_liger_kernel_available", None)
+    if looks is not None and not looks():
+        pytest.skip("this transformers looks for liger-kernel before callbacks start")
+    with pytest.raises(PatchError, match="use_liger_kernel=True lets the trainer patch"):
+        trainer(build(), tmp_path, callbacks=[TrainerCallback()], use_liger_kernel=True)
+
+
+def test_a_wrong_operator_is_refused_when_the_callback_is_made():
+    with pytest.raises(PatchError, match=r"rms_nrom.*rms_norm"):
+        TrainerCallback(rms_nrom=True)
+
+
+def test_strict_reaches_patch(tmp_path):
+    with pytest.raises(PatchError, match="geglu"):
+        trainer(build(), tmp_path, callbacks=[TrainerCallback(strict=True, geglu=True)])
+
+
+def test_a_copied_callback_has_patched_nothing(tmp_path):
+    model, callback = build(), TrainerCallback(swiglu=False, unpatch_at_end=True)
+    trainer(model, tmp_path, callbacks=[callback])
+    other = copy.deepcopy(callback)
+    assert other.report is None
+    trainer(build(), tmp_path, callbacks=[other], max_steps=1).train()
+    assert patched_modules(model)
+    assert other.report.count("swiglu") == 0
+    assert other.report.count("rms_norm") == 5
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """What an accelerator was told first holds for the process, unless it forgets."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_needs_no_callback(fresh_accelerator):
+    """The accelerator's loop, with its mixed precision and its accumulation."""
+    from accelerate import Accelerator
+
+    curves = []
+    for model in pair():
+        if curves:
+            patch(model)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+        loader = torch.utils.data.DataLoader(Texts(4), batch_size=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        curves.append([])
+        for inputs in loader:
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(**inputs).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            curves[-1].append(loss.item())
+    np.testing.assert_allclose(curves[1], curves[0], rtol=2e-2)
+    assert len(set(curves[1])) == 4
