@@ -349,12 +349,15 @@ def function_budgets(tree: Tree) -> Iterator[Finding]:
 
 
 def _all(tree: ast.Module) -> tuple[int, list[str]]:
+    """The line of ``__all__`` and its names; where they are computed, the re-exported ones."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             try:
                 return node.lineno, list(ast.literal_eval(node.value))
             except ValueError:
-                break
+                imports = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
+                again = [a.name for n in imports for a in n.names if a.name == a.asname]
+                return node.lineno, again
     return 0, []
 
 
@@ -392,7 +395,7 @@ def exports(tree: Tree) -> Iterator[Finding]:
             line, names = _all(package.tree)
             doubled = sorted({n for n in names if names.count(n) > 1})
             if not names:
-                yield Finding(package.path, 1, "exports", "has no literal __all__")
+                yield Finding(package.path, 1, "exports", "has no __all__ of literals or aliases")
             elif doubled:
                 yield Finding(
                     package.path, line, "exports", f"__all__ lists {', '.join(doubled)} twice"

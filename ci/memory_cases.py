@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from liger_multi.memory import Estimate, estimate
-from liger_multi.memory.estimation import DTYPES
+from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
 
 _BASE: dict[str, Any] = {

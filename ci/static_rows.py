@@ -161,8 +161,15 @@ def _source(kernel: Any) -> str:
     return repr(sorted(parts_of(kernel).items()))
 
 
+def formulas(case: StaticCase) -> tuple[str, ...]:
+    """The sources of jitted functions among the constants of a launch."""
+    given = case.constants.values()
+    return tuple(_source(value) for value in given if isinstance(value, JITFunction))
+
+
 def _key(case: StaticCase, target: Target, variant: Variant) -> str:
-    told = (_reader(), _source(case.kernel), case.identity, str(target.gpu), variant)
+    sources = (_source(case.kernel), *formulas(case))
+    told = (_reader(), *sources, case.identity, str(target.gpu), variant)
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

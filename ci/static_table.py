@@ -20,7 +20,7 @@ import triton
 
 from ci.static import TARGETS, StaticCase, kernels, missing
 from ci.static_code import CORES, Code
-from ci.static_rows import Row, facts_of, parts_of, pool, rows_of, suite
+from ci.static_rows import Row, facts_of, formulas, parts_of, pool, rows_of, suite
 
 ROOT = Path(__file__).parent.parent
 BASELINE = ROOT / "ci" / "baseline"
@@ -178,7 +178,7 @@ def _told() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for arch in TARGETS:
         for case, variant in suite(arch):
-            told = f"{arch} {case.label} {case.identity} {variant.name}"
+            told = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
             found.setdefault(case.name, []).append(told)
     return {name: "\n".join(lines) for name, lines in found.items()}
 

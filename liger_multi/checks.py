@@ -6,6 +6,7 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ def describe(x: object) -> str:
         dtype = str(x.dtype).removeprefix("torch.")
         return f"a tensor of shape {tuple(x.shape)}, {dtype}, on {x.device}"
     return f"{type(x).__name__} {x!r:.60}"
+
+
+def refuse(op: str, wanted: str, got: object) -> NoReturn:
+    """Raise a ValueError that quotes what was wanted and what came, a text or an argument."""
+    raise ValueError(f"{op}: {wanted}, got {got if isinstance(got, str) else describe(got)}")
 
 
 def floating(op: str, *, optional: tuple[str, ...] = (), **tensors: Tensor | None) -> None:

@@ -6,12 +6,13 @@ import argparse
 import importlib.util
 import json
 import sys
+from dataclasses import fields
 
 from liger_multi.cli.checking import simulated
 from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.errors import LigerMultiError
 from liger_multi.memory import estimate
-from liger_multi.memory.estimation import DTYPES, OPTIMIZERS
+from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
 from liger_multi.memory.sizes import SIZES, config_of
 from liger_multi.memory.tables import estimate_page
 
@@ -47,27 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
             "estimate needs transformers, which cannot be imported here; "
             'install with: pip install "liger-multi[transformers]"'
         )
-    given = arguments.capacity
-    capacity = None if given is None else parse_bytes(given, "--capacity")
+    given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
+    if given["capacity"] is not None:
+        given["capacity"] = parse_bytes(given["capacity"], "--capacity")
     with simulated("estimate", arguments.model):
-        made = estimate(
-            config_of(arguments.model, arguments.sequence),
-            arguments.batch,
-            arguments.sequence,
-            dtype=arguments.dtype,
-            optimizer=arguments.optimizer,
-            zero_stage=arguments.zero_stage,
-            fsdp=arguments.fsdp,
-            world=arguments.world,
-            offload=arguments.offload,
-            offload_parameters=arguments.offload_parameters,
-            checkpointing=arguments.checkpointing,
-            patched=arguments.patched,
-            attention=arguments.attention,
-            device=arguments.device,
-            capacity=capacity,
-        )
-    fits = capacity is None or made.peak_bytes <= capacity
+        config = config_of(arguments.model, arguments.sequence)
+        made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
+    fits = given["capacity"] is None or made.peak_bytes <= given["capacity"]
     if arguments.json:
         data = {name: value for name, value in made.as_data().items() if name != "profile"}
         sys.stdout.write(json.dumps({**data, "fits": fits}, indent=1) + "\n")

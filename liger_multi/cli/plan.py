@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, PlanError
-from liger_multi.memory.estimation import OPTIMIZERS
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.files import NAMES
 from liger_multi.memory.planning.page import plan_page
 from liger_multi.memory.planning.settings import PRECISIONS
+from liger_multi.memory.setup import OPTIMIZERS
 from liger_multi.memory.sizes import SIZES, config_of
 
 

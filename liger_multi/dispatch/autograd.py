@@ -1,9 +1,17 @@
-"""The ``autograd.Function`` that joins the directions of an operator, wired by argument name."""
+"""The ``autograd.Function`` that joins forward and backward of an operator, by argument name.
+
+:func:`wire` turns the names of a contract into places, once: a :class:`Wiring` says which arguments
+and outputs forward keeps, and where backward finds each of its arguments. What runs per call are
+:func:`forward` and :func:`backward`, which know nothing but the wiring.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,33 +26,156 @@ from liger_multi.errors import ContractError, TransformError
 if TYPE_CHECKING:
     from liger_multi.dispatch.op import Op
 
+Pick = Callable[[Any], "tuple[Any, ...]"]
 
-TENSORS = ("input", "output")  # sources that are saved for backward
+
+@dataclass(frozen=True)
+class Wiring:
+    """Where every argument and result of forward and backward stands.
+
+    Attributes:
+        name: Of the operator.
+        forward_half: Forward, from the arguments to its outputs.
+        backward_half: Backward, from its arguments to the gradients.
+        inputs: Number of forward's arguments.
+        single: Whether forward returns one tensor.
+        visible: Number of outputs for the caller.
+        overwritten: The argument that is replaced by its gradient, or -1.
+        buffer: Its place among the saved tensors.
+        constants: Outputs without a gradient.
+        hidden: The residual that is returned beside the outputs, or -1; :func:`anchor_of` says why.
+        kept: Picks, of arguments and outputs, the tensors that are saved.
+        names: Names of those tensors.
+        omit: Given some arguments, the names of tensors that are not saved after all.
+        asked: Picks these arguments.
+        values: Picks the arguments that backward reads and that are no tensors.
+        dtypes: Arguments whose dtype backward reads, or to which a gradient is cast.
+        reads: Picks backward's arguments, of upstream gradients, flags, saved tensors, values and
+            dtypes in this order.
+        grads: For every argument of forward, which of backward's results is its gradient, or None.
+        smooth: Visible outputs with a gradient.
+        passed: Pairs of an argument and the output whose gradient it gets as it comes.
+        casts: Pairs of an argument and the place of the dtype to which its gradient is cast.
+    """
+
+    name: str
+    forward_half: Callable[..., Any]
+    backward_half: Callable[..., Any]
+    inputs: int
+    single: bool
+    visible: int
+    overwritten: int
+    buffer: int
+    constants: tuple[int, ...]
+    hidden: int
+    kept: Pick
+    names: tuple[str, ...]
+    omit: Callable[..., Sequence[str]] | None
+    asked: Pick
+    values: Pick
+    dtypes: tuple[int, ...]
+    reads: Pick
+    grads: tuple[int | None, ...]
+    smooth: tuple[int, ...]
+    passed: tuple[tuple[int, int], ...]
+    casts: tuple[tuple[int, int], ...]
 
 
-def _sources(op: Op) -> list[tuple[str, int]]:
-    """Where every argument of backward comes from: gradient, input, output, flag or dtype."""
-    fwd, visible = op.fwd, op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
-    if op.fwd.returns[len(visible) :] != op.residuals:
-        raise ContractError(
-            f"{op.name}: the residuals {op.residuals} must be the last of {fwd.returns}"
-        )
-    pool: dict[str, tuple[str, int]] = {f"needs_{n}": ("flag", i) for i, n in enumerate(fwd.params)}
-    pool |= {f"{n}_dtype": ("dtype", i) for i, n in enumerate(fwd.params)}
-    pool |= {f"d{n}": ("grad", i) for i, n in enumerate(visible)}
-    pool |= {n: ("output", i) for i, n in enumerate(fwd.returns)}
-    pool |= {n: ("input" if fwd.tensors[i] else "constant", i) for i, n in enumerate(fwd.params)}
-    for name in op.bwd.params:
-        if name not in pool:
-            raise ContractError(
-                f"{op.name}.backward: {name!r} is no gradient, input, output or flag of forward"
+# --- what runs per call ---
+
+
+def forward(w: Wiring, ctx: Any, *args: Any) -> Any:
+    """Run forward, and keep what backward reads."""
+    outs = (w.forward_half(*args),) if w.single else w.forward_half(*args)
+    # views made in here could not be written to
+    outs = tuple([y.detach() if y._is_view() else y for y in outs])
+    if w.overwritten >= 0:
+        increment_version(args[w.overwritten])
+    tensors = w.kept((*args, *outs))
+    ctx.save_for_backward(*(tensors if w.omit is None else _without_omitted(w, tensors, args)))
+    ctx.plain = w.values(args)
+    if w.dtypes:
+        ctx.plain += tuple([None if args[i] is None else args[i].dtype for i in w.dtypes])
+    ctx.set_materialize_grads(False)
+    if w.constants:
+        ctx.mark_non_differentiable(*[outs[i] for i in w.constants])
+    ctx.configuration = current()
+    if w.hidden >= 0:
+        return (*outs[: w.visible], outs[w.hidden])
+    return outs[0] if w.visible == 1 else outs[: w.visible]
+
+
+def _without_omitted(w: Wiring, tensors: Sequence[Any], args: Any) -> list[Any]:
+    """The tensors to save, with None for those that backward will not read this time."""
+    left = w.omit(*w.asked(args))  # type: ignore[misc]
+    return [None if n in left else t for n, t in zip(w.names, tensors, strict=True)]
+
+
+def backward(w: Wiring, ctx: Any, *grads: Any) -> Any:
+    """Run backward where an upstream gradient arrives, once."""
+    for g in grads:
+        if g is not None:
+            break
+    else:
+        return (None,) * w.inputs
+    tensors = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return _configured(w, ctx, grads, tensors)
+    with torch.no_grad():
+        found = _configured(w, ctx, grads, tensors)
+    return not_differentiable(w.name, found, (*grads, *tensors))
+
+
+def _configured(w: Wiring, ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+    """The gradients, under the configuration of forward."""
+    if torch.compiler.is_compiling():
+        return _gradients(w, ctx, grads, tensors)
+    for g in grads:
+        if g is not None and is_legacy_batchedtensor(g):
+            raise TransformError(
+                f"the backward of liger_multi.{w.name} does not support functorch transforms "
+                "(is_grads_batched, vectorize=True)"
             )
-    for name in op.bwd.returns:
-        if not name.startswith("d") or name[1:] not in fwd.params:
-            raise ContractError(
-                f"{op.name}.backward returns {name!r}, which is no gradient of an input of forward"
-            )
-    return [pool[name] for name in op.bwd.params]
+    if ctx.configuration is current():
+        return _gradients(w, ctx, grads, tensors)
+    with within(ctx.configuration):
+        return _gradients(w, ctx, grads, tensors)
+
+
+def _gradients(w: Wiring, ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+    """One gradient or None for every argument of forward."""
+    needs = ctx.needs_input_grad
+    outs = w.backward_half(*w.reads((*grads, *needs, *tensors, *ctx.plain)))
+    if w.overwritten >= 0:
+        return _in_its_buffer(w, tensors)
+    outs = (outs,) if isinstance(outs, Tensor) else outs
+    found = [None if i is None or not needs[j] else outs[i] for j, i in enumerate(w.grads)]
+    for i in w.smooth:
+        if grads[i] is None:  # an input that none reaches has an empty gradient
+            found = [None if g is None or g.numel() == 0 else g for g in found]
+    for i, y in w.passed:
+        found[i] = grads[y] if needs[i] else None
+    for i, dtype in w.casts:
+        g = found[i]
+        found[i] = None if g is None else g.to(ctx.plain[dtype])
+    return tuple(found)
+
+
+def _in_its_buffer(w: Wiring, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradient that replaced an input; a second backward meets a changed version."""
+    buffer = tensors[w.buffer]
+    increment_version(buffer)
+    return tuple(buffer.detach() if j == w.overwritten else None for j in range(w.inputs))
+
+
+# --- what is known when an operator is declared ---
+
+
+def picked(places: Sequence[int]) -> Pick:
+    """A function from a sequence to the tuple of what stands at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda pool: (pool[places[0]],)) if places else (lambda pool: ())
 
 
 def anchor_of(op: Op, omits: bool, added: Sequence[str]) -> tuple[str, ...]:
@@ -66,128 +197,74 @@ def anchor_of(op: Op, omits: bool, added: Sequence[str]) -> tuple[str, ...]:
     return (hidden[0],) if hidden and not read & smooth and (unread or omits) else ()
 
 
-def make_function(
+def sources_of(op: Op) -> list[tuple[str, str]]:
+    """Where every argument of backward comes from, and under which name it is known there."""
+    fwd, visible = op.fwd, op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
+    if op.fwd.returns[len(visible) :] != op.residuals:
+        raise ContractError(
+            f"{op.name}: the residuals {op.residuals} must be the last of {fwd.returns}"
+        )
+    pool = {f"needs_{n}": ("flag", n) for n in fwd.params}
+    pool |= {f"{n}_dtype": ("dtype", n) for n in fwd.params}
+    pool |= {f"d{n}": ("grad", n) for n in visible}
+    pool |= {n: ("tensor", n) for n in fwd.returns}
+    pool |= {n: ("tensor" if fwd.tensors[i] else "value", n) for i, n in enumerate(fwd.params)}
+    return [pool[name] for name in op.bwd.params]
+
+
+def wire(
     op: Op,
     forward_half: Callable[..., Any],
     backward_half: Callable[..., Any],
     omit: Callable[..., Sequence[str]] | None,
-) -> Any:
-    """The ``autograd.Function`` that joins two directions of ``op``."""
-    fwd, bwd, sources = op.fwd, op.bwd, _sources(op)
-    visible, inputs = len(fwd.returns) - len(op.residuals), len(fwd.params)
-    single = len(fwd.returns) == 1
-    # numbers of arguments and, after them, of outputs that are saved; of other arguments; of dtypes
-    kept = {s: (s[1] if s[0] == "input" else inputs + s[1]) for s in sources if s[0] in TENSORS}
-    saved, plain = list(kept.values()), [s[1] for s in sources if s[0] == "constant"]
-    owners = [op.shared.get(n, n) for n in fwd.params]
-    back = [bwd.returns.index(f"d{n}") if f"d{n}" in bwd.returns else None for n in owners]
-    cast = [i for i, n in enumerate(fwd.params) if owners[i] != n or n in op.shared.values()]
-    typed = sorted({*cast, *(s[1] for s in sources if s[0] == "dtype")})
-    anchor = [fwd.returns.index(n) for n in op.anchor]
-    order = _order(sources, len(fwd.params), visible + len(anchor), saved, plain, typed, kept)
-    fixed = [i for i, n in enumerate(fwd.returns[:visible]) if n in op.constants]
-    straight = [(fwd.params.index(n), fwd.returns.index(y)) for n, y in op.passed.items()]
-    smooth = [i for i in range(visible) if i not in fixed]
-    asked = [fwd.params.index(n) for n in inspect.signature(omit).parameters] if omit else []
-    dirty = fwd.params.index(op.inplace) if op.inplace else -1
-    name, everything = op.name, (*fwd.params, *fwd.returns)
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        outs = (forward_half(*args),) if single else forward_half(*args)
-        # views made in here could not be written to
-        outs = tuple([y.detach() if y._is_view() else y for y in outs])
-        if dirty >= 0:
-            increment_version(args[dirty])
-        pool = (*args, *outs)
-        if omit is None:
-            ctx.save_for_backward(*[pool[i] for i in saved])
-        else:
-            left = omit(*[args[i] for i in asked])
-            ctx.save_for_backward(*[None if everything[i] in left else pool[i] for i in saved])
-        ctx.plain = [args[i] for i in plain]
-        if typed:
-            ctx.plain += [None if args[i] is None else args[i].dtype for i in typed]
-        ctx.set_materialize_grads(False)
-        if fixed:
-            ctx.mark_non_differentiable(*[outs[i] for i in fixed])
-        ctx.configuration = current()
-        if anchor:
-            return (*outs[:visible], outs[anchor[0]])
-        return outs[0] if visible == 1 else outs[:visible]
-
-    def run(ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
-        needs = ctx.needs_input_grad
-        pool = (*grads, *needs, *tensors, *ctx.plain)
-        outs = backward_half(*[pool[i] for i in order])
-        if dirty >= 0:  # its buffer is the gradient now; a second backward meets a changed version
-            logits = tensors[saved.index(dirty)]
-            increment_version(logits)
-            return tuple(logits.detach() if j == dirty else None for j in range(inputs))
-        outs = (outs,) if isinstance(outs, Tensor) else outs
-        found = [outs[i] if i is not None and needs[j] else None for j, i in enumerate(back)]
-        for i in smooth:
-            if grads[i] is None:  # an input that none reaches has an empty gradient
-                found = [None if g is None or g.numel() == 0 else g for g in found]
-        for i, y in straight:
-            found[i] = grads[y] if needs[i] else None
-        for i in cast:
-            g = found[i]
-            found[i] = None if g is None else g.to(ctx.plain[len(plain) + typed.index(i)])
-        return tuple(found)
-
-    def configured(ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
-        if torch.compiler.is_compiling():
-            return run(ctx, grads, tensors)
-        for g in grads:
-            if g is not None and is_legacy_batchedtensor(g):
-                raise TransformError(
-                    f"the backward of liger_multi.{name} does not support functorch transforms "
-                    "(is_grads_batched, vectorize=True)"
-                )
-        if ctx.configuration is current():
-            return run(ctx, grads, tensors)
-        with within(ctx.configuration):
-            return run(ctx, grads, tensors)
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        for g in grads:
-            if g is not None:
-                break
-        else:
-            return (None,) * inputs
-        tensors = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return configured(ctx, grads, tensors)
-        with torch.no_grad():
-            found = configured(ctx, grads, tensors)
-        return not_differentiable(name, found, (*grads, *tensors))
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(op.name, (torch.autograd.Function,), members)
+) -> Wiring:
+    """The wiring of two directions of ``op``."""
+    fwd, bwd, sources = op.fwd, op.bwd, sources_of(op)
+    params, returns, everything = fwd.params, fwd.returns, (*op.fwd.params, *op.fwd.returns)
+    visible = returns[: len(returns) - len(op.residuals)]
+    named = {kind: list(dict.fromkeys(n for k, n in sources if k == kind)) for kind, _ in sources}
+    saved, values = named.get("tensor", []), named.get("value", [])
+    owners = {n: op.shared.get(n, n) for n in params}
+    casts = [n for n in params if owners[n] != n or n in op.shared.values()]
+    dtypes = [n for n in params if n in (*casts, *named.get("dtype", []))]
+    # the order of what backward picks its arguments from
+    pool = [("grad", n) for n in (*visible, *op.anchor)] + [("flag", n) for n in params]
+    pool += [("tensor", n) for n in saved] + [("value", n) for n in values]
+    pool += [("dtype", n) for n in dtypes]
+    return Wiring(
+        name=op.name,
+        forward_half=forward_half,
+        backward_half=backward_half,
+        inputs=len(params),
+        single=len(returns) == 1,
+        visible=len(visible),
+        overwritten=params.index(op.inplace) if op.inplace else -1,
+        buffer=saved.index(op.inplace) if op.inplace else -1,
+        constants=tuple(i for i, n in enumerate(visible) if n in op.constants),
+        hidden=returns.index(op.anchor[0]) if op.anchor else -1,
+        kept=picked([everything.index(n) for n in saved]),
+        names=tuple(saved),
+        omit=omit,
+        asked=picked([params.index(n) for n in inspect.signature(omit).parameters] if omit else []),
+        values=picked([params.index(n) for n in values]),
+        dtypes=tuple(params.index(n) for n in dtypes),
+        reads=picked([pool.index(source) for source in sources]),
+        grads=tuple(_place(bwd.returns, f"d{owners[n]}") for n in params),
+        smooth=tuple(i for i, n in enumerate(visible) if n not in op.constants),
+        passed=tuple((params.index(n), returns.index(y)) for n, y in op.passed.items()),
+        casts=tuple((params.index(n), len(values) + dtypes.index(n)) for n in casts),
+    )
 
 
-def _order(
-    sources: Sequence[tuple[str, int]],
-    inputs: int,
-    outputs: int,
-    saved: Sequence[int],
-    plain: Sequence[int],
-    typed: Sequence[int],
-    kept: Mapping[tuple[str, int], int],
-) -> list[int]:
-    """Where every argument of backward stands among gradients, flags, tensors, values, dtypes."""
-    flags = outputs
-    tensors = flags + inputs
-    values = tensors + len(saved)
-    dtypes = values + len(plain)
-    found = []
-    for kind, i in sources:
-        if kind in TENSORS:
-            found.append(tensors + saved.index(kept[kind, i]))
-        elif kind == "constant":
-            found.append(values + plain.index(i))
-        elif kind == "dtype":
-            found.append(dtypes + typed.index(i))
-        else:
-            found.append((flags if kind == "flag" else 0) + i)
-    return found
+def _place(names: Sequence[str], name: str) -> int | None:
+    return names.index(name) if name in names else None
+
+
+def make_function(wiring: Wiring) -> Any:
+    """The ``autograd.Function`` of a wiring."""
+
+    def run(ctx: Any, *grads: Any) -> Any:  # compiled autograd traces it, and takes no partial
+        return backward(wiring, ctx, *grads)
+
+    members = {"forward": staticmethod(partial(forward, wiring)), "backward": staticmethod(run)}
+    return type(wiring.name, (torch.autograd.Function,), members)

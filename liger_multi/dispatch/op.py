@@ -1,11 +1,12 @@
 """Operators: two directions each, joined by autograd by argument name.
 
-A contract (``liger_multi/ops/<op>.py``) declares forward and backward as stubs; the signature is
-the torch schema and the body the shape rule. In ``backward(dy, x, weight, rstd, ...)``, ``dy`` is
-the gradient of output ``y``, ``x`` and ``weight`` are inputs of forward, ``rstd`` an output of
-forward kept as a residual, and the returned ``dx`` belongs to ``x``. ``needs_x`` tells a direction
-whether anybody wants the gradient of ``x``, and ``x_dtype`` is the dtype of ``x``. A gradient that
-nobody wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
+A contract (``liger_multi/ops/<op>.py``) declares forward as a stub: the signature is the torch
+schema and the body the shape rule. Backward is declared by names, from which both are derived: in
+``reads="dy x weight rstd"``, ``dy`` is the gradient of output ``y``, ``x`` and ``weight`` are
+inputs of forward, and ``rstd`` is an output of forward kept as a residual. The returned ``dx``
+belongs to ``x``. ``needs_x`` tells whether anybody wants the gradient of ``x``, and ``x_dtype`` is
+the dtype of ``x``. A gradient that nobody wants, or that no upstream gradient reaches, is an empty
+tensor and becomes None.
 
 Each direction is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes
 see one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
@@ -28,7 +29,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from liger_multi.dispatch.autograd import anchor_of, make_function
+from liger_multi.derived import Rule, Shape, backward_of
+from liger_multi.dispatch.autograd import anchor_of, make_function, wire
 from liger_multi.dispatch.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
 from liger_multi.dispatch.registry import OPS
 from liger_multi.errors import TransformError
@@ -89,46 +91,58 @@ class Op:
 
     def backward(
         self,
+        reads: str,
         returns: str,
+        *,
+        shapes: Mapping[str, Shape] = {},
+        beside: Mapping[str, str] = {},
+        rule: Rule | None = None,
         omit: Callable[..., Sequence[str]] | None = None,
         shared: Mapping[str, str] = {},
         passed: Mapping[str, str] = {},
         added: Sequence[str] = (),
-    ) -> Callable[[Declared], Declared]:
+    ) -> None:
         """Declare the backward direction and wire it to forward.
 
+        Signature and shape rule are derived from the names: a gradient is as large as its input,
+        or empty where nobody needs it.
+
         Args:
+            reads: Names of all arguments; ``x?`` for an input that ``omit`` may leave out. Flags of
+                several gradients are added where none is named.
             returns: Names of the gradients, ``d`` and the name of an input of forward.
+            shapes: For inputs that backward does not read: the argument whose shape and dtype the
+                gradient has, or the shape as a function of arguments by name. The dtype is then
+                that of the first input; an argument ``x_dtype`` overrides it.
+            beside: For optional inputs: the argument whose dtype the empty gradient of an absent
+                one has; the first input, if not given.
+            rule: Shapes that follow no such rule: a function of arguments by name that returns
+                all gradients.
+            omit: Given arguments of forward by name, which tensors backward will not read; they are
+                not kept alive.
             shared: Inputs of forward whose gradient is that of another one, by name (the terms of
                 a sum); it is cast where the dtypes differ.
             passed: Inputs of forward whose gradient is that of an output as it comes, by name (what
                 is only added to).
-            omit: Given arguments of forward by name, which tensors backward will not read; they are
-                not kept alive.
             added: Inputs of forward that are only added to its outputs: no residual depends on
                 them, and backward does not read them.
         """
-
-        def declare(fake: Declared) -> Declared:
-            self.bwd = Primitive(
-                self, "backward", fake, returns, (self.inplace,) if self.inplace else ()
-            )
-            self.shared, self.passed = dict(shared), dict(passed)
-            self.anchor = anchor_of(self, omit is not None, added)
-            self.function = make_function(self, self.fwd, self.bwd, omit)
-            # the part in C++; what Python does around it serves functorch and setup_context
-            self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
-            self.traced = self.function
-            if self.compile == "trace":
-                self.traced = make_function(self, self.fwd.trace, self.bwd.trace, omit)
-            if not self.inplace:
-                self.whole = self._define()
-            names = [self.fwd.params[i] for i in self.fwd.places]
-            needs = [p[len("needs_") :] for p in self.fwd.params if p.startswith("needs_")]
-            self.flags = [names.index(name) for name in needs]
-            return fake
-
-        return declare
+        fake = backward_of(self, reads, returns, shared, shapes, beside, rule)
+        mutated = (self.inplace,) if self.inplace else ()
+        self.bwd = Primitive(self, "backward", fake, returns, mutated)
+        self.shared, self.passed = dict(shared), dict(passed)
+        self.anchor = anchor_of(self, omit is not None, added)
+        self.function = make_function(wire(self, self.fwd, self.bwd, omit))
+        # the part in C++; what Python does around it serves functorch and setup_context
+        self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+        self.traced = self.function
+        if self.compile == "trace":
+            self.traced = make_function(wire(self, self.fwd.trace, self.bwd.trace, omit))
+        if not self.inplace:
+            self.whole = self._define()
+        names = [self.fwd.params[i] for i in self.fwd.places]
+        needs = [p[len("needs_") :] for p in self.fwd.params if p.startswith("needs_")]
+        self.flags = [names.index(name) for name in needs]
 
     @property
     def primitives(self) -> tuple[Primitive, Primitive]:

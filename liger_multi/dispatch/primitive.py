@@ -57,7 +57,7 @@ class Primitive:
             fake,
             tuple(returns.split()),
         )
-        signature = inspect.signature(fake, eval_str=True)
+        self.signature = signature = inspect.signature(fake, eval_str=True)
         self.params = tuple(signature.parameters)
         self.mutates = tuple(mutates)
         self.schema = infer_schema(fake, mutates_args=self.mutates)

@@ -13,6 +13,7 @@ from liger_multi.memory.planning import Candidate, Settings, Space, TrainingPlan
 from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
+from liger_multi.memory.setup import TrainingSetup
 
 __all__ = [
     "POLICIES",
@@ -32,6 +33,7 @@ __all__ = [
     "Space",
     "Stats",
     "TrainingPlan",
+    "TrainingSetup",
     "adapt",
     "apply",
     "apply_recompute",

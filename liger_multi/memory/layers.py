@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_multi.memory.costs import Cost, Stats
-from liger_multi.memory.estimation import DTYPES, known, meta_model
+from liger_multi.memory.estimation import meta_model
 from liger_multi.memory.policies import POLICIES
 from liger_multi.memory.recompute import apply_recompute, decoder_layers, undo_all
 from liger_multi.memory.recorder import FORWARD, RECOMPUTE
+from liger_multi.memory.setup import DTYPES, known
 from liger_multi.memory.simulation import Simulation, backward
 from liger_multi.memory.storages import tensors_in
 

@@ -1,15 +1,9 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
 from liger_multi.nn.activations import DyT, PolyNorm, ReLUSquared
-from liger_multi.nn.divergence_heads import (
-    FusedLinearJSDLoss,
-    FusedLinearKLDivLoss,
-    FusedLinearTVDLoss,
-)
-from liger_multi.nn.divergences import JSDLoss, KLDivLoss, TVDLoss
 from liger_multi.nn.experts import Experts, HyperConnection
 from liger_multi.nn.group_norms import GatedRMSNorm, GroupNorm, ModulatedRMSNorm
-from liger_multi.nn.losses import CrossEntropyLoss, FusedLinearCrossEntropyLoss, FusedLinearLogProb
+from liger_multi.nn.losses import CrossEntropyLoss
 from liger_multi.nn.mlp import GEGLUMLP, ClampedSwiGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
 from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
 from liger_multi.nn.objectives import (
@@ -22,6 +16,16 @@ from liger_multi.nn.objectives import (
     PolicyLoss,
     SequenceLoss,
     SimPOLoss,
+)
+from liger_multi.nn.operator_losses import (
+    FusedLinearCrossEntropyLoss,
+    FusedLinearJSDLoss,
+    FusedLinearKLDivLoss,
+    FusedLinearLogProb,
+    FusedLinearTVDLoss,
+    JSDLoss,
+    KLDivLoss,
+    TVDLoss,
 )
 from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
 from liger_multi.nn.tiled import TiledMLP

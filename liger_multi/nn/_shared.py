@@ -7,7 +7,6 @@ import inspect
 from torch import Tensor, nn
 
 from liger_multi import checks
-from liger_multi.ops._divergence import REDUCTIONS
 
 
 def size(module: str, name: str, value: object) -> int:
@@ -36,10 +35,3 @@ def changed(module: nn.Module) -> str:
         if shown and value != parameter.default:
             found.append(f"{name}={value!r}")
     return ", ".join(found)
-
-
-def divergence_options(name: str, temperature: float, ignore_index: int, reduction: str) -> None:
-    """Check the options that all divergences share."""
-    checks.number(name, "temperature", temperature, 0.0, above=True)
-    checks.integer(name, "ignore_index", ignore_index)
-    checks.one_of(name, "reduction", reduction, REDUCTIONS)

@@ -24,16 +24,9 @@ def declare(op: Op) -> None:
     """Forward and backward of a divergence of given rows."""
 
     def forward(
-        student: Tensor,
-        teacher: Tensor,
-        target: Optional[Tensor],
-        beta: float,
-        form: str,
-        teacher_form: str,
-        scale: float,
-        ignore_index: int,
-        reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
+        teacher_form: str, scale: float, ignore_index: int, reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Shape rule."""
         rows, raw = student.shape[0], form == "logits"
         return (
@@ -43,75 +36,40 @@ def declare(op: Op) -> None:
             statistics(student, (rows if raw else 0,)),
         )
 
-    def backward(
-        dloss: Tensor,
-        student: Tensor,
-        teacher: Tensor,
-        target: Optional[Tensor],
-        lse: Tensor,
-        teacher_lse: Tensor,
-        slope: Tensor,
-        beta: float,
-        form: str,
-        teacher_form: str,
-        scale: float,
-        ignore_index: int,
-        reduction: str,
-    ) -> Tensor:
-        """Shape rule."""
-        return student.new_empty(student.shape)
-
     residuals = "lse teacher_lse slope"
     op.forward(returns=f"loss {residuals}", residuals=residuals)(forward)
-    op.backward(returns="dstudent")(backward)
+    op.backward(
+        reads=f"dloss student teacher target {residuals} beta form teacher_form scale ignore_index "
+        "reduction",
+        returns="dstudent",
+    )
 
 
 def declare_inplace(op: Op) -> None:
     """Forward and backward of a divergence whose gradient replaces the student."""
 
     def forward(
-        student: Tensor,
-        teacher: Tensor,
-        target: Optional[Tensor],
-        beta: float,
-        form: str,
-        teacher_form: str,
-        scale: float,
-        ignore_index: int,
-        reduction: str,
-    ) -> Tensor:
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
+        teacher_form: str, scale: float, ignore_index: int, reduction: str,
+    ) -> Tensor:  # fmt: skip
         """Shape rule."""
         return statistics(student, (student.shape[0],) if reduction == "none" else ())
 
-    def backward(dloss: Tensor, student: Tensor) -> None:
-        """Shape rule: ``student`` holds the gradient and is scaled where it stands."""
-
     op.forward(returns="loss")(forward)
-    op.backward(returns="")(backward)
+    op.backward(reads="dloss student", returns="")
 
 
 def run(
-    op: Op,
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor | None,
-    beta: float,
-    form: str,
-    teacher_form: str | None,
-    temperature: float,
-    ignore_index: int,
-    reduction: str,
-    inplace: bool,
-) -> Tensor:
+    op: Op, student: Tensor, teacher: Tensor, target: Tensor | None, beta: float, form: str,
+    teacher_form: str | None, temperature: float, ignore_index: int, reduction: str, inplace: bool,
+) -> Tensor:  # fmt: skip
     """Check the arguments of a divergence of given rows, and call it."""
     name = op.name
     checks.floating(name, student=student, teacher=teacher)
     checks.same_shape(name, student=student, teacher=teacher)
     checks.constant(name, "teacher", teacher)
     if student.ndim == 0 or student.shape[-1] == 0:
-        raise ValueError(
-            f"{name}: student must have shape (..., V) with V >= 1, got {checks.describe(student)}"
-        )
+        checks.refuse(name, "student must have shape (..., V) with V >= 1", student)
     if target is not None:
         checks.targets(name, target, student.shape[:-1], student)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
@@ -132,16 +90,10 @@ def run(
     else:
         given = student.reshape(rows, student.shape[-1])
     found: Tensor = op(
-        given,
-        teacher.reshape(rows, student.shape[-1]),
-        None if target is None else target.reshape(-1).to(torch.int64),
-        beta,
-        form,
-        teacher_form,
-        1 / cool,
-        checks.integer(name, "ignore_index", ignore_index),
-        reduction,
-    )
+        given, teacher.reshape(rows, student.shape[-1]),
+        None if target is None else target.reshape(-1).to(torch.int64), beta, form, teacher_form,
+        1 / cool, checks.integer(name, "ignore_index", ignore_index), reduction,
+    )  # fmt: skip
     return found.view(lead) if reduction == "none" else found
 
 
@@ -149,13 +101,9 @@ def run(
 
 
 def pair(
-    rows: int,
-    classes: int,
-    *,
-    marked: float | None = None,
-    layout: str = "contiguous",
+    rows: int, classes: int, *, marked: float | None = None, layout: str = "contiguous",
     scale: float = 1.5,
-) -> dict[str, T]:
+) -> dict[str, T]:  # fmt: skip
     """Tensors of a sample; ``marked`` is the share of ignored rows."""
     made = {
         "student": T((rows, classes), scale=scale, layout=layout),

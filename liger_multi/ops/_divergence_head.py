@@ -23,26 +23,12 @@ def declare(op: Op) -> None:
     """Forward and backward of a divergence of two heads."""
 
     def forward(
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
-        beta: float,
-        scale: float,
-        ignore_index: int,
-        reduction: str,
-        chunk: int,
-        budget: int,
-        accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
-        compact: bool,
-        needs_hidden: bool,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+        target: Optional[Tensor], bias: Optional[Tensor], teacher_bias: Optional[Tensor],
+        beta: float, scale: float, ignore_index: int, reduction: str, chunk: int, budget: int,
+        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
+        needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Shape rule; the residual gradients are as large as the real ones, or empty."""
         from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
         from liger_multi.reference.divergences.fused_linear_pairs import student_budget
@@ -61,72 +47,23 @@ def declare(op: Op) -> None:
             statistics(like, ()),
         )
 
-    def backward(
-        dloss: Tensor,
-        hidden: Optional[Tensor],
-        weight: Optional[Tensor],
-        teacher_hidden: Optional[Tensor],
-        teacher_weight: Optional[Tensor],
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
-        hidden_gradient: Tensor,
-        weight_gradient: Tensor,
-        bias_gradient: Tensor,
-        denominator: Tensor,
-        beta: float,
-        scale: float,
-        ignore_index: int,
-        reduction: str,
-        chunk: int,
-        budget: int,
-        accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
-        compact: bool,
-        needs_hidden: bool,
-        needs_weight: bool,
-        needs_bias: bool,
-        hidden_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        bias_dtype: Optional[torch.dtype],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Shape rule."""
-        h, w, classes = hidden_gradient, weight_gradient, bias_gradient.shape[0]
-        if hidden is not None and weight is not None:
-            h, w, classes = hidden, weight, weight.shape[0]
-        return (
-            h.new_empty(h.shape if needs_hidden else (0,), dtype=hidden_dtype),
-            w.new_empty(w.shape if needs_weight else (0,), dtype=weight_dtype),
-            w.new_empty(classes if needs_bias else 0, dtype=bias_dtype or weight_dtype),
-        )
-
     op.forward(returns=f"loss {GRADIENTS}", residuals=GRADIENTS)(forward)
     op.backward(
+        reads=f"dloss {' '.join(f'{name}?' for name in CONSUMED)} {GRADIENTS} beta scale "
+        "ignore_index reduction chunk budget accumulate compute_dtype compact needs_hidden "
+        "needs_weight needs_bias hidden_dtype weight_dtype bias_dtype",
         returns="dhidden dweight dbias",
         omit=lambda reduction: () if reduction == "none" else CONSUMED,
-    )(backward)
+        rule=head.gradients,
+    )
 
 
 def run(
-    op: Op,
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    *,
-    beta: float,
-    temperature: float,
-    square_temperature: bool,
-    vocabulary: str,
-    ignore_index: int,
-    reduction: str,
-    chunk: int | str,
-    accumulate: torch.dtype,
-    compact: bool,
-) -> Tensor:
+    op: Op, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    target: Tensor | None, bias: Tensor | None, teacher_bias: Tensor | None, *, beta: float,
+    temperature: float, square_temperature: bool, vocabulary: str, ignore_index: int,
+    reduction: str, chunk: int | str, accumulate: torch.dtype, compact: bool,
+) -> Tensor:  # fmt: skip
     """Check the arguments of a divergence of two heads, and call it."""
     name = op.name
     checks.floating(
@@ -138,9 +75,8 @@ def run(
     lead = hidden.shape[:-1]
     head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight, accumulate)
     if teacher_hidden.shape[:-1] != lead:
-        raise ValueError(
-            f"{name}: teacher_hidden must have the rows of hidden, {tuple(lead)}, got "
-            f"{checks.describe(teacher_hidden)}"
+        checks.refuse(
+            name, f"teacher_hidden must have the rows of hidden, {tuple(lead)}", teacher_hidden
         )
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "teacher_bias", teacher_bias, teacher_weight.shape[0], "teacher's classes")
@@ -184,17 +120,9 @@ def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:
 
 
 def heads(
-    rows: int,
-    width: int,
-    teacher_width: int,
-    classes: int,
-    *,
-    marked: float | None = None,
-    bias: bool = False,
-    frozen: tuple[str, ...] = (),
-    teacher_classes: int = 0,
-    spread: float = 1.0,
-) -> dict[str, T]:
+    rows: int, width: int, teacher_width: int, classes: int, *, marked: float | None = None,
+    bias: bool = False, frozen: tuple[str, ...] = (), teacher_classes: int = 0, spread: float = 1.0,
+) -> dict[str, T]:  # fmt: skip
     """Tensors of a sample; ``spread`` scales the logits of both heads."""
     other = teacher_classes or classes
 

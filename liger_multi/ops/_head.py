@@ -1,5 +1,7 @@
 """What the fused linear operators share: checks, chunk sizes, dtypes and samples."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
@@ -35,11 +38,8 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtyp
     if weight.ndim != 2:
         raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
     if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: the last axis of hidden must be H = {weight.shape[1]} of weight "
-            f"{tuple(weight.shape)}, got "
-            f"{checks.describe(hidden)}"
-        )
+        checks.refuse(name, f"the last axis of hidden must be H = {weight.shape[1]} of weight "
+                      f"{tuple(weight.shape)}", hidden)  # fmt: skip
 
 
 @constant_in_graphs
@@ -85,23 +85,28 @@ def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
             chunk, f"chunk of {name}"
         )
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
-        raise ValueError(
-            f"{name}: chunk must be 'auto', a positive number of rows or a byte budget such as "
-            f"'512MiB', got {checks.describe(chunk)}"
-        )
+        checks.refuse(name, "chunk must be 'auto', a positive number of rows or a byte budget "
+                      "such as '512MiB'", chunk)  # fmt: skip
     return chunk, 0
 
 
+def gradients(**given: Any) -> tuple[Tensor, ...]:
+    """Shape rule of the gradients of a head, whether its tensors or their gradients were kept."""
+    h, w, classes = (given[f"{n}_gradient"] for n in ("hidden", "weight", "bias"))
+    if given["hidden"] is not None and given["weight"] is not None:
+        h, w, classes = given["hidden"], given["weight"], given["weight"]
+    sizes = {"hidden": (h, h.shape), "weight": (w, w.shape), "bias": (w, classes.shape[:1])}
+    kinds = {n: given[f"{n}_dtype"] or given["weight_dtype"] for n in sizes}
+    return tuple(
+        x.new_empty(size if given[f"needs_{n}"] else (0,), dtype=kinds[n])
+        for n, (x, size) in sizes.items()
+    )
+
+
 def case(
-    rows: int,
-    width: int,
-    classes: int,
-    *,
-    ignored: float = 0.0,
-    bias: bool = False,
-    weighted: bool = False,
-    size: float = 0.6,
-) -> dict[str, T]:
+    rows: int, width: int, classes: int, *, ignored: float = 0.0, bias: bool = False,
+    weighted: bool = False, size: float = 0.6,
+) -> dict[str, T]:  # fmt: skip
     """Tensors of a sample."""
     made = {
         "hidden": T((rows, width)),
@@ -112,6 +117,11 @@ def case(
     return made | ({"class_weight": T((classes,), positive=True, grad=False)} if weighted else {})
 
 
-def frozen(case: dict[str, T], *names: str) -> dict[str, T]:
-    """The same tensors, of which the named ones get no gradient."""
-    return {n: T(t.shape, scale=t.scale, grad=False) if n in names else t for n, t in case.items()}
+def strided(scale: float) -> list[Sample]:
+    """Samples of a weight and of hidden states with other strides."""
+    given = case(6, 16, 24) | {"weight": T((24, 16), scale=scale)}
+    weight = {"weight": T((24, 16), scale=scale, layout="transposed")}
+    return [
+        Sample("transposed-weight", given | weight),
+        Sample("sliced-hidden", given | {"hidden": T((6, 16), layout="sliced")}),
+    ]

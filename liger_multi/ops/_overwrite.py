@@ -11,10 +11,8 @@ _PLAIN = (Tensor, Parameter)
 def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
     """A view ``(rows, V)`` of the caller's tensor; ValueError where there is none to write to."""
     if x.is_leaf:
-        raise ValueError(
-            f"{op}: inplace=True overwrites the {name} by their gradient, so they must come from "
-            f"an operation, got a leaf: {checks.describe(x)}"
-        )
+        checks.refuse(op, f"inplace=True overwrites the {name} by their gradient, so they must "
+                      "come from an operation", f"a leaf: {checks.describe(x)}")  # fmt: skip
     if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
         raise ValueError(
             f"{op}: a view of a leaf Variable that requires grad is being used in an in-place "
@@ -22,10 +20,8 @@ def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
             f"of the {name}, a view of it"
         )
     if _overlaps_itself(x):
-        raise ValueError(
-            f"{op}: inplace=True needs {name} whose elements are stored once each, got strides "
-            f"{x.stride()}"
-        )
+        checks.refuse(op, f"inplace=True needs {name} whose elements are stored once each",
+                      f"strides {x.stride()}")  # fmt: skip
     try:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:

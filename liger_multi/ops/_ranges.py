@@ -42,16 +42,9 @@ def from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def key_ranges(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    *,
-    causal: bool,
-    left: int,
-    right: int,
-    global_tokens: int,
-    documents: Tensor | None,
-) -> Tensor | None:
+    queries: int, keys: int, device: torch.device, *, causal: bool, left: int, right: int,
+    global_tokens: int, documents: Tensor | None,
+) -> Tensor | None:  # fmt: skip
     """One or two ranges of keys for every query, ``(B or 1, queries, 2 or 4)`` int32.
 
     The queries are the last positions of the keys. None where all is said by ``causal`` alone.

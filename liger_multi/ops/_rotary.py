@@ -20,18 +20,13 @@ ARRANGEMENTS = ("chunked", "interleaved")
 def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
     """The axis of the heads, from what callers name ``unsqueeze_dim``."""
     if q.ndim not in (3, 4):
-        raise ValueError(
-            f"{name}: q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D), got "
-            f"{checks.describe(q)}"
-        )
+        checks.refuse(name, "q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D)", q)
     given = checks.integer(name, "unsqueeze_dim", unsqueeze_dim)
     axis = given + q.ndim if given < 0 else given
     if not 1 <= axis <= q.ndim - 2:
         known = "1 or 2" if q.ndim == 4 else "1"
-        raise ValueError(
-            f"{name}: unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} "
-            f"axes, got {given}"
-        )
+        checks.refuse(name, f"unsqueeze_dim, the axis of the heads, must be {known} for q with "
+                      f"{q.ndim} axes", f"{given}")  # fmt: skip
     return axis
 
 
@@ -39,10 +34,8 @@ def check_queries_and_keys(name: str, q: Tensor, k: Tensor, heads: int) -> None:
     """Queries and keys differ in their heads only."""
     a, b, after = q.shape, k.shape, heads + 1
     if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
-        raise ValueError(
-            f"{name}: q and k must have the same shape except for the heads (axis {heads}), got "
-            f"{tuple(q.shape)} and {tuple(k.shape)}"
-        )
+        checks.refuse(name, f"q and k must have the same shape except for the heads (axis {heads})",
+                      f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
 
 
 def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
@@ -54,10 +47,8 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
         wanted = f"({tokens}, R)"
         if q.ndim == 4:
             wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
-        raise ValueError(
-            f"{name}: cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} with "
-            f"heads at axis {heads}, got {checks.describe(cos)}"
-        )
+        checks.refuse(name, f"cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} "
+                      f"with heads at axis {heads}", cos)  # fmt: skip
 
 
 def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
@@ -67,10 +58,8 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
     width = cos.shape[-1]
     given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
     if given != width and given != 2 * width:
-        raise ValueError(
-            f"{name}: rotary_dim must be the width of cos (one value a channel) or twice that (one "
-            f"value a pair), got {given} for {checks.describe(cos)}"
-        )
+        checks.refuse(name, "rotary_dim must be the width of cos (one value a channel) or twice "
+                      "that (one value a pair)", f"{given} for {checks.describe(cos)}")  # fmt: skip
     if given % 2 or not 0 < given <= q.shape[-1]:
         raise ValueError(
             f"{name}: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
@@ -154,18 +143,17 @@ def checked(
     return heads
 
 
-def gradients(
-    dq_out: Tensor | None, dk_out: Tensor | None, like: Tensor, orders: tuple[str, str],
-    dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The shape rule of a backward half."""
+def gradients(**given: Any) -> tuple[Tensor, ...]:
+    """Shape rule of backward; empty where a gradient is not needed or has nothing to come from."""
     from liger_multi.reference.rope.rope import dense
 
-    made = [
-        dense(grad, order, dtype) if needed and grad is not None else like.new_empty(0, dtype=dtype)
-        for grad, order, dtype, needed in zip((dq_out, dk_out), orders, dtypes, needs, strict=True)
-    ]
-    return made[0], made[1]
+    like = next(x for n, x in given.items() if n not in ("dq_out", "dk_out"))
+    return tuple(
+        dense(given[f"d{n}_out"], given[f"{n}_order"], given[f"{n}_dtype"])
+        if given[f"needs_{n}"] and given[f"d{n}_out"] is not None
+        else like.new_empty(0, dtype=given[f"{n}_dtype"])
+        for n in "qk"
+    )
 
 
 def queries_and_keys(

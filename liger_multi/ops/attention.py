@@ -1,6 +1,6 @@
 """Contract of ``attention``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._ranges import from_lengths, in_graphs, key_ranges
+from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -21,63 +22,41 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 
 @op.forward(returns="y lse", residuals="lse")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
-    causal: bool,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], v.shape[3])
     return y, q.new_empty(q.shape[:3], dtype=statistics)
 
 
-@op.backward(returns="dq dk dv dsinks")
-def backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
-    y: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    needs_q: bool,
-    needs_k: bool,
-    needs_v: bool,
-    needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
+def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, in memory as a projection's output."""
     made = [
-        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if needed else x.new_empty(0)
-        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if given[f"needs_{n}"] else x.new_empty(0)
+        for n, x in ((n, given[n]) for n in "qkv")
     ]
-    dsinks = q.new_empty(0) if sinks is None or not needs_sinks else sinks.new_empty(sinks.shape)
-    return made[0], made[1], made[2], dsinks
+    if "sinks" in given:
+        sinks = given["sinks"]
+        wanted = sinks is not None and given["needs_sinks"]
+        made.append(sinks.new_empty(sinks.shape) if wanted else given["q"].new_empty(0))
+    return tuple(made)
+
+
+op.backward(
+    reads="dy q k v sinks ranges y lse causal scale softcap",
+    returns="dq dk dv dsinks",
+    rule=gradients_of_heads,
+)
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: int | tuple[int, int] | None = None,
-    global_tokens: int = 0,
-    documents: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    ranges: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
+    window: int | tuple[int, int] | None = None, global_tokens: int = 0,
+    documents: Tensor | None = None, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, scale: float | None = None, ranges: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention in memory linear in the sequence, with every usual mask.
 
     Math:
@@ -143,15 +122,12 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"attention: q is {q.dtype}, got {name} as {checks.describe(x)}")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"attention: k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, S, E) for q "
-            f"{tuple(q.shape)}, got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+        checks.refuse("attention", f"k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, "
+                      f"S, E) for q {tuple(q.shape)}",
+                      f"{tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
     if q.shape[3] < 1 or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"attention: heads of q must be a multiple of heads of k, of at least one element, got "
-            f"{tuple(q.shape)} and {tuple(k.shape)}"
-        )
+        checks.refuse("attention", "heads of q must be a multiple of heads of k, of at least one "
+                      "element", f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
 
 
 def _documents(
@@ -160,10 +136,9 @@ def _documents(
     if cu_seqlens is not None:
         checks.integers("attention", "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
-            raise ValueError(
-                "attention: cu_seqlens has one axis, is for a batch of one, and stands in place of "
-                f"documents, got {checks.describe(cu_seqlens)} for a batch of {q.shape[0]}"
-            )
+            checks.refuse("attention", "cu_seqlens has one axis, is for a batch of one, and "
+                          "stands in place of documents",
+                          f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}")  # fmt: skip
         documents = from_lengths(cu_seqlens.to(q.device), k.shape[2])
     if documents is None:
         return None
@@ -171,10 +146,8 @@ def _documents(
         "attention", documents, torch.Size((q.shape[0], k.shape[2])), k, name="documents"
     )
     if q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"attention: with documents every query is a position of the keys, got {q.shape[2]} "
-            f"queries and {k.shape[2]} keys"
-        )
+        checks.refuse("attention", "with documents every query is a position of the keys",
+                      f"{q.shape[2]} queries and {k.shape[2]} keys")  # fmt: skip
     return documents
 
 
@@ -199,20 +172,14 @@ def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
     if ranges.dtype != torch.int32 or not fits or ranges.shape[1:] not in (
         (q.shape[2], 2), (q.shape[2], 4),
     ) or ranges.device != q.device:  # fmt: skip
-        raise ValueError(
-            f"attention: ranges must be int32 of shape ({q.shape[0]} or 1, {q.shape[2]}, 2 or 4) "
-            f"on {q.device}, got {checks.describe(ranges)}"
-        )
+        checks.refuse("attention", f"ranges must be int32 of shape ({q.shape[0]} or 1, "
+                      f"{q.shape[2]}, 2 or 4) on {q.device}", ranges)  # fmt: skip
 
 
 def _case(
-    shape: tuple[int, int, int, int],
-    groups: int = 0,
-    keys: int = 0,
-    value: int = 0,
-    layout: str = "contiguous",
-    **more: T,
-) -> dict[str, T]:
+    shape: tuple[int, int, int, int], groups: int = 0, keys: int = 0, value: int = 0,
+    layout: str = "contiguous", **more: T,
+) -> dict[str, T]:  # fmt: skip
     """Queries of a shape; keys perhaps of fewer heads or another length, values of another size."""
     batch, heads, length, size = shape
     lead = (batch, groups or heads, keys or length)
@@ -228,89 +195,50 @@ def _ids(batch: int, length: int, ignored: float = 0.0) -> T:
     return T((batch, length), classes=3, ignored=ignored, ignore_index=-1)
 
 
+CAUSAL: dict[str, Any] = {"causal": True}
 LONG = (2, 32, 8192, 128)
 SAMPLES = (
     Sample("full", _case((2, 1, 19, 8))),
-    Sample("tiny-causal", _case((1, 2, 5, 4)), {"causal": True}),
+    Sample("tiny-causal", _case((1, 2, 5, 4)), CAUSAL),
     Sample("tiny-window", _case((1, 2, 7, 3), 1), {"causal": True, "window": 3}),
     Sample("tiny-softcap", _case((1, 2, 5, 4), value=3), {"softcap": 1.5}),
-    Sample(
-        "tiny-sinks",
-        _case((1, 4, 5, 3), 2, sinks=T((4,), dtype=None)),
-        {"causal": True},
-    ),
+    Sample("tiny-sinks", _case((1, 4, 5, 3), 2, sinks=T((4,), dtype=None)), CAUSAL),
     Sample("tiny-global", _case((1, 1, 9, 3)), {"window": (1, 1), "global_tokens": 2}),
     Sample("tiny-documents", _case((1, 2, 8, 3), documents=_ids(1, 8))),
-    Sample("groups", _case((1, 4, 21, 16), 2), {"causal": True}),
+    Sample("groups", _case((1, 4, 21, 16), 2), CAUSAL),
     Sample("wider-values", _case((1, 1, 17, 8), value=40), {"scale": 0.2}),
     Sample("left-alone", _case((1, 1, 29, 8)), {"window": (5, -1)}),
-    Sample(
-        "global-causal",
-        _case((1, 1, 70, 8)),
-        {"window": 4, "global_tokens": 3, "causal": True},
-    ),
-    Sample(
-        "documents-everything",
-        _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
-        {"window": 3, "global_tokens": 1, "softcap": 2.0},
-    ),
+    Sample("global-causal", _case((1, 1, 70, 8)),
+           {"window": 4, "global_tokens": 3, "causal": True}),
+    Sample("documents-everything",
+           _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
+           {"window": 3, "global_tokens": 1, "softcap": 2.0}),
     Sample("all-padding", _case((1, 2, 6, 4), documents=_ids(1, 6, 1.0))),
     Sample("fp32-sinks", _case((1, 2, 9, 8), sinks=T((2,), dtype=torch.float32))),
-    Sample("later-queries", _case((2, 1, 5, 8), keys=21), {"causal": True}),
-    Sample(
-        "later-documents",
-        _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
-        {"causal": True, "window": 6},
-    ),
-    Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), {"causal": True}),
-    Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), {"causal": True}),
-    Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), {"causal": True}),
-    Sample("no-queries", _case((0, 2, 5, 8)), {"causal": True}),
-    Sample("two-blocks", _case((1, 1, 150, 16)), {"causal": True}),
-    Sample("swapped", _case((2, 2, 16, 8), layout="swapped"), {"causal": True}),
-    Sample("sliced", _case((2, 2, 16, 8), layout="sliced"), {"causal": True}),
-    Sample("expanded", _case((3, 2, 11, 8), layout="expanded"), {"causal": True}),
-    Sample(
-        "frozen-q",
-        {**_case((1, 2, 12, 8), sinks=T((2,))), "q": T((1, 2, 12, 8), grad=False)},
-        {"causal": True},
-    ),
-    Sample(
-        "frozen-keys",
-        {
-            **_case((1, 2, 12, 8), sinks=T((2,), grad=False)),
-            "k": T((1, 2, 12, 8), grad=False),
-            "v": T((1, 2, 12, 8), grad=False),
-        },
-    ),
+    Sample("later-queries", _case((2, 1, 5, 8), keys=21), CAUSAL),
+    Sample("later-documents", _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
+           {"causal": True, "window": 6}),
+    Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), CAUSAL),
+    Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), CAUSAL),
+    Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), CAUSAL),
+    Sample("no-queries", _case((0, 2, 5, 8)), CAUSAL),
+    Sample("two-blocks", _case((1, 1, 150, 16)), CAUSAL),
+    Sample("swapped", _case((2, 2, 16, 8), layout="swapped"), CAUSAL),
+    Sample("sliced", _case((2, 2, 16, 8), layout="sliced"), CAUSAL),
+    Sample("expanded", _case((3, 2, 11, 8), layout="expanded"), CAUSAL),
+    *each_frozen(_case((1, 2, 12, 8), sinks=T((2,))), "q", CAUSAL),
+    Sample("frozen-keys", frozen(_case((1, 2, 12, 8), sinks=T((2,))), "k", "v", "sinks")),
     Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
-    Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True}, size="bench"),
-    Sample(
-        "causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), {"causal": True},
-        size="bench",
-    ),
-    Sample(
-        "window-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "window": 1024},
-        size="bench",
-    ),
-    Sample(
-        "sinks-2x8192x64",
-        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-        {"causal": True},
-        size="bench",
-    ),
-    Sample(
-        "sinks-window-2x8192x64",
-        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-        {"causal": True, "window": 128},
-        size="bench",
-    ),
-    Sample(
-        "softcap-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "softcap": 50.0},
-        size="bench",
-    ),
-    Sample(
-        "global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
-        {"window": (256, 256), "global_tokens": 64}, size="bench",
-    ),
+    Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), CAUSAL, size="bench"),
+    Sample("causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), CAUSAL, size="bench"),
+    Sample("window-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "window": 1024},
+           size="bench"),
+    Sample("sinks-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+           CAUSAL, size="bench"),
+    Sample("sinks-window-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+           {"causal": True, "window": 128}, size="bench"),
+    Sample("softcap-2x8192x128", _case(LONG, 8, layout="swapped"),
+           {"causal": True, "softcap": 50.0}, size="bench"),
+    Sample("global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
+           {"window": (256, 256), "global_tokens": 64}, size="bench"),
 )  # fmt: skip

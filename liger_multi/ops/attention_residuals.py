@@ -24,34 +24,17 @@ def forward(
     return blocks.new_empty(blocks.shape[1:]), numbers[0], numbers[1]
 
 
-@op.backward(returns="dblocks dquery dweight")
-def backward(
-    dy: Tensor,
-    blocks: Tensor,
-    query: Tensor,
-    weight: Optional[Tensor],
-    p: Tensor,
-    rstd: Tensor,
-    needs_blocks: bool,
-    needs_query: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        blocks.new_empty(blocks.shape if needs_blocks else (0,)),
-        query.new_empty(query.shape if needs_query else (0,)),
-        query.new_empty(0)
-        if weight is None or not needs_weight
-        else weight.new_empty(weight.shape),
-    )
+op.backward(
+    reads="dy blocks query weight p rstd",
+    returns="dblocks dquery dweight",
+    beside={"weight": "query"},
+)
 
 
 def attention_residuals(
-    blocks: Tensor | Sequence[Tensor],
-    query: Tensor,
-    weight: Tensor | None = None,
+    blocks: Tensor | Sequence[Tensor], query: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Mix the outputs of earlier blocks, each token by attention over depth.
 
     Math:
@@ -80,10 +63,7 @@ def attention_residuals(
         blocks = _stacked(name, blocks)
     checks.floating(name, blocks=blocks, query=query, weight=weight, optional=("weight",))
     if blocks.ndim < 2 or blocks.shape[0] < 1:
-        raise ValueError(
-            f"{name}: blocks must have shape (N, ..., D), N at least 1, got "
-            f"{checks.describe(blocks)}"
-        )
+        checks.refuse(name, "blocks must have shape (N, ..., D), N at least 1", blocks)
     checks.vector(name, "query", query, blocks.shape[-1], "last axis of blocks")
     checks.vector(name, "weight", weight, blocks.shape[-1], "last axis of blocks")
     result: Tensor = op(blocks, query, weight, checks.number(name, "eps", eps, 0.0))

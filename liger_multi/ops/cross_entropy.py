@@ -41,14 +41,10 @@ def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tenso
         return like.new_empty(shape if name in wanted else (0,), dtype=dtype)
 
     return (
-        like.new_empty(each, dtype=kind),
-        empty("z_loss", each),
-        empty("token_accuracy", each),
-        empty("predicted_tokens", (rows,), torch.int64),
-        empty("log_prob", (rows,)),
-        empty("entropy", (rows,)),
-        like.new_empty(rows, dtype=kind),
-    )
+        like.new_empty(each, dtype=kind), empty("z_loss", each), empty("token_accuracy", each),
+        empty("predicted_tokens", (rows,), torch.int64), empty("log_prob", (rows,)),
+        empty("entropy", (rows,)), like.new_empty(rows, dtype=kind),
+    )  # fmt: skip
 
 
 def named(
@@ -76,54 +72,28 @@ def named(
     constants=RETURNS.removeprefix("loss "),
 )
 def forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Optional[Tensor],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: Optional[float],
-    reduction: str,
-    validate: bool,
-    outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+    validate: bool, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     made = shapes(logits, logits.shape[0], reduction, outputs)
     return (*made, made[0].new_empty(2))  # type: ignore[return-value]
 
 
-@op.backward(returns="dlogits")
-def backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Optional[Tensor],
-    lse: Tensor,
-    denominators: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: Optional[float],
-    reduction: str,
-) -> Tensor:
-    """Shape rule."""
-    return logits.new_empty(logits.shape)
+op.backward(
+    reads="dloss logits target weight lse denominators ignore_index label_smoothing z_loss_weight "
+    "softcap reduction",
+    returns="dlogits",
+)
 
 
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    inplace: bool = False,
-    validate: bool = False,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    reduction: str = "mean", inplace: bool = False, validate: bool = False,
     outputs: tuple[str, ...] = (),
-) -> Tensor | CrossEntropyOutput:
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy of logits with class ids, and statistics of the same pass.
 
     Math:
@@ -163,25 +133,16 @@ def cross_entropy(
     name = "cross_entropy"
     checks.floating(name, logits=logits, weight=weight, optional=("weight",))
     if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"{name}: logits must have shape (..., V) with V >= 1, got {checks.describe(logits)}"
-        )
+        checks.refuse(name, "logits must have shape (..., V) with V >= 1", logits)
     checks.targets(name, target, logits.shape[:-1], logits)
     checks.vector(name, "weight", weight, logits.shape[-1], "number of classes")
     checks.constant(name, "weight", weight)
     smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     ids = target.reshape(-1).to(torch.int64)
     args = (
-        ids,
-        weight,
-        checks.integer(name, "ignore_index", ignore_index),
-        smoothing,
-        z,
-        cap,
-        reduction,
-        checks.boolean(name, "validate", validate),
-        wanted,
-    )
+        ids, weight, checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap,
+        reduction, checks.boolean(name, "validate", validate), wanted,
+    )  # fmt: skip
     if (
         checks.boolean(name, "inplace", inplace)
         and logits.requires_grad
@@ -196,13 +157,9 @@ def cross_entropy(
 
 
 def options(
-    op_name: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    reduction: str,
+    op_name: str, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str,
     outputs: tuple[str, ...],
-) -> tuple[float, float, float | None, str]:
+) -> tuple[float, float, float | None, str]:  # fmt: skip
     """Check the options that all cross entropies share."""
     checks.one_of(op_name, "reduction", reduction, REDUCTIONS)
     smoothing = checks.number(op_name, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -212,14 +169,9 @@ def options(
 
 
 def _case(
-    rows: int,
-    classes: int,
-    *,
-    ignored: float = 0.0,
-    weighted: bool = False,
-    scale: float = 2.0,
+    rows: int, classes: int, *, ignored: float = 0.0, weighted: bool = False, scale: float = 2.0,
     layout: str = "contiguous",
-) -> dict[str, T]:
+) -> dict[str, T]:  # fmt: skip
     made = {
         "logits": T((rows, classes), scale=scale, layout=layout),
         "target": T((rows,), classes=classes, ignored=ignored),
@@ -239,26 +191,17 @@ SAMPLES = (
     Sample("softcap", _case(6, 40, scale=8.0), {"softcap": 5.0}),
     Sample("class-weights", _case(6, 40, ignored=0.2, weighted=True)),
     Sample("everything-mean", _case(9, 61, ignored=0.3, weighted=True), EVERYTHING),
-    Sample(
-        "everything-sum",
-        _case(9, 61, ignored=0.3, weighted=True),
-        {**EVERYTHING, "reduction": "sum"},
-    ),
-    Sample(
-        "everything-none",
-        _case(9, 61, ignored=0.3, weighted=True),
-        {**EVERYTHING, "reduction": "none"},
-    ),
+    Sample("everything-sum", _case(9, 61, ignored=0.3, weighted=True),
+           {**EVERYTHING, "reduction": "sum"}),
+    Sample("everything-none", _case(9, 61, ignored=0.3, weighted=True),
+           {**EVERYTHING, "reduction": "none"}),
     Sample("extreme-logits", _case(6, 40, scale=1e4), {"outputs": ("lse", "log_prob")}),
     Sample("large-logits", _case(8, 40, scale=20.0), {"outputs": OUTPUTS}),
     Sample("one-class", _case(5, 1), {"outputs": OUTPUTS}),
     Sample("one-row", _case(1, 129)),
     Sample("no-rows", _case(0, 12), {"outputs": OUTPUTS}, path="nothing to sum"),
-    Sample(
-        "three-axes",
-        {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
-        {"outputs": OUTPUTS},
-    ),
+    Sample("three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
+           {"outputs": OUTPUTS}),
     Sample("sliced", _case(5, 24, layout="sliced")),
     Sample("row-gaps", _case(5, 64, layout="rows")),
     Sample("odd-vocabulary", _case(2, 32777), {"outputs": OUTPUTS}, size="thin"),
@@ -267,4 +210,4 @@ SAMPLES = (
     Sample("8192x32000", _case(8192, 32000), size="bench"),
     Sample("8192x128256", _case(8192, 128256), size="bench"),
     Sample("4096x262144", _case(4096, 262144), size="bench"),
-)
+)  # fmt: skip

@@ -14,24 +14,15 @@ op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
 
 @op.forward(returns=RETURNS, constants=RETURNS.removeprefix("loss "))
 def forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Optional[Tensor],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: Optional[float],
-    reduction: str,
-    validate: bool,
-    outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+    validate: bool, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     return shapes(logits, logits.shape[0], reduction, outputs)  # type: ignore[return-value]
 
 
-@op.backward(returns="")
-def backward(dloss: Tensor, logits: Tensor) -> None:
-    """Shape rule: ``logits`` holds the gradient and is scaled where it stands."""
+op.backward(reads="dloss logits", returns="")
 
 
 SAMPLES = tuple(

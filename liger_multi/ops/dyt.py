@@ -1,12 +1,13 @@
 """Contract of ``dyt``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -22,26 +23,11 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@op.backward(returns="dx dalpha dweight dbias")
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype],
-    needs_x: bool,
-    needs_alpha: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    none, cols = (0,), x.shape[-1:]
-    return (
-        x.new_empty(x.shape if needs_x else none),
-        alpha.new_empty(alpha.shape if needs_alpha else none),
-        x.new_empty(0) if weight is None else weight.new_empty(cols if needs_weight else none),
-        x.new_empty(cols if needs_bias else none, dtype=bias_dtype),
-    )
+op.backward(
+    reads="dy x alpha weight bias_dtype",
+    returns="dx dalpha dweight dbias",
+    shapes={"bias": lambda x: x.shape[-1:]},
+)
 
 
 def dyt(
@@ -84,40 +70,23 @@ def dyt(
     return result
 
 
-def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
-    width = (shape[-1],)
-    return {
-        "x": T(shape, layout=layout),
-        "alpha": T((1,), scale=0.7, **parameters),  # type: ignore[arg-type]
-        "weight": T(width, **parameters),  # type: ignore[arg-type]
-        "bias": T(width, **parameters),  # type: ignore[arg-type]
-    }
+def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
+    made, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
+    return made | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
 
 
 SAMPLES = (
     Sample("affine", _given(2, 5, 64)),
+    *usual(_given, ROWS),
     Sample("fp32-parameters", _given(7, 96, dtype=torch.float32)),
     Sample("plain", {"x": T((4, 128)), "alpha": T((1,))}),
     Sample("scalar-alpha", {"x": T((4, 24)), "alpha": T(()), "weight": T((24,))}),
     Sample("without-weight", {"x": T((6, 72)), "alpha": T((1,)), "bias": T((72,))}),
-    Sample("one-row", _given(1, 257)),
-    Sample("one-axis", _given(48)),
-    Sample("one-column", _given(9, 1)),
-    Sample("no-rows", _given(0, 64)),
     Sample("no-columns", _given(3, 0)),
     Sample("large-values", {**_given(4, 64), "x": T((4, 64), scale=40.0)}),
     Sample("small-values", {**_given(4, 64), "x": T((4, 64), scale=1e-3)}),
-    Sample("sliced", _given(6, 32, layout="sliced")),
-    Sample("transposed", _given(2, 16, 24, layout="transposed")),
-    Sample("row-gaps", _given(3, 4, 64, layout="rows")),
-    Sample("expanded", _given(5, 64, layout="expanded")),
     Sample("frozen-alpha", {**_given(6, 64), "alpha": T((1,), grad=False)}),
-    Sample("frozen-weight", {**_given(6, 64), "weight": T((64,), grad=False)}),
-    Sample("frozen-parameters", {**_given(6, 64, grad=False)}),
-    Sample("frozen-x", {**_given(6, 64), "x": T((6, 64), grad=False)}),
-    Sample("many-tiny-rows", _given(1100, 8)),
-    Sample("past-65535-rows", _given(65537, 2), size="thin"),
-    Sample("past-65536-columns", _given(2, 65600), size="thin"),
-    Sample("8192x4096", _given(8192, 4096), size="bench"),
-    Sample("50432x768", _given(50432, 768), size="bench"),
+    *each_frozen(_given(6, 64), "weight x"),
+    Sample("frozen-parameters", _given(6, 64, grad=False)),
+    *bench(_given, "8192x4096 50432x768"),
 )

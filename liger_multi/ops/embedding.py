@@ -20,20 +20,18 @@ def forward(
     return weight.new_empty(index.shape[0], weight.shape[1])
 
 
-@op.backward(returns="dweight")
-def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float) -> Tensor:
-    """Shape rule."""
-    return dy.new_empty(classes, dy.shape[1])
+op.backward(
+    reads="dy index classes padding_idx scale",
+    returns="dweight",
+    shapes={"weight": lambda dy, classes: (classes, dy.shape[1])},
+    beside={"weight": "dy"},
+)
 
 
 def embedding(
-    index: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    *,
-    scale: float = 1.0,
+    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, scale: float = 1.0,
     validate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rows of a table, perhaps scaled; the gradient is summed in a fixed order.
 
     Math:

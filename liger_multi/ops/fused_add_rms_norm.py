@@ -1,13 +1,14 @@
 """Contract of ``fused_add_rms_norm``."""
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.rms_norm import CASTINGS, numbers
+from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
@@ -40,36 +41,18 @@ def forward(
     return y, s, rstd
 
 
-@op.backward(returns="dx dweight", shared={"residual": "x"})
-def backward(
-    new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
-    rstd: Tensor,
-    offset: float,
-    casting: str,
-    needs_x: bool,
-    needs_residual: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
-    s, needs_sum = new_residual, needs_x or needs_residual
-    dweight = (
-        s.new_empty(0) if weight is None or not needs_weight else weight.new_empty(weight.shape)
-    )
-    return s.new_empty(s.shape if needs_sum else (0,)), dweight
+op.backward(
+    reads="new_residual dy dnew_residual weight rstd offset casting",
+    returns="dx dweight",
+    shapes={"x": "new_residual"},
+    shared={"residual": "x"},
+)
 
 
 def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> FusedAddRMSNormOutput:
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+    offset: float = 0.0, casting: str = "llama",
+) -> FusedAddRMSNormOutput:  # fmt: skip
     """Add the residual stream and normalize the sum over the last axis, in one pass.
 
     Math:
@@ -109,50 +92,34 @@ def fused_add_rms_norm(
     return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
 
 
-def _terms(*shape: int, **both: object) -> dict[str, T]:
-    made = T(shape, **both)  # type: ignore[arg-type]
-    return {"x": made, "residual": made}
+def terms(
+    *shape: int, weight: bool = True, layout: str = "contiguous", **both: Any
+) -> dict[str, T]:
+    """Tensors of a sample; of some strides, only one term has them."""
+    sliced = "sliced" if layout == "sliced" else "contiguous"
+    x, residual = (sliced if layout == other else layout for other in ("rows", "transposed"))
+    residual = sliced if layout == "expanded" else residual
+    made = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
+    return made | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
+
+
+def fp32_residual() -> dict[str, T]:
+    """A residual stream of another dtype."""
+    return terms(7, 96) | {"residual": T((7, 96), dtype=torch.float32)}
 
 
 SAMPLES = (
-    Sample("llama", _terms(2, 5, 64) | {"weight": T((64,))}),
-    Sample(
-        "fp32-residual",
-        {"x": T((7, 96)), "residual": T((7, 96), dtype=torch.float32), "weight": T((96,))},
-        {"eps": 1e-5},
-    ),
-    Sample("fp32-weight", _terms(3, 24) | {"weight": T((24,), dtype=torch.float32)}),
-    Sample("olmo", _terms(3, 3, 40) | {"weight": T((40,))}, {"casting": "olmo"}),
-    Sample(
-        "gemma", _terms(6, 72) | {"weight": T((72,), scale=0.2)},
-        {"casting": "gemma", "offset": 1.0},
-    ),
-    Sample("llama-offset", _terms(6, 33) | {"weight": T((33,))}, {"offset": 1.0}),
-    Sample("weightless", _terms(4, 128)),
-    Sample("one-row", _terms(1, 257) | {"weight": T((257,))}),
-    Sample("one-axis", _terms(48) | {"weight": T((48,))}),
-    Sample("one-column", _terms(9, 1) | {"weight": T((1,))}, {"eps": 0.5}),
-    Sample("no-rows", _terms(0, 64) | {"weight": T((64,))}),
-    Sample("no-columns", _terms(3, 0) | {"weight": T((0,))}),
-    Sample("sliced", _terms(6, 32, layout="sliced") | {"weight": T((32,), layout="sliced")}),
-    Sample(
-        "transposed", {"x": T((2, 16, 24), layout="transposed"), "residual": T((2, 16, 24))}
-        | {"weight": T((24,))},
-    ),
-    Sample(
-        "row-gaps", {"x": T((3, 4, 64)), "residual": T((3, 4, 64), layout="rows")}
-        | {"weight": T((64,))},
-    ),
-    Sample(
-        "expanded", {"x": T((5, 64), layout="expanded"), "residual": T((5, 64))}
-        | {"weight": T((64,))},
-    ),
-    Sample("frozen-weight", _terms(6, 64) | {"weight": T((64,), grad=False)}),
-    Sample("frozen-x", {"x": T((6, 64), grad=False), "residual": T((6, 64)), "weight": T((64,))}),
-    Sample("frozen-residual", {"x": T((6, 64)), "residual": T((6, 64), grad=False)}),
-    Sample("frozen-terms", _terms(6, 64, grad=False) | {"weight": T((64,))}),
-    Sample("many-tiny-rows", _terms(1100, 8) | {"weight": T((8,))}),
-    Sample("past-65535-rows", _terms(65537, 2) | {"weight": T((2,))}, size="thin"),
-    Sample("past-65536-columns", _terms(2, 65600) | {"weight": T((65600,))}, size="thin"),
-    Sample("8192x4096", _terms(8192, 4096) | {"weight": T((4096,))}, size="bench"),
-)  # fmt: skip
+    Sample("llama", terms(2, 5, 64)),
+    *usual(terms, ROWS, but=EPS),
+    Sample("fp32-residual", fp32_residual(), {"eps": 1e-5}),
+    Sample("fp32-weight", terms(3, 24) | {"weight": T((24,), dtype=torch.float32)}),
+    Sample("olmo", terms(3, 3, 40), {"casting": "olmo"}),
+    Sample("gemma", terms(6, 72) | {"weight": T((72,), scale=0.2)}, GEMMA),
+    Sample("llama-offset", terms(6, 33), {"offset": 1.0}),
+    Sample("weightless", terms(4, 128, weight=False)),
+    Sample("no-columns", terms(3, 0)),
+    *each_frozen(terms(6, 64), "weight x"),
+    *each_frozen(terms(6, 64, weight=False), "residual"),
+    Sample("frozen-terms", terms(6, 64, grad=False)),
+    *bench(terms, "8192x4096"),
+)

@@ -8,7 +8,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
-from liger_multi.ops._head import case, frozen
+from liger_multi.ops._head import case, strided
+from liger_multi.ops._samples import frozen
 from liger_multi.ops.cross_entropy import (
     EVERYTHING,
     OUTPUTS,
@@ -30,28 +31,14 @@ op = Op("fused_linear_cross_entropy", family="cross_entropy")
     constants=RETURNS.removeprefix("loss "),
 )
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Optional[Tensor],
-    class_weight: Optional[Tensor],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: Optional[float],
-    reduction: str,
-    logit_scale: float,
-    chunk: int,
-    budget: int,
-    accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
-    compact: bool,
-    validate: bool,
-    outputs: str,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
+    class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float, z_loss_weight: float,
+    softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
+    accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool, validate: bool,
+    outputs: str, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
     from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
     from liger_multi.reference.cross_entropy.float8_head import logits_dtype
@@ -71,75 +58,26 @@ def forward(
     return (*made, *residuals)  # type: ignore[return-value]
 
 
-@op.backward(
+op.backward(
+    reads="dloss hidden? weight? target bias class_weight lse hidden_gradient weight_gradient "
+    "bias_gradient denominators ignore_index label_smoothing z_loss_weight softcap reduction "
+    "logit_scale chunk budget accumulate compute_dtype compact needs_hidden needs_weight "
+    "needs_bias hidden_dtype weight_dtype bias_dtype",
     returns="dhidden dweight dbias",
     omit=lambda reduction: (
         () if reduction == "none" else ("hidden", "weight", "bias", "class_weight")
     ),
+    rule=head.gradients,
 )
-def backward(
-    dloss: Tensor,
-    hidden: Optional[Tensor],
-    weight: Optional[Tensor],
-    target: Tensor,
-    bias: Optional[Tensor],
-    class_weight: Optional[Tensor],
-    lse: Tensor,
-    hidden_gradient: Tensor,
-    weight_gradient: Tensor,
-    bias_gradient: Tensor,
-    denominators: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: Optional[float],
-    reduction: str,
-    logit_scale: float,
-    chunk: int,
-    budget: int,
-    accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
-    compact: bool,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    hidden_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: Optional[torch.dtype],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    h, w = (
-        (hidden_gradient, weight_gradient) if hidden is None or weight is None else (hidden, weight)
-    )
-    return (
-        h.new_empty(h.shape if needs_hidden else (0,), dtype=hidden_dtype),
-        w.new_empty(w.shape if needs_weight else (0,), dtype=weight_dtype),
-        w.new_empty(
-            w.shape[0] if needs_bias and w.ndim == 2 else bias_gradient.shape,
-            dtype=bias_dtype or weight_dtype,
-        ),
-    )
 
 
 def fused_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    logit_scale: float = 1.0,
-    chunk: int | str = "auto",
-    accumulate: torch.dtype = torch.float32,
-    compact: bool = True,
-    validate: bool = False,
-    outputs: tuple[str, ...] = (),
-) -> Tensor | CrossEntropyOutput:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    class_weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    logit_scale: float = 1.0, chunk: int | str = "auto", accumulate: torch.dtype = torch.float32,
+    compact: bool = True, validate: bool = False, outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy of ``hidden @ weight.T + bias`` without holding the logits of all rows.
 
     Math:
@@ -177,13 +115,9 @@ def fused_linear_cross_entropy(
     """
     name = "fused_linear_cross_entropy"
     checks.floating(
-        name,
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        class_weight=class_weight,
+        name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight,
         optional=("bias", "class_weight"),
-    )
+    )  # fmt: skip
     head.shapes_fit(name, hidden, weight, accumulate)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
@@ -213,53 +147,24 @@ SAMPLES = (
     Sample("none", case(10, 16, 50, ignored=0.3), {"reduction": "none", "chunk": 4}),
     Sample("not-compact", case(10, 16, 50, ignored=0.3), {"compact": False, "chunk": 4}),
     Sample("all-ignored", case(6, 16, 50, ignored=1.0), {"outputs": OUTPUTS}),
-    Sample(
-        "all-ignored-not-compact",
-        case(6, 16, 50, ignored=1.0),
-        {"outputs": OUTPUTS, "compact": False},
-    ),
+    Sample("all-ignored-not-compact", case(6, 16, 50, ignored=1.0),
+           {"outputs": OUTPUTS, "compact": False}),
     Sample("bias", case(10, 16, 50, bias=True), {"chunk": 4}),
     Sample("bias-none", case(10, 16, 50, bias=True), {"chunk": 4, "reduction": "none"}),
     Sample("logit-scale", case(8, 16, 50), {"logit_scale": 0.25}),
     Sample("everything-mean", case(11, 24, 61, ignored=0.3, bias=True, weighted=True), _ALL),
-    Sample(
-        "everything-sum",
-        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
-        {**_ALL, "reduction": "sum"},
-    ),
-    Sample(
-        "everything-none",
-        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
-        {**_ALL, "reduction": "none"},
-    ),
+    Sample("everything-sum", case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+           {**_ALL, "reduction": "sum"}),
+    Sample("everything-none", case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+           {**_ALL, "reduction": "none"}),
     Sample("frozen-weight", frozen(case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
     Sample("frozen-hidden", frozen(case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
-    Sample(
-        "frozen-all-but-bias",
-        frozen(case(10, 16, 50, bias=True), "hidden", "weight"),
-        {"chunk": 4},
-    ),
-    Sample(
-        "three-axes",
-        {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
-        {"outputs": OUTPUTS},
-    ),
-    Sample(
-        "transposed-weight",
-        {
-            "hidden": T((6, 16)),
-            "weight": T((24, 16), layout="transposed"),
-            "target": T((6,), classes=24),
-        },
-    ),
-    Sample(
-        "sliced-hidden",
-        {
-            "hidden": T((6, 16), layout="sliced"),
-            "weight": T((24, 16)),
-            "target": T((6,), classes=24),
-        },
-    ),
+    Sample("frozen-all-but-bias", frozen(case(10, 16, 50, bias=True), "hidden", "weight"),
+           {"chunk": 4}),
+    Sample("three-axes",
+           {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
+           {"outputs": OUTPUTS}),
+    *strided(1.0),
     Sample("one-row", case(1, 16, 33)),
     Sample("no-rows", case(0, 16, 33), {"outputs": OUTPUTS}),
     Sample("odd-vocabulary", case(3, 8, 32777), {"chunk": 2}, size="thin"),
@@ -268,4 +173,4 @@ SAMPLES = (
     Sample("16384x2048x151936", case(16384, 2048, 151936), size="bench"),
     Sample("32768x4096x32000", case(32768, 4096, 32000), size="bench"),
     Sample("4096x8192x128256", case(4096, 8192, 128256), size="bench"),
-)
+)  # fmt: skip

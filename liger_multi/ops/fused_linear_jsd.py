@@ -13,24 +13,12 @@ declare(op)
 
 
 def fused_linear_jsd(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    square_temperature: bool = False,
-    vocabulary: str = "equal",
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    chunk: int | str = "auto",
-    accumulate: torch.dtype = torch.float32,
-    compact: bool = True,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    target: Tensor | None = None, bias: Tensor | None = None, teacher_bias: Tensor | None = None, *,
+    beta: float = 0.5, temperature: float = 1.0, square_temperature: bool = False,
+    vocabulary: str = "equal", ignore_index: int = -100, reduction: str = "mean",
+    chunk: int | str = "auto", accumulate: torch.dtype = torch.float32, compact: bool = True,
+) -> Tensor:  # fmt: skip
     """Jensen-Shannon divergence of two linear heads, without all their logits.
 
     Math:

@@ -11,23 +11,12 @@ declare(op)
 
 
 def fused_linear_tvd(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    square_temperature: bool = False,
-    vocabulary: str = "equal",
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    chunk: int | str = "auto",
-    accumulate: torch.dtype = torch.float32,
-    compact: bool = True,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    target: Tensor | None = None, bias: Tensor | None = None, teacher_bias: Tensor | None = None, *,
+    temperature: float = 1.0, square_temperature: bool = False, vocabulary: str = "equal",
+    ignore_index: int = -100, reduction: str = "mean", chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32, compact: bool = True,
+) -> Tensor:  # fmt: skip
     """Total variation distance of two linear heads, without holding all their logits.
 
     Math:

@@ -1,7 +1,7 @@
 """Contract of ``fused_moe``."""
 
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -18,27 +18,12 @@ op = Op("fused_moe", family="experts")
 
 @op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
 def forward(
-    x: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    index: Tensor,
-    routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: str,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    interleaved: bool,
-    transposed: bool,
-    y_dtype: torch.dtype,
-    needs_x: bool,
-    needs_gate_up_weight: bool,
-    needs_down_weight: bool,
-    needs_routing: bool,
-    needs_gate_up_bias: bool,
-    needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
+    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
+    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
+    needs_gate_up_bias: bool, needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule; without gradients no row of gate_up is kept."""
     wanted = needs_x or needs_gate_up_weight or needs_down_weight
     wanted = wanted or needs_routing or needs_gate_up_bias or needs_down_bias
@@ -57,62 +42,36 @@ def _unread(needs_x: bool, needs_gate_up_weight: bool) -> tuple[str, ...]:
     return weight if needs_gate_up_weight else (*weight, "x")
 
 
-@op.backward(
-    returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias", omit=_unread
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    down, dy, gate_up, routing = (given[n] for n in ("down_weight", "dy", "gate_up", "routing"))
+    experts, hidden, wide = down.shape[0], dy.shape[1], gate_up.shape[1]
+    shapes = {
+        "x": dy.shape,
+        "gate_up_weight": (experts, *((hidden, wide) if given["transposed"] else (wide, hidden))),
+        "down_weight": down.shape,
+        "routing": routing.shape,
+        "gate_up_bias": (experts, wide),
+        "down_bias": (experts, hidden),
+    }
+    sizes = {n: shape if given[f"needs_{n}"] else (0,) for n, shape in shapes.items()}
+    return tuple([(routing if n == "routing" else gate_up).new_empty(s) for n, s in sizes.items()])
+
+
+op.backward(
+    reads="dy x? gate_up_weight? down_weight index routing down_bias gate_up order offsets "
+    "activation limit alpha up_offset interleaved transposed",
+    returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias",
+    omit=_unread,
+    rule=_gradients,
 )
-def backward(
-    dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
-    down_weight: Tensor,
-    index: Tensor,
-    routing: Tensor,
-    down_bias: Optional[Tensor],
-    gate_up: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    activation: str,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    interleaved: bool,
-    transposed: bool,
-    needs_x: bool,
-    needs_gate_up_weight: bool,
-    needs_down_weight: bool,
-    needs_routing: bool,
-    needs_gate_up_bias: bool,
-    needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    experts, hidden, wide = down_weight.shape[0], dy.shape[1], gate_up.shape[1]
-    first = (experts, hidden, wide) if transposed else (experts, wide, hidden)
-    return (
-        gate_up.new_empty(dy.shape if needs_x else (0,)),
-        gate_up.new_empty(first if needs_gate_up_weight else (0,)),
-        gate_up.new_empty(down_weight.shape if needs_down_weight else (0,)),
-        routing.new_empty(routing.shape if needs_routing else (0,)),
-        gate_up.new_empty((experts, wide) if needs_gate_up_bias else (0,)),
-        gate_up.new_empty((experts, hidden) if needs_down_bias else (0,)),
-    )
 
 
 def fused_moe(
-    x: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    index: Tensor,
-    routing: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str = "silu",
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    up_offset: float = 1.0,
-    interleaved: bool = False,
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, activation: str = "silu",
+    limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
     transposed: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A mixture of gated experts: tokens sorted by expert, grouped products, a weighted sum.
 
     Math:
@@ -169,17 +128,11 @@ def fused_moe(
     assert rows is not None
     pairs = index.shape[-1]
     result: Tensor = op(
-        rows.reshape(_count(rows), rows.shape[-1]),
-        *weights,
+        rows.reshape(_count(rows), rows.shape[-1]), *weights,
         index.reshape(_count(index), pairs).to(torch.int64),
-        routing.reshape(_count(routing), pairs),
-        *given[3:],
-        activation,
-        *by,
-        interleaved,
-        transposed,
-        x.dtype,
-    )
+        routing.reshape(_count(routing), pairs), *given[3:], activation, *by, interleaved,
+        transposed, x.dtype,
+    )  # fmt: skip
     return result.view(x.shape)
 
 
@@ -196,53 +149,37 @@ def _shapes_fit(
     assert second is not None
     name = op.name
     if first.ndim != 3 or second.ndim != 3:
-        raise ValueError(
-            f"{name}: gate_up_weight and down_weight must have three axes, experts first, got "
-            f"{tuple(first.shape)} and {tuple(second.shape)}"
-        )
+        checks.refuse(name, "gate_up_weight and down_weight must have three axes, experts first",
+                      f"{tuple(first.shape)} and {tuple(second.shape)}")  # fmt: skip
     (experts, *gate_up), (_, *down) = first.shape, second.shape
     wide, hidden = gate_up[::-1] if transposed else gate_up
     wanted = (experts, *((wide // 2, hidden) if transposed else (hidden, wide // 2)))
     if wide % 2 or (second.shape[0], *down) != wanted:
-        raise ValueError(
-            f"{name}: down_weight must have shape {wanted} for an even number of columns of gate "
-            f"and up, and gate_up_weight {tuple(first.shape)}, got {checks.describe(second)}"
-        )
+        checks.refuse(name, f"down_weight must have shape {wanted} for an even number of columns "
+                      f"of gate and up, and gate_up_weight {tuple(first.shape)}",
+                      second)  # fmt: skip
     if experts < 1:
         raise ValueError(f"{name}: at least one expert is needed, got {checks.describe(first)}")
     if x.ndim == 0 or x.shape[-1] != hidden:
-        raise ValueError(
-            f"{name}: the last axis of x must be H = {hidden} of gate_up_weight "
-            f"{tuple(first.shape)}, got {checks.describe(x)}"
-        )
+        checks.refuse(name, f"the last axis of x must be H = {hidden} of gate_up_weight "
+                      f"{tuple(first.shape)}", x)  # fmt: skip
     if not isinstance(index, Tensor) or index.ndim != x.ndim:
-        raise ValueError(
-            f"{name}: index must have shape {(*x.shape[:-1], 'K')}, experts of every row of x, "
-            f"got {checks.describe(index)}"
+        checks.refuse(
+            name, f"index must have shape {(*x.shape[:-1], 'K')}, experts of every row of x", index
         )
     checks.targets(name, index, (*x.shape[:-1], index.shape[-1]), x, "index")
     checks.same_shape(name, index=index, routing=routing)
     for bias, size in (("gate_up_bias", wide), ("down_bias", hidden)):
         given = tensors[bias]
         if given is not None and tuple(given.shape) != (experts, size):
-            raise ValueError(
-                f"{name}: {bias} must have shape {(experts, size)}, got {checks.describe(given)}"
-            )
+            checks.refuse(name, f"{bias} must have shape {(experts, size)}", given)
 
 
 def _case(
-    rows: tuple[int, ...],
-    top_k: int,
-    experts: int,
-    hidden: int,
-    inner: int,
-    *,
-    transposed: bool = False,
-    bias: bool = False,
-    sentinels: float = 0.0,
-    ignore_index: int = -1,
+    rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, *,
+    transposed: bool = False, bias: bool = False, sentinels: float = 0.0, ignore_index: int = -1,
     frozen: tuple[str, ...] = (),
-) -> dict[str, T]:
+) -> dict[str, T]:  # fmt: skip
     """Tensors of a sample; names in ``frozen`` get no gradient."""
 
     def turned(rows: int, cols: int) -> tuple[int, int, int]:
@@ -272,11 +209,8 @@ SAMPLES = (
     Sample("transposed", _case((5,), 2, 3, 8, 6, transposed=True), {"transposed": True}),
     Sample("biases", _case((6,), 2, 3, 8, 4, bias=True)),
     Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
-    Sample(
-        "clamped-halves",
-        _case((5,), 2, 3, 8, 4),
-        {"activation": "swiglu_clamped", "limit": 0.5, "alpha": 1.0, "up_offset": 0.0},
-    ),
+    Sample("clamped-halves", _case((5,), 2, 3, 8, 4),
+           {"activation": "swiglu_clamped", "limit": 0.5, "alpha": 1.0, "up_offset": 0.0}),
     Sample("sentinels", _case((6,), 2, 3, 8, 4, bias=True, sentinels=0.4, ignore_index=3)),
     Sample("minus-one", _case((6,), 2, 3, 8, 4, sentinels=0.4)),
     Sample("nobody-here", _case((4,), 2, 3, 8, 4, bias=True, sentinels=1.0)),
@@ -288,10 +222,8 @@ SAMPLES = (
     Sample("odd-widths", _case((13,), 2, 2, 37, 21, bias=True)),
     Sample("wider", _case((9,), 2, 2, 144, 136)),
     Sample("sliced", _case((4,), 2, 3, 8, 4) | {"x": T((4, 8), layout="sliced")}),
-    Sample(
-        "strided-weights",
-        _case((6,), 2, 3, 8, 8) | {"gate_up_weight": T((3, 16, 8), layout="transposed")},
-    ),
+    Sample("strided-weights",
+           _case((6,), 2, 3, 8, 8) | {"gate_up_weight": T((3, 16, 8), layout="transposed")}),
     Sample("fp32-routing", _case((6,), 2, 3, 8, 4) | {"routing": T((6, 2), torch.float32)}),
     Sample("frozen-weights", _case((4,), 2, 3, 8, 4, bias=True, frozen=_WEIGHTS)),
     Sample("frozen-x", _case((4,), 2, 3, 8, 4, frozen=("x",))),
@@ -302,10 +234,6 @@ SAMPLES = (
     Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),
     Sample("512x2048 768 of 128", _case((512,), 8, 128, 2048, 768), size="bench"),
     Sample("8192x4096 14336 of 8", _case((8192,), 2, 8, 4096, 14336), size="bench"),
-    Sample(
-        "8192x2880 2880 of 32",
-        _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
-        _GPT_OSS,
-        size="bench",
-    ),
-)
+    Sample("8192x2880 2880 of 32", _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
+           _GPT_OSS, size="bench"),
+)  # fmt: skip

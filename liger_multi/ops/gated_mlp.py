@@ -1,7 +1,7 @@
 """Contract of ``gated_mlp``."""
 
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -24,18 +24,10 @@ op = Op(
 
 @op.forward(returns="y gate up", residuals="gate up")
 def forward(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: str,
-    needs_x: bool,
-    needs_gate_weight: bool,
-    needs_up_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+    activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
@@ -47,51 +39,32 @@ def _unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tu
     return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
 
 
-@op.backward(
-    returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias", omit=_unread
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    """Of a width that is known from whichever tensor was kept, or is not needed."""
+    x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
+    inner, outer = gate.shape[-1], down.shape[0]
+    width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
+    shapes = {
+        "x": (*gate.shape[:-1], width), "gate_weight": (inner, width), "up_weight": (inner, width),
+        "down_weight": down.shape, "gate_bias": (inner,), "up_bias": (inner,),
+        "down_bias": (outer,),
+    }  # fmt: skip
+    return tuple([gate.new_empty(s if given[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
+
+
+op.backward(
+    reads="dy x? gate_weight? up_weight? down_weight gate up activation",
+    returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
+    omit=_unread,
+    rule=_gradients,
 )
-def backward(
-    dy: Tensor,
-    x: Optional[Tensor],
-    gate_weight: Optional[Tensor],
-    up_weight: Optional[Tensor],
-    down_weight: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    needs_x: bool,
-    needs_gate_weight: bool,
-    needs_up_weight: bool,
-    needs_down_weight: bool,
-    needs_gate_bias: bool,
-    needs_up_bias: bool,
-    needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    inner = gate.shape[-1]
-    width = x.shape[-1] if x is not None else 0 if gate_weight is None else gate_weight.shape[1]
-    return (
-        gate.new_empty((*gate.shape[:-1], width) if needs_x else (0,)),
-        gate.new_empty((inner, width) if needs_gate_weight else (0,)),
-        gate.new_empty((inner, width) if needs_up_weight else (0,)),
-        gate.new_empty(down_weight.shape if needs_down_weight else (0,)),
-        gate.new_empty(inner if needs_gate_bias else 0),
-        gate.new_empty(inner if needs_up_bias else 0),
-        gate.new_empty(down_weight.shape[0] if needs_down_bias else 0),
-    )
 
 
 def gated_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    *,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A whole gated MLP that keeps no activation but the outputs of its first two layers.
 
     Math:
@@ -162,20 +135,14 @@ def _in_steps(
 
 def _shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
     if gate.ndim != 2 or up.shape != gate.shape:
-        raise ValueError(
-            f"{op}: gate_weight and up_weight must have one shape (F, H), got "
-            f"{tuple(gate.shape)} and {tuple(up.shape)}"
-        )
+        checks.refuse(op, "gate_weight and up_weight must have one shape (F, H)",
+                      f"{tuple(gate.shape)} and {tuple(up.shape)}")  # fmt: skip
     if down.ndim != 2 or down.shape[1] != gate.shape[0]:
-        raise ValueError(
-            f"{op}: down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
-            f"{tuple(gate.shape)}, got {checks.describe(down)}"
-        )
+        checks.refuse(op, f"down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
+                      f"{tuple(gate.shape)}", down)  # fmt: skip
     if x.ndim == 0 or x.shape[-1] != gate.shape[1]:
-        raise ValueError(
-            f"{op}: the last axis of x must be H = {gate.shape[1]} of gate_weight "
-            f"{tuple(gate.shape)}, got {checks.describe(x)}"
-        )
+        checks.refuse(op, f"the last axis of x must be H = {gate.shape[1]} of gate_weight "
+                      f"{tuple(gate.shape)}", x)  # fmt: skip
 
 
 def _case(
@@ -212,17 +179,13 @@ SAMPLES = (
     Sample("sliced", _case((4,), 8, 12) | {"x": T((4, 8), layout="sliced")}),
     Sample("transposed", _case((2, 4), 8, 12) | {"x": T((2, 4, 8), layout="transposed")}),
     Sample("frozen-x", _case((4,), 8, 12, x=True)),
-    Sample(
-        "frozen-weights", _case((4,), 8, 12, gate_weight=True, up_weight=True, down_weight=True)
-    ),
+    Sample("frozen-weights",
+           _case((4,), 8, 12, gate_weight=True, up_weight=True, down_weight=True)),
     Sample("frozen-up", _case((4,), 8, 12, up_weight=True)),
     Sample("only-down", _case((4,), 8, 12, x=True, gate_weight=True, up_weight=True)),
-    Sample(
-        "past-65535-rows",
-        _case((65537,), 4, 4, gate_weight=True, up_weight=True, down_weight=True),
-        size="thin",
-    ),
+    Sample("past-65535-rows",
+           _case((65537,), 4, 4, gate_weight=True, up_weight=True, down_weight=True), size="thin"),
     Sample("8192x2048x8192", _case((8192,), 2048, 8192), size="bench"),
     Sample("8192x4096x14336", _case((8192,), 4096, 14336), size="bench"),
     Sample("8192x896x4864", _case((8192,), 896, 4864), size="bench"),
-)
+)  # fmt: skip

@@ -1,13 +1,14 @@
 """Contract of ``gated_rms_norm``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.rms_norm import CASTINGS, numbers
+from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
+from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -17,16 +18,9 @@ op = Op("gated_rms_norm", family="norms", rows=("x", "gate", "dy", "rstd"), repl
 
 @op.forward(returns="y rstd", residuals="rstd")
 def forward(
-    x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
-    eps: float,
-    offset: float,
-    casting: str,
-    group_size: int,
-    norm_first: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
+    casting: str, group_size: int, norm_first: bool, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
@@ -35,45 +29,17 @@ def forward(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], groups), dtype=kind)
 
 
-@op.backward(returns="dx dgate dweight")
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
-    rstd: Tensor,
-    offset: float,
-    casting: str,
-    group_size: int,
-    norm_first: bool,
-    activation: str,
-    needs_x: bool,
-    needs_gate: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    none = (0,)
-    return (
-        x.new_empty(x.shape if needs_x else none),
-        x.new_empty(0) if gate is None else gate.new_empty(gate.shape if needs_gate else none),
-        x.new_empty(0)
-        if weight is None
-        else weight.new_empty(weight.shape if needs_weight else none),
-    )
+op.backward(
+    reads="dy x gate weight rstd offset casting group_size norm_first activation",
+    returns="dx dgate dweight",
+)
 
 
 def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    activation: str = "silu",
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor:
+    x: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6, *,
+    group_size: int | None = None, norm_before_gate: bool = True, activation: str = "silu",
+    offset: float = 0.0, casting: str = "llama",
+) -> Tensor:  # fmt: skip
     """Root-mean-square norm of groups of channels, times an activated gate after or before it.
 
     Math:
@@ -117,30 +83,34 @@ def gated_rms_norm(
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     size = width if group_size is None else checks.integer(name, "group_size", group_size)
     if group_size is not None and (size < 1 or width % size):
-        raise ValueError(
-            f"{name}: group_size must divide {width}, the last axis of x, got {group_size}"
-        )
+        checks.refuse(name, f"group_size must divide {width}, the last axis of x", f"{group_size}")
     before = checks.boolean(name, "norm_before_gate", norm_before_gate)
     rest = (*numbers(name, eps, offset), casting, max(size, 1), before, activation)
     result: Tensor = op(x, gate, weight, *rest)
     return result
 
 
-def _case(*shape: int, dtype: torch.dtype | None = None, **both: object) -> dict[str, T]:
-    made = T(shape, **both)  # type: ignore[arg-type]
+def _case(*shape: int, dtype: torch.dtype | None = None, **both: Any) -> dict[str, T]:
+    made = T(shape, **both)
     return {"x": made, "gate": made, "weight": T((shape[-1],), dtype=dtype)}
 
 
 AFTER, GROUPED = {"norm_before_gate": False}, {"group_size": 16}
 SAMPLES = (
     Sample("qwen3-next", _case(2, 5, 64)),
+    *usual(
+        _case, ROWS,
+        but=EPS | {"one-axis": {"group_size": 12}, "no-rows": GROUPED, "sliced": GROUPED,
+                   "transposed": AFTER, "row-gaps": AFTER | GROUPED,
+                   "many-tiny-rows": {"group_size": 4}},
+    ),
     Sample("mamba2", _case(2, 5, 64), AFTER),
     Sample("mamba2-groups", _case(3, 4, 64), AFTER | GROUPED),
     Sample("falcon-h1", _case(3, 4, 64), GROUPED | {"casting": "olmo"}),
     Sample("falcon-h1-after", _case(6, 48), AFTER | GROUPED | {"casting": "olmo"}),
     Sample("kimi", _case(6, 72), {"casting": "olmo", "activation": "sigmoid"}),
     Sample("sigmoid-after", _case(6, 72), AFTER | {"activation": "sigmoid"}),
-    Sample("gemma-groups", _case(6, 96), GROUPED | {"casting": "gemma", "offset": 1.0}),
+    Sample("gemma-groups", _case(6, 96), GROUPED | GEMMA),
     Sample("fp32-weight", _case(7, 96, dtype=torch.float32), {"eps": 1e-5}),
     Sample("fp32-weight-after", _case(7, 96, dtype=torch.float32), AFTER),
     Sample("gateless", {"x": T((4, 96)), "weight": T((96,))}, {"group_size": 24}),
@@ -148,24 +118,12 @@ SAMPLES = (
     Sample("plain", {"x": T((4, 40))}, {"group_size": 5}),
     Sample("fp32-gate", {**_case(4, 40), "gate": T((4, 40), dtype=torch.float32)}),
     Sample("odd-groups", _case(5, 111), {"group_size": 37}),
-    Sample("one-row", _case(1, 257)),
-    Sample("one-axis", _case(48), {"group_size": 12}),
-    Sample("one-column", _case(9, 1), {"eps": 0.5}),
     Sample("groups-of-one", _case(3, 6), {"group_size": 1, "eps": 0.5}),
-    Sample("no-rows", _case(0, 64), GROUPED),
-    Sample("sliced", _case(6, 32, layout="sliced"), GROUPED),
-    Sample("transposed", _case(2, 16, 24, layout="transposed"), AFTER),
-    Sample("row-gaps", _case(3, 4, 64, layout="rows"), AFTER | GROUPED),
-    Sample("expanded", _case(5, 64, layout="expanded")),
-    Sample("frozen-weight", {**_case(6, 64), "weight": T((64,), grad=False)}),
-    Sample("frozen-gate", {**_case(6, 64), "gate": T((6, 64), grad=False)}, AFTER),
-    Sample("frozen-x", {**_case(6, 64), "x": T((6, 64), grad=False)}),
-    Sample("frozen-both", {**_case(6, 64, grad=False), "weight": T((64,))}, AFTER),
-    Sample("many-tiny-rows", _case(1100, 8), {"group_size": 4}),
-    Sample("past-65535-rows", _case(65537, 2), size="thin"),
-    Sample("past-65536-columns", _case(2, 65600), size="thin"),
+    *each_frozen(_case(6, 64), "weight x"),
+    *each_frozen(_case(6, 64), "gate", AFTER),
+    Sample("frozen-both", frozen(_case(6, 64), "x", "gate"), AFTER),
     Sample("past-65536-columns-after", _case(2, 65600), AFTER, size="thin"),
-    Sample("262144x128", _case(262144, 128), size="bench"),
+    *bench(_case, "262144x128"),
     Sample("8192x4096 after", _case(8192, 4096), AFTER, size="bench"),
     Sample("8192x8192 after, 8 groups", _case(8192, 8192), AFTER | {"group_size": 1024}, "bench"),
     Sample("8192x4096 gateless", {"x": T((8192, 4096)), "weight": T((4096,))}, {"group_size": 1024},

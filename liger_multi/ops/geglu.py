@@ -5,7 +5,8 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.swiglu import gate_and_up, pair
+from liger_multi.ops._gated import FP32_UP, LARGE, MLPS, gate_and_up, pair
+from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -20,14 +21,7 @@ def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@op.backward(returns="dgate dup")
-def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, approximate: str, needs_gate: bool, needs_up: bool
-) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
-    return gate.new_empty(gate.shape if needs_gate else (0,)), up.new_empty(
-        up.shape if needs_up else (0,)
-    )
+op.backward(reads="dy gate up approximate", returns="dgate dup")
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
@@ -68,26 +62,17 @@ OVERFLOW = {
     "up": T((4, 64), dtype=torch.float32),
 }
 SAMPLES = (
-    Sample("rows", pair((3, 5, 48))),
-    Sample("exact", pair((3, 5, 48)), EXACT),
-    Sample("odd-width", pair((4, 37))),
-    Sample("exact-odd-width", pair((4, 37)), EXACT),
-    Sample("one-row", pair((1, 200))),
-    Sample("one-axis", pair((31,))),
-    Sample("no-rows", pair((0, 16))),
-    Sample("sliced", pair((4, 24), "sliced")),
-    Sample("exact-sliced", pair((4, 24), "sliced"), EXACT),
-    Sample("transposed", pair((2, 8, 12), "transposed")),
-    Sample("row-gaps", pair((2, 3, 64), "rows")),
-    Sample("expanded", pair((5, 24), "expanded")),
-    Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}),
-    Sample("exact-large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}, EXACT),
+    Sample("rows", pair(3, 5, 48)),
+    *usual(pair, PIECES, but={"past-65536-columns": EXACT}),
+    Sample("exact", pair(3, 5, 48), EXACT),
+    Sample("exact-odd-width", pair(4, 37), EXACT),
+    Sample("exact-sliced", pair(4, 24, layout="sliced"), EXACT),
+    Sample("large-values", LARGE),
+    Sample("exact-large-values", LARGE, EXACT),
     Sample("squares-overflow", OVERFLOW),
     Sample("exact-squares-overflow", OVERFLOW, EXACT),
-    Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}),
-    Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}),
-    Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}, EXACT),
-    Sample("past-65535-rows", pair((65537, 2)), size="thin"),
-    Sample("past-65536-columns", pair((2, 65600)), EXACT, size="thin"),
-    *[Sample(f"8192x{n}", pair((8192, n)), size="bench") for n in (8192, 11008, 14336, 18944)],
+    Sample("fp32-up", FP32_UP),
+    *each_frozen(pair(4, 64), "gate"),
+    *each_frozen(pair(4, 64), "up", EXACT),
+    *bench(pair, MLPS),
 )

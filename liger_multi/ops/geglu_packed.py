@@ -4,8 +4,9 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._gated import PACKED_MLPS, even, packed
+from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
-from liger_multi.ops.swiglu_packed import even
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -18,10 +19,7 @@ def forward(gate_up: Tensor, approximate: str) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-@op.backward(returns="dgate_up")
-def backward(dy: Tensor, gate_up: Tensor, approximate: str) -> Tensor:
-    """Shape rule."""
-    return gate_up.new_empty(gate_up.shape)
+op.backward(reads="dy gate_up approximate", returns="dgate_up")
 
 
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
@@ -55,19 +53,9 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 SAMPLES = (
-    Sample("rows", {"gate_up": T((3, 5, 96))}),
-    Sample("exact", {"gate_up": T((3, 5, 96))}, EXACT),
-    Sample("odd-half", {"gate_up": T((4, 74))}),
-    Sample("one-row", {"gate_up": T((1, 400))}),
-    Sample("one-axis", {"gate_up": T((62,))}, EXACT),
-    Sample("no-rows", {"gate_up": T((0, 16))}),
-    Sample("sliced", {"gate_up": T((4, 48), layout="sliced")}),
-    Sample("transposed", {"gate_up": T((2, 8, 12), layout="transposed")}, EXACT),
-    Sample("row-gaps", {"gate_up": T((2, 3, 64), layout="rows")}),
+    Sample("rows", packed(3, 5, 96)),
+    *usual(packed, HALVES, but={"one-axis": EXACT, "transposed": EXACT}),
+    Sample("exact", packed(3, 5, 96), EXACT),
     Sample("large-values", {"gate_up": T((4, 64), scale=30.0)}),
-    Sample("past-65535-rows", {"gate_up": T((65537, 4))}, size="thin"),
-    *[
-        Sample(f"8192x{n}", {"gate_up": T((8192, 2 * n))}, size="bench")
-        for n in (8192, 11008, 14336, 18944)
-    ],
+    *PACKED_MLPS,
 )

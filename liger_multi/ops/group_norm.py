@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -23,35 +24,18 @@ def forward(
     return x.new_empty(x.shape), mean, rstd
 
 
-@op.backward(returns="dx dweight dbias", added=("bias",))
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    num_groups: int,
-    weight: Optional[Tensor],
-    mean: Tensor,
-    rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    channels, none = x.shape[1:2], (0,)
-    return (
-        x.new_empty(x.shape if needs_x else none),
-        x.new_empty(0) if weight is None else weight.new_empty(channels if needs_weight else none),
-        x.new_empty(channels if needs_bias else none, dtype=bias_dtype),
-    )
+op.backward(
+    reads="dy x num_groups weight mean rstd bias_dtype",
+    returns="dx dweight dbias",
+    shapes={"bias": lambda x: x.shape[1:2]},
+    added=("bias",),
+)
 
 
 def group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Normalization of groups of channels to mean 0 and variance 1.
 
     Math:
@@ -121,10 +105,8 @@ SAMPLES = (
     Sample("channels-inside", _given(2, 4, 10, layout="transposed"), TWO),
     Sample("row-gaps", _given(2, 4, 12, layout="rows"), TWO),
     Sample("expanded", _given(3, 4, 12, layout="expanded"), TWO),
-    Sample("frozen-weight", {**_given(2, 4, 12), "weight": T((4,), grad=False)}, TWO),
-    Sample("frozen-bias", {**_given(2, 4, 12), "bias": T((4,), grad=False)}, TWO),
+    *each_frozen(_given(2, 4, 12), "weight bias x", TWO),
     Sample("frozen-parameters", _given(2, 4, 12, grad=False), TWO),
-    Sample("frozen-x", {**_given(2, 4, 12), "x": T((2, 4, 12), grad=False)}, TWO),
     Sample("past-65535-rows", _given(65537, 2, 1), {"num_groups": 1, "eps": 0.1}, size="thin"),
     Sample("past-65536-values", _given(2, 2, 33000), {"num_groups": 1}, size="thin"),
     Sample("8x320x64x64", _given(8, 320, 64, 64), {"num_groups": 32}, size="bench"),

@@ -1,6 +1,6 @@
 """Contract of ``hyper_connections``."""
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,58 +19,25 @@ op = Op(
 )
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 @op.forward(returns="pre post mix mixes rstd", residuals="mixes rstd")
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    iterations: int,
-    rms_eps: float,
-    eps: float,
-    post_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
+    eps: float, post_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
-    lead, count, kind = x.shape[:-2], x.shape[-2], _wide(x)
+    lead, count = x.shape[:-2], x.shape[-2]
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=kind),
-        x.new_empty((*lead, count), dtype=kind),
+        x.new_empty((*lead, count), dtype=kind), x.new_empty((*lead, count), dtype=kind),
         x.new_empty((*lead, count, count), dtype=kind),
-        x.new_empty((*lead, count * (count + 2)), dtype=kind),
-        x.new_empty(lead, dtype=kind),
-    )
+        x.new_empty((*lead, count * (count + 2)), dtype=kind), x.new_empty(lead, dtype=kind),
+    )  # fmt: skip
 
 
-@op.backward(returns="dx dweight dbias dscale")
-def backward(
-    dpre: Optional[Tensor],
-    dpost: Optional[Tensor],
-    dmix: Optional[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    mixes: Tensor,
-    rstd: Tensor,
-    iterations: int,
-    eps: float,
-    post_scale: float,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    needs_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        weight.new_empty(weight.shape if needs_weight else (0,)),
-        bias.new_empty(bias.shape if needs_bias else (0,)),
-        scale.new_empty(scale.shape if needs_scale else (0,)),
-    )
+op.backward(
+    reads="dpre dpost dmix x weight bias scale mixes rstd iterations eps post_scale",
+    returns="dx dweight dbias dscale",
+)
 
 
 class HyperCoefficients(NamedTuple):
@@ -82,16 +49,9 @@ class HyperCoefficients(NamedTuple):
 
 
 def hyper_connections(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    *,
-    iterations: int = 20,
-    rms_eps: float = 1e-6,
-    eps: float = 1e-6,
-    post_scale: float = 2.0,
-) -> HyperCoefficients:
+    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, *, iterations: int = 20,
+    rms_eps: float = 1e-6, eps: float = 1e-6, post_scale: float = 2.0,
+) -> HyperCoefficients:  # fmt: skip
     """Coefficients of manifold-constrained hyper-connections, from the streams themselves.
 
     Math:

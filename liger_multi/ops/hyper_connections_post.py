@@ -18,25 +18,7 @@ def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@op.backward(returns="dx dout dpost dmix")
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    out: Tensor,
-    post: Tensor,
-    mix: Tensor,
-    needs_x: bool,
-    needs_out: bool,
-    needs_post: bool,
-    needs_mix: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        out.new_empty(out.shape if needs_out else (0,)),
-        post.new_empty(post.shape if needs_post else (0,)),
-        mix.new_empty(mix.shape if needs_mix else (0,)),
-    )
+op.backward(reads="dy x out post mix", returns="dx dout dpost dmix")
 
 
 def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:

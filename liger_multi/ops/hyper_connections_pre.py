@@ -5,6 +5,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -17,23 +18,13 @@ def forward(x: Tensor, pre: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 
-@op.backward(returns="dx dpre")
-def backward(
-    dy: Tensor, x: Tensor, pre: Tensor, needs_x: bool, needs_pre: bool
-) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        pre.new_empty(pre.shape if needs_pre else (0,)),
-    )
+op.backward(reads="dy x pre", returns="dx dpre")
 
 
 def streams(op: str, x: Tensor) -> None:
     """Streams before the last axis."""
     if x.ndim < 2 or x.shape[-2] < 1:
-        raise ValueError(
-            f"{op}: x must have shape (..., N, C), at least one stream, got {checks.describe(x)}"
-        )
+        checks.refuse(op, "x must have shape (..., N, C), at least one stream", x)
 
 
 def coefficient(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
@@ -88,8 +79,7 @@ SAMPLES = (
     Sample("no-axes", _case(4, 8)),
     Sample("sliced", _case(3, 4, 8, layout="sliced")),
     Sample("transposed", _case(3, 4, 8, layout="transposed")),
-    Sample("frozen-x", _case(3, 4, 8) | {"x": T((3, 4, 8), grad=False)}),
-    Sample("frozen-pre", _case(3, 4, 8) | {"pre": T((3, 4), grad=False)}),
+    *each_frozen(_case(3, 4, 8), "x pre"),
     Sample("wide", _case(2, 5, 3001), size="thin"),
     Sample("past-65535-rows", _case(65537, 2, 4), size="thin"),
     Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),

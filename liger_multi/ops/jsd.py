@@ -12,18 +12,10 @@ declare(op)
 
 
 def jsd(
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    form: str = "log_prob",
-    teacher_form: str | None = None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    inplace: bool = False,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, beta: float = 0.5,
+    form: str = "log_prob", teacher_form: str | None = None, temperature: float = 1.0,
+    ignore_index: int = -100, reduction: str = "mean", inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """Jensen-Shannon divergence of a student and a teacher, a number a row.
 
     Math:

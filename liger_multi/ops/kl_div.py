@@ -11,17 +11,10 @@ declare(op)
 
 
 def kl_div(
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor | None = None,
-    *,
-    form: str = "log_prob",
-    teacher_form: str = "prob",
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    inplace: bool = False,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "log_prob",
+    teacher_form: str = "prob", temperature: float = 1.0, ignore_index: int = -100,
+    reduction: str = "mean", inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """KL divergence of a student from a teacher, a number a row.
 
     Math:

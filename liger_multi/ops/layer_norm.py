@@ -1,12 +1,14 @@
 """Contract of ``layer_norm``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops.rms_norm import EPS
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -25,23 +27,12 @@ def forward(
     return x.new_empty(x.shape), mean, rstd
 
 
-@op.backward(returns="dx dweight dbias", added=("bias",))
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Optional[Tensor],
-    mean: Tensor,
-    rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    cols, none = x.shape[-1:], (0,)
-    dweight = x.new_empty(0) if weight is None else weight.new_empty(cols if needs_weight else none)
-    dbias = x.new_empty(cols if needs_bias else none, dtype=bias_dtype)
-    return x.new_empty(x.shape if needs_x else none), dweight, dbias
+op.backward(
+    reads="dy x weight mean rstd bias_dtype",
+    returns="dx dweight dbias",
+    shapes={"bias": lambda x: x.shape[-1:]},
+    added=("bias",),
+)
 
 
 def layer_norm(
@@ -80,33 +71,21 @@ def layer_norm(
     return result
 
 
-def _affine(cols: int, **both: object) -> dict[str, T]:
-    made = T((cols,), **both)  # type: ignore[arg-type]
-    return {"weight": made, "bias": made}
+def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
+    sliced = "sliced" if layout == "sliced" else "contiguous"
+    made = T(shape[-1:], layout=sliced, **both)
+    return {"x": T(shape, layout=layout), "weight": made, "bias": made}
 
 
 SAMPLES = (
-    Sample("affine", {"x": T((2, 5, 64)), **_affine(64)}),
-    Sample("fp32-parameters", {"x": T((7, 96)), **_affine(96, dtype=torch.float32)}, {"eps": 1e-6}),
+    Sample("affine", _given(2, 5, 64)),
+    *usual(_given, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
+    Sample("fp32-parameters", _given(7, 96, dtype=torch.float32), {"eps": 1e-6}),
     Sample("plain", {"x": T((4, 128))}),
     Sample("without-bias", {"x": T((6, 72)), "weight": T((72,))}),
     Sample("without-weight", {"x": T((6, 72)), "bias": T((72,))}),
-    Sample("one-row", {"x": T((1, 257)), **_affine(257)}),
-    Sample("one-axis", {"x": T((48,)), **_affine(48)}),
-    Sample("one-column", {"x": T((9, 1)), **_affine(1)}, {"eps": 0.5}),
-    Sample("no-rows", {"x": T((0, 64)), **_affine(64)}),
-    Sample("no-columns", {"x": T((3, 0)), **_affine(0)}),
-    Sample("sliced", {"x": T((6, 32), layout="sliced"), **_affine(32, layout="sliced")}),
-    Sample("transposed", {"x": T((2, 16, 24), layout="transposed"), **_affine(24)}),
-    Sample("row-gaps", {"x": T((3, 4, 64), layout="rows"), **_affine(64)}),
-    Sample("expanded", {"x": T((5, 64), layout="expanded"), **_affine(64)}),
-    Sample("frozen-weight", {"x": T((6, 64)), "weight": T((64,), grad=False), "bias": T((64,))}),
-    Sample("frozen-bias", {"x": T((6, 64)), "weight": T((64,)), "bias": T((64,), grad=False)}),
-    Sample("frozen-parameters", {"x": T((6, 64)), **_affine(64, grad=False)}),
-    Sample("frozen-x", {"x": T((6, 64), grad=False), **_affine(64)}),
-    Sample("many-tiny-rows", {"x": T((1100, 8)), **_affine(8)}),
-    Sample("past-65535-rows", {"x": T((65537, 2)), **_affine(2)}, {"eps": 0.1}, size="thin"),
-    Sample("past-65536-columns", {"x": T((2, 65600)), **_affine(65600)}, size="thin"),
-    Sample("8192x4096", {"x": T((8192, 4096)), **_affine(4096)}, size="bench"),
-    Sample("32768x1024", {"x": T((32768, 1024)), **_affine(1024)}, size="bench"),
+    Sample("no-columns", _given(3, 0)),
+    *each_frozen(_given(6, 64), "weight bias x"),
+    Sample("frozen-parameters", _given(6, 64, grad=False)),
+    *bench(_given, "8192x4096 32768x1024"),
 )

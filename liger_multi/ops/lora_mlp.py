@@ -25,93 +25,33 @@ op = Op(
 
 @op.forward(returns="y gate up", residuals="gate up")
 def forward(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_a: Optional[Tensor],
-    gate_b: Optional[Tensor],
-    up_a: Optional[Tensor],
-    up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    gate_scale: float,
-    up_scale: float,
-    down_scale: float,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
+    up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
+    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+    gate_scale: float, up_scale: float, down_scale: float, activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
 
 
-@op.backward(returns="dx dgate_a dgate_b dup_a dup_b ddown_a ddown_b")
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_a: Optional[Tensor],
-    gate_b: Optional[Tensor],
-    up_a: Optional[Tensor],
-    up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate: Tensor,
-    up: Tensor,
-    gate_scale: float,
-    up_scale: float,
-    down_scale: float,
-    activation: str,
-    needs_x: bool,
-    needs_gate_a: bool,
-    needs_gate_b: bool,
-    needs_up_a: bool,
-    needs_up_b: bool,
-    needs_down_a: bool,
-    needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-
-    def like(thin: Optional[Tensor], needed: bool) -> Tensor:
-        return x.new_empty(0) if thin is None else thin.new_empty(thin.shape if needed else (0,))
-
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        like(gate_a, needs_gate_a),
-        like(gate_b, needs_gate_b),
-        like(up_a, needs_up_a),
-        like(up_b, needs_up_b),
-        like(down_a, needs_down_a),
-        like(down_b, needs_down_b),
-    )
+op.backward(
+    reads="dy x gate_weight up_weight down_weight gate_a gate_b up_a up_b down_a down_b gate up "
+    "gate_scale up_scale down_scale activation",
+    returns="dx dgate_a dgate_b dup_a dup_b ddown_a ddown_b",
+)
 
 
 def lora_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_a: Tensor | None = None,
-    gate_b: Tensor | None = None,
-    up_a: Tensor | None = None,
-    up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
-    *,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_scale: float = 1.0,
-    up_scale: float = 1.0,
-    down_scale: float = 1.0,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_a: Tensor | None = None, gate_b: Tensor | None = None, up_a: Tensor | None = None,
+    up_b: Tensor | None = None, down_a: Tensor | None = None, down_b: Tensor | None = None, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_scale: float = 1.0, up_scale: float = 1.0, down_scale: float = 1.0,
     activation: str = "silu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
 
     Math:
@@ -180,12 +120,9 @@ def lora_mlp(
 
 
 def _in_steps(
-    x: Tensor,
-    wide: list[Tensor | None],
-    thin: list[Tensor | None],
-    scales: tuple[float, ...],
+    x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
     activation: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The same as steps of their own, of which checkpointing does not compute the last again."""
     from liger_multi.ops import geglu, swiglu
 
@@ -241,16 +178,8 @@ SAMPLES = (
     Sample("sliced", _case((6,), 16, 24, 4) | {"x": T((6, 16), layout="sliced")}),
     Sample("frozen-x", _case((6,), 16, 24, 4, x=True)),
     Sample("frozen-a", _case((6,), 16, 24, 4, gate_a=True, up_a=True, down_a=True)),
-    Sample(
-        "past-65535-rows",
-        _case((65537,), 4, 4, 2, **_FROZEN),
-        size="thin",
-    ),
+    Sample("past-65535-rows", _case((65537,), 4, 4, 2, **_FROZEN), size="thin"),
     Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),
-    Sample(
-        "8192x4096x14336-r16-fp32",
-        _case((8192,), 4096, 14336, 16, dtype=torch.float32),
-        _SCALES,
-        size="bench",
-    ),
-)
+    Sample("8192x4096x14336-r16-fp32", _case((8192,), 4096, 14336, 16, dtype=torch.float32),
+           _SCALES, size="bench"),
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """Contract of ``lora_qkv``."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -32,23 +32,12 @@ class LoraQKVOutput(NamedTuple):
 
 @op.forward(returns="q k v low", residuals="low")
 def forward(
-    x: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    v_weight: Optional[Tensor],
-    q_a: Optional[Tensor],
-    q_b: Optional[Tensor],
-    k_a: Optional[Tensor],
-    k_b: Optional[Tensor],
-    v_a: Optional[Tensor],
-    v_b: Optional[Tensor],
-    q_bias: Optional[Tensor],
-    k_bias: Optional[Tensor],
-    v_bias: Optional[Tensor],
-    q_scale: float,
-    k_scale: float,
+    x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
+    q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
+    v_a: Optional[Tensor], v_b: Optional[Tensor], q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor], v_bias: Optional[Tensor], q_scale: float, k_scale: float,
     v_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
 
     def made(weight: Optional[Tensor]) -> Tensor:
@@ -59,70 +48,31 @@ def forward(
     return made(q_weight), made(k_weight), made(v_weight), low
 
 
-@op.backward(returns="dx dq_a dq_b dk_a dk_b dv_a dv_b")
-def backward(
-    dq: Optional[Tensor],
-    dk: Optional[Tensor],
-    dv: Optional[Tensor],
-    x: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    v_weight: Optional[Tensor],
-    q_a: Optional[Tensor],
-    q_b: Optional[Tensor],
-    k_a: Optional[Tensor],
-    k_b: Optional[Tensor],
-    v_a: Optional[Tensor],
-    v_b: Optional[Tensor],
-    low: Tensor,
-    q_scale: float,
-    k_scale: float,
-    v_scale: float,
-    needs_x: bool,
-    needs_q_a: bool,
-    needs_q_b: bool,
-    needs_k_a: bool,
-    needs_k_b: bool,
-    needs_v_a: bool,
-    needs_v_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    """None of an adapter whose layer's output was not used."""
+    x, made = given["x"], []
+    for name in [f"{layer}_{part}" for layer in LAYERS for part in "ab"]:
+        thin, used = given[name], given[f"needs_{name}"] and given[f"d{name[0]}"] is not None
+        like = x if thin is None else thin
+        made.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
+    return x.new_empty(x.shape if given["needs_x"] else (0,)), *made
 
-    def like(thin: Optional[Tensor], dy: Optional[Tensor], needed: bool) -> Tensor:
-        if thin is None:
-            return x.new_empty(0)
-        return thin.new_empty(thin.shape if needed and dy is not None else (0,))
 
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        like(q_a, dq, needs_q_a),
-        like(q_b, dq, needs_q_b),
-        like(k_a, dk, needs_k_a),
-        like(k_b, dk, needs_k_b),
-        like(v_a, dv, needs_v_a),
-        like(v_b, dv, needs_v_b),
-    )
+op.backward(
+    reads="dq dk dv x q_weight k_weight v_weight q_a q_b k_a k_b v_a v_b low q_scale k_scale "
+    "v_scale",
+    returns="dx dq_a dq_b dk_a dk_b dv_a dv_b",
+    rule=_gradients,
+)
 
 
 def lora_qkv(
-    x: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    v_weight: Tensor | None = None,
-    q_a: Tensor | None = None,
-    q_b: Tensor | None = None,
-    k_a: Tensor | None = None,
-    k_b: Tensor | None = None,
-    v_a: Tensor | None = None,
-    v_b: Tensor | None = None,
-    *,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> LoraQKVOutput:
+    x: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None, q_a: Tensor | None = None, q_b: Tensor | None = None,
+    k_a: Tensor | None = None, k_b: Tensor | None = None, v_a: Tensor | None = None,
+    v_b: Tensor | None = None, *, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+) -> LoraQKVOutput:  # fmt: skip
     """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
 
     Math:
@@ -196,10 +146,8 @@ def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
 
 def _whole(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"lora_qkv: {name}_weight must have shape (F, H) for x (..., H), got "
-            f"{tuple(weight.shape)} for {tuple(x.shape)}"
-        )
+        checks.refuse("lora_qkv", f"{name}_weight must have shape (F, H) for x (..., H)",
+                      f"{tuple(weight.shape)} for {tuple(x.shape)}")  # fmt: skip
     checks.vector("lora_qkv", f"{name}_bias", bias, weight.shape[0], f"rows of {name}_weight")
 
 
@@ -244,10 +192,6 @@ SAMPLES = (
     Sample("only-b-of-k", _case((6,), 8, _RANK_4, frozen=["x", "q_a", "q_b", "k_a"])),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
     Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),
-    Sample(
-        "8192x4096-r16-fp32",
-        _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32),
-        _EQUAL,
-        size="bench",
-    ),
-)
+    Sample("8192x4096-r16-fp32", _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32), _EQUAL,
+           size="bench"),
+)  # fmt: skip

@@ -17,23 +17,7 @@ def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return base.new_empty(base.shape)
 
 
-@op.backward(returns="dx da db", passed={"base": "y"})
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    needs_x: bool,
-    needs_a: bool,
-    needs_b: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        a.new_empty(a.shape if needs_a else (0,)),
-        b.new_empty(b.shape if needs_b else (0,)),
-    )
+op.backward(reads="dy x a b scale", returns="dx da db", passed={"base": "y"})
 
 
 def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -74,20 +58,15 @@ def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str 
     """``(x @ a.T) @ b.T`` has the shape ``out``."""
     a_name, b_name = f"{of}a", f"{of}b"
     if x.ndim == 0 or x.shape[:-1] != out[:-1]:
-        raise ValueError(
-            f"{op}: x and base must have the same leading axes, got {tuple(x.shape)} and "
-            f"{tuple(out)}"
+        checks.refuse(
+            op, "x and base must have the same leading axes", f"{tuple(x.shape)} and {tuple(out)}"
         )
     if a.ndim != 2 or a.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: {a_name} must have shape (r, {x.shape[-1]}), a column for each of the layer's "
-            f"inputs, got {checks.describe(a)}"
-        )
+        checks.refuse(op, f"{a_name} must have shape (r, {x.shape[-1]}), a column for each of the "
+                      "layer's inputs", a)  # fmt: skip
     if b.shape != (out[-1], a.shape[0]):
-        raise ValueError(
-            f"{op}: {b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer by rows "
-            f"of {a_name}, got {checks.describe(b)}"
-        )
+        checks.refuse(op, f"{b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer "
+                      f"by rows of {a_name}", b)  # fmt: skip
 
 
 def adapter_dtypes(
@@ -119,10 +98,8 @@ def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
         return
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
-            raise ValueError(
-                f"{op}: the layers must be frozen, got a {name} that requires a gradient; call "
-                f"{instead}"
-            )
+            checks.refuse(op, "the layers must be frozen",
+                          f"a {name} that requires a gradient; call {instead}")  # fmt: skip
 
 
 def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.samples import Sample
@@ -18,14 +19,9 @@ op = Op("modulated_rms_norm", family="norms")
 
 @op.forward(returns="y rstd", residuals="rstd")
 def forward(
-    x: Tensor,
-    scale: Tensor,
-    shift: Optional[Tensor],
-    weight: Optional[Tensor],
-    eps: float,
-    offset: float,
-    casting: str,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
+    offset: float, casting: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule; scale and shift have a row for so many consecutive rows of x."""
     n, rstd = norm_shapes(x, weight, eps, offset, casting)
     dtype = torch.promote_types(n.dtype, scale.dtype)
@@ -33,43 +29,18 @@ def forward(
     return x.new_empty(x.shape, dtype=dtype), rstd
 
 
-@op.backward(returns="dx dscale dshift dweight", added=("shift",))
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor],
-    rstd: Tensor,
-    offset: float,
-    casting: str,
-    needs_x: bool,
-    needs_scale: bool,
-    needs_shift: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    none = (0,)
-    return (
-        x.new_empty(x.shape if needs_x else none),
-        scale.new_empty(scale.shape if needs_scale else none),
-        scale.new_empty(scale.shape if needs_shift else none, dtype=shift_dtype),
-        x.new_empty(0)
-        if weight is None
-        else weight.new_empty(weight.shape if needs_weight else none),
-    )
+op.backward(
+    reads="dy x scale shift_dtype weight rstd offset casting",
+    returns="dx dscale dshift dweight",
+    shapes={"shift": "scale"},
+    added=("shift",),
+)
 
 
 def modulated_rms_norm(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor:
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
+    eps: float = 1e-6, *, offset: float = 0.0, casting: str = "llama",
+) -> Tensor:  # fmt: skip
     """Root-mean-square norm modulated by a condition (AdaLN): ``norm(x) * (1 + scale) + shift``.
 
     Math:
@@ -107,10 +78,8 @@ def modulated_rms_norm(
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     if not _fits(x.shape, scale.shape):
-        raise ValueError(
-            f"{name}: scale must have the last axis of x and some of its first axes, got "
-            f"{tuple(scale.shape)} for x of shape {tuple(x.shape)}"
-        )
+        checks.refuse(name, "scale must have the last axis of x and some of its first axes",
+                      f"{tuple(scale.shape)} for x of shape {tuple(x.shape)}")  # fmt: skip
     if shift is not None:
         checks.same_shape(name, scale=scale, shift=shift)
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
@@ -169,13 +138,11 @@ SAMPLES = (
     Sample("row-gaps", {**_case((3, 4, 64), (3, 64), "rows"), "shift": T((3, 64), layout="rows")}),
     Sample("expanded", _case((5, 64), (5, 64), "expanded")),
     Sample("frozen-scale", {**_case((2, 5, 64), (2, 64)), "scale": T((2, 64), grad=False)}),
-    Sample("frozen-shift", {**_case((2, 5, 64), (2, 64)), "shift": T((2, 64), grad=False)}),
-    Sample("frozen-weight", {**_case((2, 5, 64), (2, 64)), "weight": T((64,), grad=False)}),
-    Sample("frozen-x", {**_case((2, 5, 64), (2, 64)), "x": T((2, 5, 64), grad=False)}),
+    *each_frozen(_case((2, 5, 64), (2, 64)), "shift weight x"),
     Sample("many-tiny-rows", _case((2, 550, 8), (2, 8))),
     Sample("past-65535-rows", _case((65537, 2), (1, 2)), size="thin"),
     Sample("past-65536-columns", _case((2, 65600), (2, 65600)), size="thin"),
     Sample("8x1024x1152", _case((8, 1024, 1152), (8, 1, 1152), weight=False), size="bench"),
     Sample("2x4096x3072", _case((2, 4096, 3072), (2, 1, 3072), weight=False), size="bench"),
     Sample("8192x4096 every row", _case((8192, 4096), (8192, 4096), weight=False), size="bench"),
-)
+)  # fmt: skip

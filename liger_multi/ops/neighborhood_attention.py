@@ -5,6 +5,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.attention import gradients_of_heads
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -21,39 +22,15 @@ def forward(
     return y, q.new_empty(q.shape[:3], dtype=statistics)
 
 
-@op.backward(returns="dq dk dv")
-def backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    reach: int,
-    dilation: int,
-    scale: float,
-    needs_q: bool,
-    needs_k: bool,
-    needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    made = [
-        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
-        if needed
-        else x.new_empty(0)
-        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
-    ]
-    return made[0], made[1], made[2]
+op.backward(
+    reads="dy q k v y lse reach dilation scale", returns="dq dk dv", rule=gradients_of_heads
+)
 
 
 def neighborhood_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: int = 7,
-    dilation: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of every token to its neighbors on a line, in work of length x kernel size.
 
     Math:
@@ -82,17 +59,14 @@ def neighborhood_attention(
     checks.floating(name, q=q, k=k, v=v)
     for which, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
-            raise ValueError(
-                f"{name}: {which} must have shape (B, heads, L, D) beside q {tuple(q.shape)}, got "
-                f"{checks.describe(x)}"
+            checks.refuse(
+                name, f"{which} must have shape (B, heads, L, D) beside q {tuple(q.shape)}", x
             )
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: q is {q.dtype}, got {which} as {checks.describe(x)}")
     if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % max(1, k.shape[1]):
-        raise ValueError(
-            f"{name}: heads of q must be a multiple of those of k and v, and q as wide as k, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+        checks.refuse(name, "heads of q must be a multiple of those of k and v, and q as wide as k",
+                      f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
     size = checks.integer(name, "kernel_size", kernel_size)
     if size < 1 or size % 2 == 0:
         raise ValueError(f"{name}: kernel_size must be odd and at least 1, got {kernel_size}")

@@ -1,12 +1,14 @@
 """Contract of ``poly_norm``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops.rms_norm import EPS
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -21,23 +23,12 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=kind)
 
 
-@op.backward(returns="dx dweight dbias", added=("bias",))
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
-    return (
-        x.new_empty(x.shape if needs_x else (0,)),
-        weight.new_empty(3 if needs_weight else 0),
-        x.new_empty(1 if needs_bias else 0, dtype=bias_dtype),
-    )
+op.backward(
+    reads="dy x weight rstd bias_dtype",
+    returns="dx dweight dbias",
+    shapes={"bias": lambda x: (1,)},
+    added=("bias",),
+)
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -74,34 +65,18 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     return result
 
 
-def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
-    return {
-        "x": T(shape, layout=layout),
-        "weight": T((3,), **parameters),  # type: ignore[arg-type]
-        "bias": T((1,), **parameters),  # type: ignore[arg-type]
-    }
+def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
+    made = {"x": T(shape, layout=layout)}
+    return made | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
 
 
 SAMPLES = (
     Sample("rows", _given(2, 5, 64)),
+    *usual(_given, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
     Sample("fp32-parameters", _given(7, 96, dtype=torch.float32), {"eps": 1e-5}),
     Sample("without-bias", {"x": T((6, 72)), "weight": T((3,))}),
     Sample("large-values", {**_given(4, 64), "x": T((4, 64), scale=60.0)}),
-    Sample("one-row", _given(1, 257)),
-    Sample("one-axis", _given(48)),
-    Sample("one-column", _given(9, 1), {"eps": 0.5}),
-    Sample("no-rows", _given(0, 64)),
-    Sample("sliced", _given(6, 32, layout="sliced")),
-    Sample("transposed", _given(2, 16, 24, layout="transposed")),
-    Sample("row-gaps", _given(3, 4, 64, layout="rows")),
-    Sample("expanded", _given(5, 64, layout="expanded")),
-    Sample("frozen-weight", {**_given(6, 64), "weight": T((3,), grad=False)}),
-    Sample("frozen-bias", {**_given(6, 64), "bias": T((1,), grad=False)}),
+    *each_frozen(_given(6, 64), "weight bias x"),
     Sample("frozen-parameters", _given(6, 64, grad=False)),
-    Sample("frozen-x", {**_given(6, 64), "x": T((6, 64), grad=False)}),
-    Sample("many-tiny-rows", _given(1100, 8)),
-    Sample("past-65535-rows", _given(65537, 2), {"eps": 0.1}, size="thin"),
-    Sample("past-65536-columns", _given(2, 65600), size="thin"),
-    Sample("8192x4096", _given(8192, 4096), size="bench"),
-    Sample("8192x11264", _given(8192, 11264), size="bench"),
+    *bench(_given, "8192x4096 8192x11264"),
 )

@@ -1,21 +1,18 @@
 """Contract of ``rms_norm``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
 op = Op("rms_norm", family="norms", rows=("x", "dy", "rstd"), replicated=("weight",))
-
-
-def _statistics(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @op.forward(returns="y rstd", residuals="rstd")
@@ -25,35 +22,17 @@ def forward(
     """Shape rule."""
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=_statistics(x))
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
 
 
-@op.backward(returns="dx dweight")
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Optional[Tensor],
-    rstd: Tensor,
-    offset: float,
-    casting: str,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
-    dweight = (
-        x.new_empty(0) if weight is None or not needs_weight else weight.new_empty(weight.shape)
-    )
-    return x.new_empty(x.shape if needs_x else (0,)), dweight
+op.backward(reads="dy x weight rstd offset casting", returns="dx dweight")
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0,
     casting: str = "llama",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Root-mean-square normalization over the last axis.
 
     Math:
@@ -97,37 +76,20 @@ def numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
     )
 
 
+def _given(*shape: int, layout: str = "contiguous", **weight: Any) -> dict[str, T]:
+    sliced = "sliced" if layout == "sliced" else "contiguous"
+    return {"x": T(shape, layout=layout), "weight": T(shape[-1:], layout=sliced, **weight)}
+
+
+EPS, GEMMA = {"one-column": {"eps": 0.5}}, {"casting": "gemma", "offset": 1.0}
 SAMPLES = (
-    Sample("llama", {"x": T((2, 5, 64)), "weight": T((64,))}),
-    Sample(
-        "llama-fp32-weight",
-        {"x": T((7, 96)), "weight": T((96,), dtype=torch.float32)},
-        {"eps": 1e-5},
-    ),
-    Sample("olmo", {"x": T((3, 3, 40)), "weight": T((40,))}, {"casting": "olmo"}),
-    Sample(
-        "gemma",
-        {"x": T((6, 72)), "weight": T((72,), scale=0.2)},
-        {"casting": "gemma", "offset": 1.0},
-    ),
-    Sample("llama-offset", {"x": T((6, 33)), "weight": T((33,))}, {"offset": 1.0}),
+    Sample("llama", _given(2, 5, 64)),
+    *usual(_given, ROWS, but=EPS),
+    Sample("llama-fp32-weight", _given(7, 96, dtype=torch.float32), {"eps": 1e-5}),
+    Sample("olmo", _given(3, 3, 40), {"casting": "olmo"}),
+    Sample("gemma", _given(6, 72, scale=0.2), GEMMA),
+    Sample("llama-offset", _given(6, 33), {"offset": 1.0}),
     Sample("weightless", {"x": T((4, 128))}),
-    Sample("one-row", {"x": T((1, 257)), "weight": T((257,))}),
-    Sample("one-axis", {"x": T((48,)), "weight": T((48,))}),
-    Sample("one-column", {"x": T((9, 1)), "weight": T((1,))}, {"eps": 0.5}),
-    Sample("no-rows", {"x": T((0, 64)), "weight": T((64,))}),
-    Sample("sliced", {"x": T((6, 32), layout="sliced"), "weight": T((32,), layout="sliced")}),
-    Sample("transposed", {"x": T((2, 16, 24), layout="transposed"), "weight": T((24,))}),
-    Sample("row-gaps", {"x": T((3, 4, 64), layout="rows"), "weight": T((64,))}),
-    Sample("expanded", {"x": T((5, 64), layout="expanded"), "weight": T((64,))}),
-    Sample("frozen-weight", {"x": T((6, 64)), "weight": T((64,), grad=False)}),
-    Sample("frozen-x", {"x": T((6, 64), grad=False), "weight": T((64,))}),
-    Sample("many-tiny-rows", {"x": T((1100, 8)), "weight": T((8,))}),
-    Sample("past-65535-rows", {"x": T((65537, 2)), "weight": T((2,))}, size="thin"),
-    Sample("past-65536-columns", {"x": T((2, 65600)), "weight": T((65600,))}, size="thin"),
-    Sample("8192x4096", {"x": T((8192, 4096)), "weight": T((4096,))}, size="bench"),
-    Sample("16384x2048", {"x": T((16384, 2048)), "weight": T((2048,))}, size="bench"),
-    Sample("4096x8192", {"x": T((4096, 8192)), "weight": T((8192,))}, size="bench"),
-    Sample("32768x1536", {"x": T((32768, 1536)), "weight": T((1536,))}, size="bench"),
-    Sample("262144x128", {"x": T((262144, 128)), "weight": T((128,))}, size="bench"),
+    *each_frozen(_given(6, 64), "weight x"),
+    *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )

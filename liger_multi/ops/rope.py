@@ -1,6 +1,6 @@
 """Contract of ``rope``."""
 
-from typing import Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,13 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._rotary import (
     check_angles,
     check_queries_and_keys,
+    gradients,
     head_axis,
     order,
+    queries_and_keys,
     rotary_width,
 )
+from liger_multi.ops._samples import each_frozen
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -25,17 +28,9 @@ op = Op("rope", family="rope")
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    style: str,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
+    casting: str, q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule; an order names the axes from the outermost in memory to the innermost."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -45,47 +40,18 @@ def forward(
     )
 
 
-@op.backward(returns="dq dk")
-def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    style: str,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    needs_q: bool,
-    needs_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    from liger_multi.reference.rope.rope import dense
-
-    return (
-        dense(dq_out, q_order, q_dtype)
-        if needs_q and dq_out is not None
-        else cos.new_empty(0, dtype=q_dtype),
-        dense(dk_out, k_order, k_dtype)
-        if needs_k and dk_out is not None
-        else cos.new_empty(0, dtype=k_dtype),
-    )
+op.backward(
+    reads="dq_out dk_out cos sin style head_axis rotary_dim casting q_order k_order q_dtype "
+    "k_dtype",
+    returns="dq dk",
+    rule=gradients,
+)
 
 
 def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    style: str = "half",
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half", unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None, casting: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding of queries and keys.
 
     Math:
@@ -144,23 +110,11 @@ def rope(
 
 
 def _case(
-    batch: int,
-    heads: tuple[int, int],
-    tokens: int,
-    width: int,
-    rotary: int | None = None,
-    *,
-    axis: int = 1,
-    layout: str = "contiguous",
-    angles: tuple[int, ...] = (1,),
+    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), kind: Any = None, **more: Any
 ) -> dict[str, T]:
-    def shape(count: int) -> tuple[int, ...]:
-        lead = (count, tokens) if axis == 1 else (tokens, count)
-        return (batch, *lead, width) if batch else (tokens, count, width)
-
-    made = {n: T(shape(h), layout=layout) for n, h in zip("qk", heads, strict=True)}
-    angle = (*angles, tokens, rotary or width)
-    return made | {"cos": T(angle, grad=False), "sin": T(angle, grad=False)}
+    _, _, tokens, width = lead
+    angle = T((*angles, tokens, rotary or width), dtype=kind, grad=False)
+    return {**queries_and_keys(*lead, **more), "cos": angle, "sin": angle}
 
 
 PAIRS, INTERLEAVED = {"rotary_dim": 8}, {"style": "interleaved"}
@@ -174,11 +128,11 @@ SAMPLES = (
     Sample("angles-of-two-axes", _case(2, (3, 3), 4, 8, angles=())),
     Sample("three-axes", _case(0, (3, 3), 5, 8, angles=())),
     Sample("three-axes-interleaved", _case(0, (3, 3), 5, 8, angles=()), INTERLEAVED),
-    Sample("partial", _case(2, (2, 1), 3, 16, 6)),
-    Sample("partial-interleaved", _case(2, (2, 1), 3, 16, 6), INTERLEAVED),
-    Sample("one-value-a-pair", _case(2, (4, 1), 3, 8, 4), PAIRS),
-    Sample("one-value-a-pair-interleaved", _case(2, (4, 1), 3, 8, 4), PAIRS | INTERLEAVED),
-    Sample("one-value-a-pair-partial", _case(1, (2, 2), 3, 20, 4), PAIRS),
+    Sample("partial", _case(2, (2, 1), 3, 16, rotary=6)),
+    Sample("partial-interleaved", _case(2, (2, 1), 3, 16, rotary=6), INTERLEAVED),
+    Sample("one-value-a-pair", _case(2, (4, 1), 3, 8, rotary=4), PAIRS),
+    Sample("one-value-a-pair-interleaved", _case(2, (4, 1), 3, 8, rotary=4), PAIRS | INTERLEAVED),
+    Sample("one-value-a-pair-partial", _case(1, (2, 2), 3, 20, rotary=4), PAIRS),
     Sample("odd-heads", _case(1, (7, 5), 6, 40)),
     Sample("odd-heads-interleaved", _case(1, (7, 5), 6, 40), INTERLEAVED),
     Sample("one-token", _case(3, (4, 2), 1, 64)),
@@ -189,33 +143,13 @@ SAMPLES = (
     Sample("transposed", _case(2, (2, 1), 4, 8, layout="transposed")),
     Sample("row-gaps", _case(2, (2, 1), 3, 16, layout="rows")),
     Sample("expanded", _case(3, (2, 1), 3, 8, layout="expanded")),
-    Sample(
-        "fp32-angles",
-        {
-            **_case(2, (2, 1), 3, 8),
-            "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
-            "sin": T((1, 3, 8), dtype=torch.float32, grad=False),
-        },
-    ),
-    Sample(
-        "fp32-angles-cohere",
-        {
-            **_case(2, (2, 1), 3, 8),
-            "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
-            "sin": T((1, 3, 8), dtype=torch.float32, grad=False),
-        },
-        {"casting": "cohere"},
-    ),
-    Sample("frozen-q", {**_case(2, (2, 1), 3, 8), "q": T((2, 2, 3, 8), grad=False)}),
-    Sample("frozen-k", {**_case(2, (2, 1), 3, 8), "k": T((2, 1, 3, 8), grad=False)}),
+    Sample("fp32-angles", _case(2, (2, 1), 3, 8, kind=torch.float32)),
+    Sample("fp32-angles-cohere", _case(2, (2, 1), 3, 8, kind=torch.float32), {"casting": "cohere"}),
+    *each_frozen(_case(2, (2, 1), 3, 8), "q k"),
     Sample("past-65535-rows", _case(1, (2, 1), 65537, 4), size="thin"),
     Sample("8x2048 32/8x128", _case(8, (32, 8), 2048, 128, layout="swapped"), size="bench"),
     Sample("8x1024 32/8x128", _case(8, (32, 8), 1024, 128, layout="swapped"), size="bench"),
     Sample("8x1024 14/2x64", _case(8, (14, 2), 1024, 64, layout="swapped"), size="bench"),
-    Sample(
-        "8x1024 32/8x128 interleaved",
-        _case(8, (32, 8), 1024, 128, layout="swapped"),
-        INTERLEAVED,
-        size="bench",
-    ),
-)
+    Sample("8x1024 32/8x128 interleaved", _case(8, (32, 8), 1024, 128, layout="swapped"),
+           INTERLEAVED, size="bench"),
+)  # fmt: skip

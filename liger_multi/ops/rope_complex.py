@@ -1,6 +1,6 @@
 """Contract of ``rope_complex``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,37 +16,20 @@ op = Op("rope_complex", family="rope")
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    freqs: Tensor,
-    head_axis: int,
-    rotary_dim: int,
-    q_order: str,
+    q: Tensor, k: Tensor, freqs: Tensor, head_axis: int, rotary_dim: int, q_order: str,
     k_order: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``freqs`` has real and imaginary parts on its last axis."""
     from liger_multi.reference.rope.rope import dense
 
     return dense(q, q_order, q.dtype), dense(k, k_order, k.dtype)
 
 
-@op.backward(returns="dq dk")
-def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
-    freqs: Tensor,
-    head_axis: int,
-    rotary_dim: int,
-    q_order: str,
-    k_order: str,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    needs_q: bool,
-    needs_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    needs = (needs_q, needs_k)
-    return _rotary.gradients(dq_out, dk_out, freqs, (q_order, k_order), (q_dtype, k_dtype), needs)
+op.backward(
+    reads="dq_out dk_out freqs head_axis rotary_dim q_order k_order q_dtype k_dtype",
+    returns="dq dk",
+    rule=_rotary.gradients,
+)
 
 
 def rope_complex(
@@ -87,10 +70,7 @@ def rope_complex(
     checks.floating(name, q=q, k=k, freqs=freqs)
     heads = _rotary.checked(name, q, k, unsqueeze_dim, freqs=freqs)
     if freqs.ndim < 3 or freqs.shape[-1] != 2:
-        raise ValueError(
-            f"{name}: freqs must be complex, or have the two parts on its last axis, got "
-            f"{checks.describe(freqs)}"
-        )
+        checks.refuse(name, "freqs must be complex, or have the two parts on its last axis", freqs)
     parts = freqs[..., 0]
     _rotary.check_angles(name, q, parts, parts, heads)
     rotary = _rotary.rotary_width(name, q, parts, 2 * parts.shape[-1])

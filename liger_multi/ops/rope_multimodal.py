@@ -1,7 +1,7 @@
 """Contract of ``rope_multimodal``."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,9 @@ op = Op("rope_multimodal", family="rope")
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sections: str,
-    chunked: bool,
-    style: str,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: str, chunked: bool, style: str,
+    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -40,43 +30,19 @@ def forward(
     )
 
 
-@op.backward(returns="dq dk")
-def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    sections: str,
-    chunked: bool,
-    style: str,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    needs_q: bool,
-    needs_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    needs = (needs_q, needs_k)
-    return _rotary.gradients(dq_out, dk_out, cos, (q_order, k_order), (q_dtype, k_dtype), needs)
+op.backward(
+    reads="dq_out dk_out cos sin sections chunked style head_axis rotary_dim casting q_order "
+    "k_order q_dtype k_dtype",
+    returns="dq dk",
+    rule=_rotary.gradients,
+)
 
 
 def rope_multimodal(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sections: Sequence[int],
-    *,
-    arrangement: str = "chunked",
-    style: str = "half",
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Sequence[int], *,
+    arrangement: str = "chunked", style: str = "half", unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None, casting: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding by several grids of positions (M-RoPE): time, height and width.
 
     Math:
@@ -114,10 +80,8 @@ def rope_multimodal(
     rotary = _rotary.rotary_width(name, q, cos, rotary_dim)
     word, count = _rotary.sections_word(name, sections, rotary // 2)
     if cos.ndim not in (3, 4) or cos.shape[0] != count:
-        raise ValueError(
-            f"{name}: cos and sin must have {count} grids, one a section, on their first axis of "
-            f"three or four, got {checks.describe(cos)}"
-        )
+        checks.refuse(name, f"cos and sin must have {count} grids, one a section, on their first "
+                      "axis of three or four", cos)  # fmt: skip
     checks.same_shape(name, cos=cos, sin=sin)
     _rotary.check_angles(name, q, cos[0], sin[0], heads)
     cos, sin = (t if t.ndim == 4 else t.unsqueeze(1) for t in (cos, sin))

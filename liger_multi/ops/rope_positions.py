@@ -1,7 +1,7 @@
 """Contract of ``rope_positions``."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,9 @@ op = Op("rope_positions", family="rope")
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    position_ids: Tensor,
-    inv_freq: Tensor,
-    scaling: float,
-    sections: str,
-    chunked: bool,
-    style: str,
-    head_axis: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
+    chunked: bool, style: str, head_axis: int, casting: str, q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``position_ids`` has axes grids, batch (or 1) and tokens."""
     from liger_multi.reference.rope.rope import dense
 
@@ -37,44 +27,19 @@ def forward(
     return dense(q, q_order, q.dtype), dense(k, k_order, kind)
 
 
-@op.backward(returns="dq dk")
-def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
-    inv_freq: Tensor,  # first, since backends are chosen by the dtype of the first tensor
-    position_ids: Tensor,
-    scaling: float,
-    sections: str,
-    chunked: bool,
-    style: str,
-    head_axis: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    needs_q: bool,
-    needs_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    needs = (needs_q, needs_k)
-    dtypes = (q_dtype, k_dtype)
-    return _rotary.gradients(dq_out, dk_out, inv_freq, (q_order, k_order), dtypes, needs)
+op.backward(
+    reads="dq_out dk_out inv_freq position_ids scaling sections chunked style head_axis casting "
+    "q_order k_order q_dtype k_dtype",
+    returns="dq dk",
+    rule=_rotary.gradients,
+)
 
 
 def rope_positions(
-    q: Tensor,
-    k: Tensor,
-    position_ids: Tensor,
-    inv_freq: Tensor,
-    *,
-    scaling: float = 1.0,
-    sections: Sequence[int] | None = None,
-    arrangement: str = "chunked",
-    style: str = "half",
-    unsqueeze_dim: int = 1,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, *, scaling: float = 1.0,
+    sections: Sequence[int] | None = None, arrangement: str = "chunked", style: str = "half",
+    unsqueeze_dim: int = 1, casting: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding from integer positions; cos and sin never stand in memory.
 
     Math:
@@ -112,10 +77,8 @@ def rope_positions(
     checks.one_of(name, "style", style, _rotary.STYLES)
     checks.one_of(name, "casting", casting, _rotary.CASTINGS)
     if inv_freq.ndim != 1 or not 0 < 2 * inv_freq.shape[0] <= q.shape[-1]:
-        raise ValueError(
-            f"{name}: inv_freq must have one axis with at most {q.shape[-1] // 2} numbers, one a "
-            f"pair of q's channels, got {checks.describe(inv_freq)}"
-        )
+        checks.refuse(name, f"inv_freq must have one axis with at most {q.shape[-1] // 2} numbers, "
+                      "one a pair of q's channels", inv_freq)  # fmt: skip
     word, count = "", 1
     if sections is not None:
         word, count = _rotary.sections_word(name, sections, inv_freq.shape[0])
@@ -134,20 +97,16 @@ def _positions(
             f"{name}: position_ids must be an int64 or int32 tensor, got {checks.describe(ids)}"
         )
     if ids.device != q.device:
-        raise ValueError(
-            f"{name}: all tensors must be on one device, got position_ids on {ids.device} and q on "
-            f"{q.device}"
-        )
+        checks.refuse(name, "all tensors must be on one device",
+                      f"position_ids on {ids.device} and q on {q.device}")  # fmt: skip
     tokens, batch = _rotary.tokens_of(q, heads), q.shape[0] if q.ndim == 4 else 1
     shaped = ids if grids else ids.unsqueeze(0)
     shaped = shaped.unsqueeze(1) if shaped.ndim == 2 else shaped
     wanted = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
     if tuple(shaped.shape) != wanted or shaped.shape[1] not in (1, batch):
         lead = f"{count}, " if grids else ""
-        raise ValueError(
-            f"{name}: position_ids must have shape ({lead}{tokens},), ({lead}1, {tokens}) or "
-            f"({lead}{batch}, {tokens}), got {checks.describe(ids)}"
-        )
+        checks.refuse(name, f"position_ids must have shape ({lead}{tokens},), ({lead}1, {tokens}) "
+                      f"or ({lead}{batch}, {tokens})", ids)  # fmt: skip
     return shaped
 
 

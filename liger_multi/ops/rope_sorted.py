@@ -1,6 +1,6 @@
 """Contract of ``rope_sorted``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,9 @@ op = Op("rope_sorted", family="rope")
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_axis: int, rotary_dim: int, casting: str,
+    q_order: str, k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -35,37 +28,17 @@ def forward(
     )
 
 
-@op.backward(returns="dq dk")
-def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    head_axis: int,
-    rotary_dim: int,
-    casting: str,
-    q_order: str,
-    k_order: str,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    needs_q: bool,
-    needs_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule; empty where a gradient is not needed or has nothing to come from."""
-    needs = (needs_q, needs_k)
-    return _rotary.gradients(dq_out, dk_out, cos, (q_order, k_order), (q_dtype, k_dtype), needs)
+op.backward(
+    reads="dq_out dk_out cos sin head_axis rotary_dim casting q_order k_order q_dtype k_dtype",
+    returns="dq dk",
+    rule=_rotary.gradients,
+)
 
 
 def rope_sorted(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None, casting: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding of interleaved pairs that leave as halves, in one pass.
 
     Math:

@@ -20,22 +20,13 @@ def forward(
     return logits.new_empty(index.shape, dtype=kind), logits.new_empty(index.shape[0], dtype=kind)
 
 
-@op.backward(returns="dlogits")
-def backward(
-    dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, scale: float, ignore_index: int
-) -> Tensor:
-    """Shape rule."""
-    return logits.new_empty(logits.shape)
+op.backward(reads="dlog_prob logits index lse scale ignore_index", returns="dlogits")
 
 
 def selective_log_softmax(
-    logits: Tensor,
-    index: Tensor,
-    *,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
+    logits: Tensor, index: Tensor, *, temperature: float = 1.0, ignore_index: int = -100,
     validate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Log-probabilities of chosen classes, without those of the others.
 
     Math:
@@ -66,9 +57,7 @@ def selective_log_softmax(
     name = op.name
     checks.floating(name, logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"{name}: logits must have shape (..., V) with V >= 1, got {checks.describe(logits)}"
-        )
+        checks.refuse(name, "logits must have shape (..., V) with V >= 1", logits)
     lead, several = logits.shape[:-1], isinstance(index, Tensor) and index.ndim == logits.ndim
     shape = (*lead, index.shape[-1]) if several else lead
     checks.targets(name, index, torch.Size(shape), logits, "index")

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.swiglu import gate_and_up, pair
+from liger_multi.ops._gated import FP32_UP, gate_and_up, pair
+from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -19,21 +20,7 @@ def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: flo
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@op.backward(returns="dgate dup")
-def backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    needs_gate: bool,
-    needs_up: bool,
-) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
-    return gate.new_empty(gate.shape if needs_gate else (0,)), up.new_empty(
-        up.shape if needs_up else (0,)
-    )
+op.backward(reads="dy gate up limit alpha up_offset", returns="dgate dup")
 
 
 def swiglu_clamped(
@@ -81,23 +68,16 @@ def numbers(name: str, limit: float, alpha: float, offset: float) -> tuple[float
 PLAIN = {"limit": 2.0, "alpha": 1.0, "up_offset": 0.0}
 CLOSE = {"limit": 1.0}  # so that random inputs meet it
 SAMPLES = (
-    Sample("rows", pair((3, 5, 48)), CLOSE),
-    Sample("far-limit", pair((3, 5, 48))),
-    Sample("silu", pair((4, 64)), PLAIN),
-    Sample("odd-width", pair((4, 37)), CLOSE),
-    Sample("one-row", pair((1, 200)), CLOSE),
-    Sample("one-axis", pair((31,)), CLOSE),
-    Sample("no-rows", pair((0, 16))),
-    Sample("sliced", pair((4, 24), "sliced"), CLOSE),
-    Sample("transposed", pair((2, 8, 12), "transposed"), CLOSE),
-    Sample("row-gaps", pair((2, 3, 64), "rows"), PLAIN),
-    Sample("expanded", pair((5, 24), "expanded"), CLOSE),
+    Sample("rows", pair(3, 5, 48), CLOSE),
+    *usual(
+        pair, PIECES, CLOSE,
+        but={"no-rows": {}, "row-gaps": PLAIN, "past-65535-rows": {}, "past-65536-columns": {}},
+    ),
+    Sample("far-limit", pair(3, 5, 48)),
+    Sample("silu", pair(4, 64), PLAIN),
     Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64), scale=30.0)}),
-    Sample("fp32-up", {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}, CLOSE),
-    Sample("frozen-gate", {"gate": T((4, 64), grad=False), "up": T((4, 64))}, CLOSE),
-    Sample("frozen-up", {"gate": T((4, 64)), "up": T((4, 64), grad=False)}, CLOSE),
-    Sample("past-65535-rows", pair((65537, 2)), size="thin"),
-    Sample("past-65536-columns", pair((2, 65600)), size="thin"),
-    Sample("32768x2880", pair((32768, 2880)), size="bench"),
-    Sample("8192x18432 silu", pair((8192, 18432)), {**PLAIN, "limit": 10.0}, size="bench"),
-)
+    Sample("fp32-up", FP32_UP, CLOSE),
+    *each_frozen(pair(4, 64), "gate up", CLOSE),
+    *bench(pair, "32768x2880"),
+    Sample("8192x18432 silu", pair(8192, 18432), {**PLAIN, "limit": 10.0}, size="bench"),
+)  # fmt: skip

@@ -1,11 +1,14 @@
 """Contract of ``swiglu_clamped_packed``."""
 
+from typing import Any
+
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._gated import even, packed
+from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
-from liger_multi.ops.swiglu_packed import even
 from liger_multi.samples import Sample
 from liger_multi.samples import Tensor as T
 
@@ -20,22 +23,13 @@ def forward(
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-@op.backward(returns="dgate_up")
-def backward(
-    dy: Tensor, gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
-) -> Tensor:
-    """Shape rule."""
-    return gate_up.new_empty(gate_up.shape)
+op.backward(reads="dy gate_up limit alpha up_offset interleaved", returns="dgate_up")
 
 
 def swiglu_clamped_packed(
-    gate_up: Tensor,
-    *,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    up_offset: float = 1.0,
+    gate_up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0,
     interleaved: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Gated activation of a packed projection with clamped values, without copying its parts.
 
     Math:
@@ -61,31 +55,22 @@ def swiglu_clamped_packed(
     """
     even("swiglu_clamped_packed", gate_up)
     if not isinstance(interleaved, bool):
-        raise TypeError(
-            "swiglu_clamped_packed: interleaved must be True or False, got "
-            f"{checks.describe(interleaved)}"
-        )
+        checks.boolean("swiglu_clamped_packed", "interleaved", interleaved)
     by = numbers("swiglu_clamped_packed", limit, alpha, up_offset)
     result: Tensor = op(gate_up, *by, interleaved)
     return result
 
 
-HALVES = {"interleaved": False}
+FAR: dict[str, Any] = {"one-row": {}, "no-rows": {}, "past-65535-rows": {}}
+IN_HALVES = {"interleaved": False}
 SAMPLES = (
-    Sample("rows", {"gate_up": T((3, 5, 96))}, CLOSE),
-    Sample("halves", {"gate_up": T((3, 5, 96))}, CLOSE | HALVES),
-    Sample("silu-halves", {"gate_up": T((4, 64))}, PLAIN | HALVES),
-    Sample("odd-half", {"gate_up": T((4, 74))}, CLOSE),
-    Sample("one-row", {"gate_up": T((1, 400))}),
-    Sample("one-axis", {"gate_up": T((62,))}, CLOSE),
+    Sample("rows", packed(3, 5, 96), CLOSE),
+    *usual(packed, HALVES, CLOSE, but=FAR),
+    Sample("halves", packed(3, 5, 96), CLOSE | IN_HALVES),
+    Sample("silu-halves", packed(4, 64), PLAIN | IN_HALVES),
     Sample("two-columns", {"gate_up": T((9, 2))}, CLOSE),
-    Sample("no-rows", {"gate_up": T((0, 16))}),
-    Sample("sliced", {"gate_up": T((4, 48), layout="sliced")}, CLOSE),
-    Sample("transposed", {"gate_up": T((2, 8, 12), layout="transposed")}, CLOSE),
-    Sample("row-gaps", {"gate_up": T((2, 3, 64), layout="rows")}, CLOSE),
-    Sample("row-gaps-halves", {"gate_up": T((2, 3, 64), layout="rows")}, CLOSE | HALVES),
-    Sample("past-65535-rows", {"gate_up": T((65537, 4))}, size="thin"),
-    Sample("past-65536-columns", {"gate_up": T((2, 131200))}, size="thin"),
-    Sample("32768x2880", {"gate_up": T((32768, 5760))}, size="bench"),
-    Sample("32768x2880 halves", {"gate_up": T((32768, 5760))}, HALVES, size="bench"),
+    Sample("row-gaps-halves", packed(2, 3, 64, layout="rows"), CLOSE | IN_HALVES),
+    Sample("past-65536-columns", packed(2, 131200), size="thin"),
+    Sample("32768x2880", packed(32768, 5760), size="bench"),
+    Sample("32768x2880 halves", packed(32768, 5760), IN_HALVES, size="bench"),
 )

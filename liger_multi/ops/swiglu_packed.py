@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
-from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.swiglu import multipliers
+from liger_multi.ops._gated import BOTH, PACKED_MLPS, even, multipliers, packed
+from liger_multi.ops._samples import HALVES, usual
 from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
 
 op = Op("swiglu_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
 
@@ -17,10 +16,7 @@ def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> 
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-@op.backward(returns="dgate_up")
-def backward(dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
-    """Shape rule."""
-    return gate_up.new_empty(gate_up.shape)
+op.backward(reads="dy gate_up gate_multiplier down_multiplier", returns="dgate_up")
 
 
 def swiglu_packed(
@@ -54,32 +50,9 @@ def swiglu_packed(
     return result
 
 
-def even(name: str, gate_up: Tensor) -> None:
-    """Check the input of a packed gated activation."""
-    checks.floating(name, gate_up=gate_up)
-    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"{name}: the last axis of gate_up must be even, got {checks.describe(gate_up)}"
-        )
-
-
 SAMPLES = (
-    Sample("rows", {"gate_up": T((3, 5, 96))}),
-    Sample("odd-half", {"gate_up": T((4, 74))}),
-    Sample("one-row", {"gate_up": T((1, 400))}),
-    Sample("one-axis", {"gate_up": T((62,))}),
-    Sample("no-rows", {"gate_up": T((0, 16))}),
-    Sample("sliced", {"gate_up": T((4, 48), layout="sliced")}),
-    Sample("transposed", {"gate_up": T((2, 8, 12), layout="transposed")}),
-    Sample("row-gaps", {"gate_up": T((2, 3, 64), layout="rows")}),
-    Sample(
-        "multipliers",
-        {"gate_up": T((3, 5, 96))},
-        {"gate_multiplier": 0.4, "down_multiplier": 2.5},
-    ),
-    Sample("past-65535-rows", {"gate_up": T((65537, 4))}, size="thin"),
-    *[
-        Sample(f"8192x{n}", {"gate_up": T((8192, 2 * n))}, size="bench")
-        for n in (8192, 11008, 14336, 18944)
-    ],
+    Sample("rows", packed(3, 5, 96)),
+    *usual(packed, HALVES),
+    Sample("multipliers", packed(3, 5, 96), BOTH),
+    *PACKED_MLPS,
 )

@@ -16,14 +16,9 @@ op = Op("token_log_prob", family="cross_entropy")
 
 @op.forward(returns=" ".join(OUTPUTS), constants="argmax")
 def forward(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    softcap: Optional[float],
-    logit_scale: float,
-    validate: bool,
-    outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
+    validate: bool, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows, wanted = target.numel(), outputs.split(",")
@@ -35,34 +30,17 @@ def forward(
     )
 
 
-@op.backward(returns="dlogits")
-def backward(
-    dlog_prob: Optional[Tensor],
-    dentropy: Optional[Tensor],
-    dlse: Optional[Tensor],
-    logits: Tensor,
-    target: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    softcap: Optional[float],
-    logit_scale: float,
-) -> Tensor:
-    """Shape rule."""
-    return logits.new_empty(logits.shape)
+op.backward(
+    reads="dlog_prob dentropy dlse logits target entropy lse ignore_index softcap logit_scale",
+    returns="dlogits",
+)
 
 
 def token_log_prob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    validate: bool = False,
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, validate: bool = False,
     outputs: tuple[str, ...] = OUTPUTS,
-) -> LogProbOutput:
+) -> LogProbOutput:  # fmt: skip
     """Log-probabilities of tokens under given logits, and the rows' entropy.
 
     :func:`fused_linear_log_prob` for logits that exist already: no copy of them in fp32.
@@ -134,9 +112,8 @@ SAMPLES = (
     Sample("cold", _case(8, 50), {"temperature": 0.5}),
     Sample("everything", _case(11, 61, ignored=0.3), _EVERY),
     Sample("all-ignored", _case(6, 50, ignored=1.0)),
-    Sample(
-        "three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)}, {"logit_scale": 2}
-    ),
+    Sample("three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
+           {"logit_scale": 2}),
     Sample("transposed", _case(6, 24, layout="transposed")),
     Sample("sliced", _case(6, 24, layout="sliced")),
     Sample("expanded", _case(6, 24, layout="expanded")),
@@ -148,4 +125,4 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 3), size="thin"),
     Sample("8192x128256", _case(8192, 128256), {"outputs": ("log_prob",)}, size="bench"),
     Sample("8192x128256-entropy", _case(8192, 128256), {"outputs": OUTPUTS[:2]}, size="bench"),
-)
+)  # fmt: skip

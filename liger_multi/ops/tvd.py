@@ -10,17 +10,10 @@ declare(op)
 
 
 def tvd(
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor | None = None,
-    *,
-    form: str = "prob",
-    teacher_form: str | None = None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    inplace: bool = False,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "prob",
+    teacher_form: str | None = None, temperature: float = 1.0, ignore_index: int = -100,
+    reduction: str = "mean", inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """Total variation distance of a student from a teacher, a number a row.
 
     Math:

@@ -16,9 +16,9 @@ from ci.memory import EXPLAINED, STORIES
 from ci.memory_cases import CPU, Case
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, measure
-from liger_multi.memory.estimation import OPTIMIZERS
 from liger_multi.memory.meta_implementations import MetaImplementations
 from liger_multi.memory.recorder import Recorder
+from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import SIZES, config_of
 
@@ -394,3 +394,22 @@ def test_the_memory_demo(tmp_path, capsys, monkeypatch):
     )
     assert patched["peak_bytes"] < 0.6 * stock["peak_bytes"]
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_setup_stands_in_place_of_keywords():
+    """Alone, and with keywords that change it."""
+    sharded = TrainingSetup(dtype="bfloat16-mixed", zero_stage=3, world=8)
+    by_name = estimate(small(), 2, 16, dtype="bfloat16-mixed", zero_stage=3, world=8)
+    assert estimate(small(), 2, 16, sharded).as_data() == by_name.as_data()
+    fewer = estimate(small(), 2, 16, dtype="bfloat16-mixed", zero_stage=3, world=2)
+    assert estimate(small(), 2, 16, sharded, world=2).as_data() == fewer.as_data()
+    assert sharded.world == 8
+
+
+def test_a_wrong_setup_is_refused_when_it_is_made():
+    with pytest.raises(ValueError, match="must be 0, 1, 2 or 3, got 4"):
+        TrainingSetup(zero_stage=4)
+    with pytest.raises(TypeError, match="setup must be a TrainingSetup, got"):
+        estimate(small(), 1, 8, "bfloat16")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizer'"):
+        estimate(small(), 1, 8, optimizer="sgd")

@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from liger_multi.memory.estimation import (
-    DTYPES,
-    OPTIMIZERS,
-    WORKSPACE,
-    Optimizer,
-    gathered,
-    state_bytes,
-    temporary_bytes,
-)
+from liger_multi.memory.estimation import WORKSPACE, gathered, state_bytes, temporary_bytes
 from liger_multi.memory.planning.applying import layers_of, prepare
 from liger_multi.memory.planning.cards import Card
 from liger_multi.memory.planning.cost import PARKED, Traffic, step_seconds
@@ -41,6 +33,7 @@ from liger_multi.memory.recorder import (
     STATES,
     TEMPORARY,
 )
+from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
 
 IN_FLIGHT = 2**30  # bytes of offloaded activations that may be on their way
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from liger_multi.dispatch.devices import device_type
 from liger_multi.errors import PlanError, shown
-from liger_multi.memory.estimation import OPTIMIZERS, known, positive
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cards import Card, card_of
 from liger_multi.memory.planning.notes import notes_of
@@ -18,6 +17,7 @@ from liger_multi.memory.planning.result import TrainingPlan
 from liger_multi.memory.planning.settings import PRECISIONS, SPREADS, Candidate, Settings
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.policies import POLICIES
+from liger_multi.memory.setup import OPTIMIZERS, known, positive
 
 HEADROOM = 0.06  # of the memory: the driver's context, fragmentation, buckets
 CHUNK_BYTES = (5 * 2**28, 2**28)  # of logits: what the automatic choice takes at most, and less

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from liger_multi.errors import ConfigurationError, shown, unknown
-from liger_multi.memory.estimation import ATTENTIONS, OPTIMIZERS
 from liger_multi.memory.policies import POLICIES
+from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
 
 SPREADS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 PRECISIONS = ("bf16", "amp", "fp16", "fp32")

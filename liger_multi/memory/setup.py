@@ -1,0 +1,176 @@
+"""How a model is trained, as far as memory depends on it: the options of an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from liger_multi.dispatch.devices import device_type
+from liger_multi.errors import shown, unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Memory of an optimizer.
+
+    Attributes:
+        states: Numbers kept for every trained one, in the dtype of the parameters.
+        state_bytes: Bytes kept for every trained number whatever its dtype.
+        temporaries: What a step allocates: ``"none"``, ``"all"`` (as much as all parameters) or
+            ``"largest"`` (twice the largest parameter).
+    """
+
+    states: float = 0.0
+    state_bytes: float = 0.0
+    temporaries: str = "none"
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2),
+    "adamw_foreach": Optimizer(2, temporaries="all"),
+    "adamw_loop": Optimizer(2, temporaries="largest"),
+    # a byte for each of two states and an fp32 scale for every 256 of them
+    "adamw_8bit": Optimizer(0, 2 * (1 + 4 / 256)),
+    "adafactor": Optimizer(0, 0, "largest"),
+    "sgd": Optimizer(),
+    "sgd_momentum": Optimizer(1),
+    "none": Optimizer(),
+}
+DTYPES = {
+    "float32": (torch.float32, None, 0),
+    "bfloat16": (torch.bfloat16, None, 0),
+    "float16": (torch.float16, None, 0),
+    # weights and gradients in 16 bits, fp32 copies of the weights and fp32 states
+    "bfloat16-mixed": (torch.bfloat16, None, 4),
+    "float16-mixed": (torch.float16, None, 4),
+    # weights, gradients and states in fp32, products in 16 bits
+    "bfloat16-autocast": (torch.float32, torch.bfloat16, 0),
+    "float16-autocast": (torch.float32, torch.float16, 0),
+}
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
+OFFLOADS = (None, "cpu", "nvme")
+MOST = 2**31 - 1  # sequences, tokens, devices
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The options of :func:`liger_multi.memory.estimate`; wrong ones are refused when it is made.
+
+    Attributes:
+        dtype: Of the weights: ``"bfloat16"``, ``"float16"`` or ``"float32"`` for everything;
+            ``"bfloat16-mixed"`` for bf16 weights and gradients with fp32 copies and states (16
+            bytes a parameter with AdamW); ``"bfloat16-autocast"`` for fp32 weights under autocast.
+        optimizer: ``"adamw"`` (fused), ``"adamw_foreach"``, ``"adamw_loop"``, ``"adamw_8bit"``,
+            ``"adafactor"``, ``"sgd"``, ``"sgd_momentum"`` or ``"none"``.
+        zero_stage: 1 shards optimizer states over ``world``, 2 gradients too, 3 parameters too.
+        fsdp: FSDP2: all three are sharded, a block is gathered while the next one is fetched.
+        world: Devices that shards are spread over.
+        offload: ``"cpu"`` or ``"nvme"``: optimizer states (and fp32 copies) stand there.
+        offload_parameters: Parameters too (ZeRO-3, FSDP2).
+        checkpointing: Keep the inputs of layers only.
+        patched: Whether the model is patched by :func:`liger_multi.patch`, or its options.
+        attention: ``"sdpa"`` or ``"flash_attention_2"`` (nothing quadratic), or ``"eager"``.
+        device: ``"cuda"`` or another accelerator, or ``"cpu"``, where the references run.
+        capacity: Bytes of the device, from which automatic chunks of logits follow.
+    """
+
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    zero_stage: int = 0
+    fsdp: bool = False
+    world: int = 1
+    offload: str | None = None
+    offload_parameters: bool = False
+    checkpointing: bool = False
+    patched: bool | Mapping[str, Any] = False
+    attention: str = "sdpa"
+    device: str = "cuda"
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        known("dtype", self.dtype, DTYPES)
+        known("optimizer", self.optimizer, OPTIMIZERS)
+        positive(world=self.world)
+        device_type(self.device)
+        if self.capacity is not None:
+            positive(2**63 - 1, capacity=self.capacity)
+        for refused, why in REFUSED:
+            if refused(self):
+                raise ValueError(why.format(self))
+
+    @property
+    def level(self) -> int:
+        """The stage of ZeRO that shards as much."""
+        return 3 if self.fsdp else self.zero_stage
+
+    @property
+    def text(self) -> str:
+        """What a title says of it."""
+        spread = ("FSDP2" if self.fsdp else f"ZeRO-{self.level}") if self.level else ""
+        spread += f" on {self.world} devices" if self.world > 1 else ""
+        words = [self.dtype, self.optimizer, spread.strip()]
+        words += ["checkpointing"] * self.checkpointing + ["patched"] * bool(self.patched)
+        words += [f"{self.offload} offload"] if self.offload else []
+        return ", ".join(word for word in words if word)
+
+
+class SetupOptions(TypedDict, total=False):
+    """The attributes of a :class:`TrainingSetup` as keywords."""
+
+    dtype: str
+    optimizer: str
+    zero_stage: int
+    fsdp: bool
+    world: int
+    offload: str | None
+    offload_parameters: bool
+    checkpointing: bool
+    patched: bool | Mapping[str, Any]
+    attention: str
+    device: str
+    capacity: int | None
+
+
+REFUSED: tuple[tuple[Callable[[TrainingSetup], bool], str], ...] = (
+    (lambda s: s.zero_stage not in (0, 1, 2, 3),
+     "zero_stage must be 0, 1, 2 or 3, got {0.zero_stage!r}"),
+    (lambda s: s.fsdp and s.zero_stage > 0,
+     "fsdp shards by itself; give it or zero_stage={0.zero_stage}, not both"),
+    (lambda s: s.offload not in OFFLOADS,
+     "offload must be None, 'cpu' or 'nvme', got {0.offload!r}"),
+    (lambda s: s.offload_parameters and s.level != 3,
+     "offload_parameters needs parameters in shards: zero_stage=3 or fsdp=True"),
+)  # fmt: skip
+
+
+def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> TrainingSetup:
+    """A setup, changed by keywords."""
+    if setup is not None and not isinstance(setup, TrainingSetup):
+        raise TypeError(f"setup must be a TrainingSetup, got {shown(setup)}")
+    wrong = [name for name in options if name not in {f.name for f in fields(TrainingSetup)}]
+    if wrong:
+        raise TypeError(f"estimate() got an unexpected keyword argument {wrong[0]!r}")
+    return replace(setup or TrainingSetup(), **options)
+
+
+def known(what: str, name: str, table: Mapping[str, Any]) -> str:
+    """A name that stands in a table."""
+    if not isinstance(name, str) or name not in table:
+        raise ValueError(unknown(what, name, table))
+    return name
+
+
+def positive(most: int = MOST, **values: object) -> None:
+    """Refuse what is no number of things."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(
+                f"{name} must be a positive integer, got {shown(value)}"
+                + f", the largest is {most}" * (isinstance(value, int) and value > most)
+            )

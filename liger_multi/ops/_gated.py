@@ -1,0 +1,50 @@
+"""What the gated activations share: checks and samples, of two tensors and of packed halves."""
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.samples import Sample
+from liger_multi.samples import Tensor as T
+
+
+def gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:
+    """Check the two inputs of a gated activation."""
+    checks.floating(name, gate=gate, up=up)
+    checks.same_shape(name, gate=gate, up=up)
+    if gate.ndim == 0:
+        checks.refuse(name, "gate must have at least one axis", gate)
+
+
+def even(name: str, gate_up: Tensor) -> None:
+    """Check the input of a packed gated activation."""
+    checks.floating(name, gate_up=gate_up)
+    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+        checks.refuse(name, "the last axis of gate_up must be even", gate_up)
+
+
+def multipliers(name: str, gate: float, down: float) -> tuple[float, float]:
+    """Two numbers, checked."""
+    return (
+        checks.number(name, "gate_multiplier", gate),
+        checks.number(name, "down_multiplier", down),
+    )
+
+
+def pair(*shape: int, layout: str = "contiguous") -> dict[str, T]:
+    """Tensors of a sample."""
+    return {"gate": T(shape, layout=layout), "up": T(shape, layout=layout)}
+
+
+def packed(*shape: int, layout: str = "contiguous") -> dict[str, T]:
+    """Tensors of a sample, both halves in a row."""
+    return {"gate_up": T(shape, layout=layout)}
+
+
+LARGE = {"gate": T((4, 64), scale=30.0), "up": T((4, 64))}
+FP32_UP = {"gate": T((4, 64)), "up": T((4, 64), dtype=torch.float32)}
+BOTH = {"gate_multiplier": 0.4, "down_multiplier": 2.5}
+MLPS = "8192x8192 8192x11008 8192x14336 8192x18944"
+PACKED_MLPS = [  # by the width of a half
+    Sample(f"8192x{n}", packed(8192, 2 * n), size="bench") for n in (8192, 11008, 14336, 18944)
+]

@@ -1,0 +1,39 @@
+"""Elementwise operators of one tensor, ``y = f(x)`` and ``dx = f'(x) dy``, from both functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+from liger_multi.reference.common.one_piece import in_one_piece
+
+Function = Callable[[Tensor], Tensor]
+
+
+def pointwise(
+    value: Function, slope: Function
+) -> tuple[Function, Callable[[Tensor, Tensor], Tensor]]:
+    """Forward and backward of an operator.
+
+    Args:
+        value: ``y`` of ``x``, in the dtype of ``x`` and with one rounding.
+        slope: The derivative at ``x``, which comes in fp32 or fp64.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        return value(x).contiguous()
+
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        """Block by block of rows; in one piece where a compiler fuses it."""
+        kind = statistics_dtype(x.dtype)
+        if in_one_piece():
+            return (slope(x.to(kind)) * dy.to(kind)).to(x.dtype).contiguous()
+        dx, xs, dys = x.new_empty(x.shape), as_rows(x), as_rows(dy)
+        rows = as_rows(dx)
+        for block in row_blocks(xs.shape[0], 2 * xs.shape[1] * kind.itemsize):
+            rows[block] = slope(xs[block].to(kind)) * dys[block].to(kind)
+        return dx
+
+    return forward, backward
