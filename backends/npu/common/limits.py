@@ -11,7 +11,7 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def halves(x: Tensor) -> Optional[str]:
+def packed_gates(x: Tensor) -> Optional[str]:
     """Of npu_swiglu and npu_geglu."""
     if x.dtype not in FLOATS or x.dim() > 8 or not x.numel():
         return f"takes 1 to 8 axes of fp32, fp16 or bf16, got {x.dtype} {tuple(x.shape)}"

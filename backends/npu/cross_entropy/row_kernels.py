@@ -7,7 +7,7 @@ one kernel reads a row once, keeping a maximum and sums for every lane:
 
 and one writes a gradient from four numbers of the row:
 
-    dz[j] = p[j] (share - entropy log p[j]) + [j = t] own - smooth w[j],  draw = scale slope(z) dz
+    dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j],  draw = scale slope(z) dz
 
 A row whose numbers are all 0 gets zeros whatever stands in it.
 """
@@ -30,8 +30,8 @@ LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 class Coefficients(NamedTuple):
     """Four numbers of every row, of which the last two may be None."""
 
-    own: Tensor
-    share: Tensor
+    grad_target: Tensor
+    grad_lse: Tensor
     entropy: Optional[Tensor] = None
     smooth: Optional[Tensor] = None
 
@@ -103,7 +103,7 @@ def _row_statistics_kernel(
 
 @jitted
 def _row_gradient_kernel(
-    raw_ptr, target_ptr, weight_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, smooth_ptr, out_ptr,
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, smooth_ptr, out_ptr,
     raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -113,9 +113,9 @@ def _row_gradient_kernel(
         row_ptr = raw_ptr + row * raw_stride
         target = tl.load(target_ptr + row * target_stride).to(tl.int32)
         lse = tl.load(lse_ptr + row)
-        own = tl.load(own_ptr + row)
-        share = tl.load(share_ptr + row)
-        some = (own != 0.0) | (share != 0.0)
+        grad_target = tl.load(grad_target_ptr + row)
+        grad_lse = tl.load(grad_lse_ptr + row)
+        some = (grad_target != 0.0) | (grad_lse != 0.0)
         entropy = 0.0
         smooth = 0.0
         if entropy_ptr is not None:
@@ -132,16 +132,16 @@ def _row_gradient_kernel(
             log_p = z - lse
             dz = tl.exp(log_p)
             if entropy_ptr is not None:
-                dz = dz * (share - entropy * tl.maximum(log_p, -200.0))
+                dz = dz * (grad_lse - entropy * tl.maximum(log_p, -200.0))
             else:
-                dz = dz * share
+                dz = dz * grad_lse
             if smooth_ptr is not None:
                 if weight_ptr is not None:
                     w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
                     dz = dz - smooth * w
                 else:
                     dz = dz - smooth
-            dz = tl.where(col == target, dz + own, dz)
+            dz = tl.where(col == target, dz + grad_target, dz)
             if CAPPED:
                 dz = dz * (1.0 - (z / cap) * (z / cap))
             dz = tl.where(some, dz * scale, 0.0)
@@ -215,12 +215,17 @@ def coefficients(
     """Of the gradient of ``ce`` times the cross entropy and ``zl`` times the z-loss."""
     valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
     eps = spec.label_smoothing
-    own = torch.full_like(lse, 1 - eps)
+    grad_target = torch.full_like(lse, 1 - eps)
     if weight is not None:
-        own = own * weight.float()[torch.where(valid, target, 0)]
+        grad_target = grad_target * weight.float()[torch.where(valid, target, 0)]
     total = eps if weight is None else eps / cols * weight.float().sum()
-    share = ce * (own + total) + zl * (2 * spec.z_loss_weight) * lse
-    parts = (-ce * own, share, None, (ce * (eps / cols)).expand(lse.shape) if eps else None)
+    grad_lse = ce * (grad_target + total) + zl * (2 * spec.z_loss_weight) * lse
+    parts = (
+        -ce * grad_target,
+        grad_lse,
+        None,
+        (ce * (eps / cols)).expand(lse.shape) if eps else None,
+    )
     return Coefficients._make(None if p is None else torch.where(valid, p, 0) for p in parts)
 
 

@@ -123,7 +123,7 @@ def _attention_backward_keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # spans_ptr: of each tile, (batch, ranges, first, last, first whole and last whole, tiles)
+    # tile_bounds_ptr: of each tile, (batch, ranges, first, last, first whole and last whole, tiles)
     pid = tl.program_id(0)
     EXTRA: tl.constexpr = SHARED * PARTS if PARTS > 1 else 0
     each = tl.num_programs(0) // (tiles + EXTRA)

@@ -150,8 +150,8 @@ def backward(
     wide = k.block < cols
     partial = None
     if needs_direction:  # a wide row's sums stand in memory, and grow there
-        room = v.new_zeros if wide else v.new_empty
-        partial = room(k.programs, cols, dtype=torch.float32)
+        empty = v.new_zeros if wide else v.new_empty
+        partial = empty(k.programs, cols, dtype=torch.float32)
     inner = p.new_empty(k.programs, 2, tile, count)
     tensors = (dy, v, query, weight, p.contiguous(), rstd.contiguous(), dv, partial, inner)
     numbers = (dy_stride, v.stride(0), v.stride(1), count, rows, cols)

@@ -33,16 +33,16 @@ from liger_multi.reference.residuals.sinkhorn import How
 
 
 @dataclass(frozen=True)
-class SquashConfig:
+class SinkhornConfig:
     """``rows`` rows a program."""
 
     rows: int
     num_warps: int
 
 
-def squash_config(info: DeviceInfo, streams: int) -> SquashConfig:
+def sinkhorn_config(info: DeviceInfo, streams: int) -> SinkhornConfig:
     """Matrices of about 256 elements together for one warp: their sums need no other."""
-    return SquashConfig(max(1, 256 // power_of_2(streams) ** 2), 1)
+    return SinkhornConfig(max(1, 256 // power_of_2(streams) ** 2), 1)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ class TritonParts:
         pre, post = m.new_empty(rows, count), m.new_empty(rows, count)
         mix = m.new_empty(rows, count, count)
         if rows:
-            k = launch_config("hyper_connections.forward", squash_config, m.device, streams=count)
+            k = launch_config("hyper_connections.forward", sinkhorn_config, m.device, streams=count)
             args = (m.contiguous(), bias.contiguous(), scale.contiguous(), pre, post, mix, rows)
             constants = (count, power_of_2(count), k.rows)
             launch(_sinkhorn_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
@@ -226,7 +226,7 @@ class TritonParts:
                 t.new_zeros(t.shape if n else 0) for t, n in zip((bias, scale), needs, strict=True)
             )
             return d, own, dbias, dscale
-        k = launch_config("hyper_connections.backward", squash_config, m.device, streams=count)
+        k = launch_config("hyper_connections.backward", sinkhorn_config, m.device, streams=count)
         checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
         programs = cdiv(rows, k.rows)
         wide = cdiv(outputs + 3, 16) * 16  # what is past them is not used

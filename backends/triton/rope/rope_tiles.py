@@ -46,9 +46,9 @@ def _fits(count: int, stride: int, item: int, most: int) -> bool:
 
 
 def near_tile(
-    launch_config: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
+    config: Any, steps: list[tuple[int, int, int, int]], tensors: tuple[Tensor, ...]
 ) -> Any:
-    """Knobs whose tiles keep their elements near: one head, or one token, where they stand apart.
+    """A configuration whose tiles keep elements near: one head or one token where they stand apart.
 
     A tile of tokens replaces one of heads, so that it stays as large. ``steps`` are the
     :func:`strides` of the tensors.
@@ -56,12 +56,12 @@ def near_tile(
     sizes = [x.element_size() for x in tensors]
     head = max([step[1] * size for step, size in zip(steps, sizes, strict=True)])
     token = max([step[2] * size for step, size in zip(steps, sizes, strict=True)])
-    if not _fits(launch_config.heads, head, 1, HEADS_APART):
-        tokens = min(launch_config.heads * launch_config.tokens, 32)
-        launch_config = dataclasses.replace(launch_config, heads=1, tokens=tokens)
-    if not _fits(launch_config.tokens, token, 1, APART):
-        launch_config = dataclasses.replace(launch_config, tokens=1)
-    return launch_config
+    if not _fits(config.heads, head, 1, HEADS_APART):
+        tokens = min(config.heads * config.tokens, 32)
+        config = dataclasses.replace(config, heads=1, tokens=tokens)
+    if not _fits(config.tokens, token, 1, APART):
+        config = dataclasses.replace(config, tokens=1)
+    return config
 
 
 def near_channels(x: Tensor) -> Tensor:
