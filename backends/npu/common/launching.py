@@ -1,4 +1,4 @@
-"""Launches on vector cores: as many programs as there are cores, each of which passes its rows.
+"""Launches on vector cores: as many programs as there are cores, each of which processes its rows.
 
 Blocks are columns at a time, by kernel, chip and bytes of an element, from ``launch/<chip>.yaml``:
 the largest for which the vendor's compiler finds room in the unified buffer.

@@ -7,7 +7,8 @@ one kernel reads a row once, keeping a maximum and sums for every lane:
 
 and one writes a gradient from four numbers of the row:
 
-    dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j],  draw = scale slope(z) dz
+    dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j]
+    draw = scale slope(z) dz
 
 A row whose numbers are all 0 gets zeros whatever stands in it.
 """
@@ -103,8 +104,8 @@ def _row_statistics_kernel(
 
 @jitted
 def _row_gradient_kernel(
-    raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, smooth_ptr, out_ptr,
-    raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
+    smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)

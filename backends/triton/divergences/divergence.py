@@ -1,6 +1,6 @@
 """Divergences of rows of two distributions: Kullback-Leibler, Jensen-Shannon, total variation.
 
-The equations are those of reference/divergences/divergence.py. One program passes one row of any
+The equations are those of reference/divergences/divergence.py. One program processes one row of any
 width. Logits are read once for both normalizers, anchored at the maximum of the row's first step,
 so that no pass waits for a running maximum; KL comes out of that pass, the other losses and
 ``slope`` out of a second one, which starts where the first ended. The gradient is a last pass, and
