@@ -105,7 +105,8 @@ def _row_statistics_kernel(
 @jitted
 def _row_gradient_kernel(
     raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
-    smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
+    smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)

@@ -6,8 +6,8 @@ With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w =
     ds = rstd * (g - n * mean(g * n)) + what comes from other uses of s,  g = dy * w
     dw = sum over rows of dy * n
 
-A program processes rows in steps of columns. Sums over rows are a kernel of their own: a program has
-some columns and every so many rows, and leaves one partial.
+A program processes rows in steps of columns. Sums over rows are a kernel of their own: a program
+has some columns and every so many rows, and leaves one partial.
 """
 
 from __future__ import annotations

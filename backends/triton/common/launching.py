@@ -30,7 +30,7 @@ def _hooked() -> bool:
 
 
 def _runtime() -> Any:
-    if hasattr(triton, "config"):
+    if hasattr(triton, "knobs"):
         return triton.knobs.runtime
     return triton.compiler.CompiledKernel  # where triton 3.3 and older keep the hooks
 

@@ -8,11 +8,11 @@ With z = cap * tanh(scale * raw / cap), p = softmax(z), lse = logsumexp(z) and t
     d zl / dz[j] = 2 z_loss_weight lse p[j]
     dz / draw = scale * (1 - (z / cap)^2)
 
-One program processes one row of any width. The sum of exponentials is anchored at the target's logit,
-which is known before the first column: no running maximum, no barrier in the loop, and the loss is
-the logarithm of a sum that is at least 1. Where that sum overflows (a loss above 88) or the anchor
-is not finite, the row is processed again from its maximum. The same pass can be followed by one
-that overwrites the row by its gradient, while the row is still in the cache.
+One program processes one row of any width. The sum of exponentials is anchored at the target's
+logit, which is known before the first column: no running maximum, no barrier in the loop, and the
+loss is the logarithm of a sum that is at least 1. Where that sum overflows (a loss above 88) or the
+anchor is not finite, the row is processed again from its maximum. The same pass can be followed by
+one that overwrites the row by its gradient, while the row is still in the cache.
 """
 
 from __future__ import annotations
