@@ -32,6 +32,12 @@ def _log_prob_gradient_kernel(
     raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride, target_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Overwrite one row of logits with its gradient.
+
+    Program: one row; reads own, share and entropy of the row. Where all are 0 it writes zeros and
+    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once and
+    overwritten.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
     assume_cols(cols)
