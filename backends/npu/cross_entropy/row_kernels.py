@@ -3,14 +3,14 @@
 With z = cap * tanh(scale * raw / cap), lse = logsumexp(z), log p = z - lse and t the row's target,
 one kernel reads a row once, keeping a maximum and sums for every lane:
 
-    lse, log p[t], sum_j w[j] (z[j] - max), sum_j z[j] - max, entropy, the place of the maximum
+    lse, log p[t], sum_j w[j] (lse - z[j]), entropy, the place of the maximum
 
 and one writes a gradient from four numbers of the row:
 
     dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j]
     draw = scale slope(z) dz
 
-A row whose numbers are all 0 gets zeros whatever stands in it.
+A row whose numbers are all 0 gets zeros, whatever it holds.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Coefficients(NamedTuple):
 
 @triton.jit
 def _logit(raw, scale, cap, CAPPED: tl.constexpr):
+    """A raw logit after scale and softcap, in fp32; tanh(x) is 2 sigmoid(2 x) - 1."""
     z = raw.to(tl.float32) * scale
     if CAPPED:
         z = cap * (2.0 * tl.sigmoid(2.0 * (z / cap)) - 1.0)
@@ -50,6 +51,14 @@ def _row_statistics_kernel(
     raw_ptr, target_ptr, weight_ptr, lse_ptr, log_prob_ptr, spread_ptr, entropy_ptr, argmax_ptr,
     raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Statistics of rows of logits, in one pass.
+
+    Program: every num_programs-th row, in steps of BLOCK columns. Each lane keeps a running
+    maximum, and sums that shrink when it grows; lanes are merged at the row's end, so that no step
+    needs a reduction.
+    Writes lse, and those of log p[t], spread, entropy and argmax that have a pointer. A target that
+    is no class is never an address.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -109,6 +118,12 @@ def _row_gradient_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of rows of logits from four numbers of each.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads each logit once and may
+    overwrite it. The row's numbers are own, share and, where they have a pointer, entropy and
+    smooth.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -194,7 +209,7 @@ def _finished(
     rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
     spread: Optional[Tensor], argmax: Tensor, cols: int,
 ) -> RowStats:  # fmt: skip
-    """From what kernels found of rows to the statistics of valid ones."""
+    """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
     log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
@@ -214,7 +229,7 @@ def coefficients(
     target: Tensor, weight: Optional[Tensor], lse: Tensor, spec: Objective, cols: int, ce: Tensor,
     zl: Tensor,
 ) -> Coefficients:  # fmt: skip
-    """Of the gradient of ``ce`` times the cross entropy and ``zl`` times the z-loss."""
+    """Coefficients of the gradient of ``ce`` cross entropies plus ``zl`` z-losses."""
     valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
     eps = spec.label_smoothing
     grad_target = torch.full_like(lse, 1 - eps)

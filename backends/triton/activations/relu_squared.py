@@ -1,8 +1,8 @@
-"""Squared rectifier, y = max(x, 0)^2 (arXiv:2109.08668), tiled as the gated activations are.
+"""Squared ReLU, y = max(x, 0)^2 (arXiv:2109.08668), tiled as the gated activations are.
 
     dx = 2 max(x, 0) dy
 
-A NaN stays one: whatever is not below zero passes.
+A NaN stays NaN: only what is below zero becomes zero.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from liger_multi.dispatch.launch import launch_config
 def _relu_squared_forward_kernel(
     x_ptr, y_ptr, x_stride, y_stride, cols, tiles, BLOCK: tl.constexpr
 ):
+    """Squared ReLU of one piece of a row.
+
+    Program: BLOCK columns of one row; reads x, writes y.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
@@ -35,6 +39,10 @@ def _relu_squared_forward_kernel(
 def _relu_squared_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, dx_stride, cols, tiles, BLOCK: tl.constexpr
 ):
+    """Gradient of one piece of a row.
+
+    Program: BLOCK columns of one row; reads dy and x, writes dx.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
