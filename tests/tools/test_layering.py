@@ -33,7 +33,7 @@ CLEAN = {
     "backends/__init__.py": "",
     "backends/triton/__init__.py": "import torch\n",
     "backends/triton/norms/rms_norm.py": "import triton\n"
-    "from liger_multi.dispatch.launch import launch configuration\n",
+    "from liger_multi.dispatch.launch import launch_config\n",
     "backends/cuda/__init__.py": "from liger_multi.dispatch.backend import Backend\n",
     "backends/cuda/rms_norm.py": "from liger_multi.backends.triton.norms import rms_norm\n",
     "backends/rocm/__init__.py": "import torch\nHIP = torch.version.hip\n",
