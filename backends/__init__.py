@@ -1,4 +1,4 @@
-"""One folder a vendor; every folder's ``BACKEND`` says where it runs and what it inherits."""
+"""One folder per vendor; its ``BACKEND`` states where it runs and what it inherits."""
 
 if __name__ != "liger_multi.backends":
     raise ImportError(

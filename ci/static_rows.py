@@ -26,6 +26,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ci import static_code
+from ci.kernel_source import statements
 from ci.static import TARGETS, StaticCase, Target, Variant, report, static_cases, variants
 from ci.static_code import Code
 
@@ -115,7 +116,7 @@ def wanted(ask: Ask) -> list[tuple[StaticCase, Variant]]:
 
 
 def parts_of(kernel: Any) -> dict[str, str]:
-    """A kernel's source, that of the package's functions which it calls, and its constants."""
+    """A kernel's statements, those of the package's functions that it calls, and its constants."""
     parts: dict[str, str] = {}
     left = [kernel]
     while left:
@@ -123,16 +124,25 @@ def parts_of(kernel: Any) -> dict[str, str]:
         where = f"{function.fn.__module__}.{function.__name__}"
         if where in parts:
             continue
-        parts[where] = function.src
-        for used in set(re.findall(r"\b[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", function.src)):
+        parts[where] = statements(function.src)
+        for used in set(re.findall(r"\b[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", parts[where])):
             other = _meant(function, used)
             if isinstance(other, JITFunction):
                 left.append(other)
             elif isinstance(other, triton.language.constexpr):
                 parts[f"{where}: {used}"] = repr(other.value)
             elif hasattr(other, "__triton_builtin__"):  # what the compiler runs itself
-                parts[f"{where}: {used}"] = inspect.getsource(other)
+                parts[f"{where}: {used}"] = statements(inspect.getsource(other))
     return parts
+
+
+def text_of(kernel: Any) -> str:
+    """The parts of a kernel as one text, the same wherever its files stand."""
+    named = []
+    for key, text in parts_of(kernel).items():
+        where, _, used = key.partition(": ")
+        named.append((where.rpartition(".")[2], used, text))
+    return repr(sorted(named))
 
 
 def _meant(function: Any, used: str) -> Any:
@@ -158,7 +168,7 @@ def _reader() -> str:
 
 @functools.cache
 def _source(kernel: Any) -> str:
-    return repr(sorted(parts_of(kernel).items()))
+    return text_of(kernel)
 
 
 def formulas(case: StaticCase) -> tuple[str, ...]:

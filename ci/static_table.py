@@ -20,7 +20,15 @@ import triton
 
 from ci.static import TARGETS, StaticCase, kernels, missing
 from ci.static_code import CORES, Code
-from ci.static_rows import Row, facts_of, formulas, parts_of, pool, rows_of, suite
+from ci.static_rows import (
+    Row,
+    facts_of,
+    formulas,
+    pool,
+    rows_of,
+    suite,
+    text_of,
+)
 
 ROOT = Path(__file__).parent.parent
 BASELINE = ROOT / "ci" / "baseline"
@@ -184,8 +192,8 @@ def _told() -> dict[str, str]:
 
 
 def sources(name: str) -> str:
-    """A hash of a kernel's source, of what it calls, and of its launches."""
-    text = repr(sorted(parts_of(kernels()[name]).items())) + _told().get(name, "")
+    """A hash of a kernel's statements, of those that it calls, and of its launches."""
+    text = text_of(kernels()[name]) + _told().get(name, "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -2,7 +2,7 @@
 
 cuDNN's and Flash's kernels take and keep the contract's own residual, the logarithm of the sums:
 with a sink in it their backward is exact, because the gradient of a score is ``p (dp - sum(dy y))``
-whoever else has a share of the sum. Which one is used is data of :data:`ROUTES`, from measurements.
+whatever else adds to the sum. The table :data:`ROUTES` chooses between them, by measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _forced: list[str] = []  # by benchmarks of one route
 def route(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float
 ) -> str:
-    """Who runs a call: cudnn, flash or triton."""
+    """Which implementation runs a call: cudnn, flash or triton."""
     if _forced:
         return _forced[-1]
     ranges, causal = unless_causal(ranges, causal)
@@ -82,7 +82,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Flash's or cuDNN's output and normalizer, and the sinks' share of both; or Triton's."""
+    """Output and lse of FlashAttention or cuDNN, corrected for sinks; or those of Triton."""
     by = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
@@ -104,7 +104,7 @@ def backward(
     y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
     needs_k: bool, needs_v: bool, needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Their backward from the whole sum, sinks included."""
+    """Backward of FlashAttention or cuDNN, from the lse that includes the sinks; or Triton's."""
     by = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":

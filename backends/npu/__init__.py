@@ -8,7 +8,7 @@ import torch
 
 from liger_multi.dispatch.backend import Backend, DeviceInfo
 
-# What the vendor's compiler says of each family: vector cores, bytes of unified buffer.
+# Launch table of each chip, and bytes of its unified buffer as the vendor's compiler states them.
 TABLES = {"Ascend910_95": "a5", "Ascend950": "a5", "Ascend910": "a2"}
 BUFFERS = {"a2": 196608, "a5": 253952}
 

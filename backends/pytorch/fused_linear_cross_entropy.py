@@ -1,8 +1,8 @@
 """PyTorch's own ``linear_cross_entropy``, in chunks of rows.
 
 Its loss has the dtype of hidden states, so in 16 bits it is rounded, and its gradients are divided
-before the scale of a loss arrives, which matters in fp16. It says no ``lse``: that is NaN here, and
-no gradient of a scalar loss asks for it.
+before the scale of a loss arrives, which matters in fp16. It returns no ``lse``: that is NaN here,
+and no gradient of a scalar loss needs it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """The loss, and its gradients; zeros where every row is ignored, as the contract says."""
+    """The loss, and its gradients; zeros where every row is ignored, as the contract states."""
     reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
     kind = statistics_dtype(hidden.dtype)
     native: Any = F

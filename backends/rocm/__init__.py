@@ -1,4 +1,4 @@
-"""AMD: launch tables over the shared Triton kernels; limits are asked of the device."""
+"""AMD: launch tables over the shared Triton kernels; limits are read from the device."""
 
 import torch
 

@@ -27,6 +27,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from ci.kernel_source import statements
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -47,13 +49,13 @@ LARGEST_GRID = 65535
 
 @functools.cache
 def source_of(kernel: Any) -> str:
-    """The source of a kernel and of the functions and constants that it names."""
+    """The statements of a kernel and of the functions, and the constants, that it names."""
     parts: dict[str, str] = {}
     left = [kernel]
     while left:
         function = left.pop()
-        parts[function.__name__] = function.src
-        for used in re.findall(r"\b[A-Za-z_]\w*", function.src):
+        parts[function.__name__] = statements(function.src)
+        for used in re.findall(r"\b[A-Za-z_]\w*", parts[function.__name__]):
             other = function.fn.__globals__.get(used)
             if isinstance(other, JITFunction) and other.__name__ not in parts:
                 left.append(other)

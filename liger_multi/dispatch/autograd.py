@@ -35,18 +35,18 @@ class Wiring:
 
     Attributes:
         name: Of the operator.
-        forward_half: Forward, from the arguments to its outputs.
-        backward_half: Backward, from its arguments to the gradients.
+        run_forward: Forward, from the arguments to its outputs.
+        run_backward: Backward, from its arguments to the gradients.
         inputs: Number of forward's arguments.
         single: Whether forward returns one tensor.
         visible: Number of outputs for the caller.
         overwritten: The argument that is replaced by its gradient, or -1.
         buffer: Its place among the saved tensors.
-        constants: Outputs without a gradient.
+        non_differentiable: Outputs without a gradient.
         hidden: The residual that is returned beside the outputs, or -1; :func:`anchor_of` says why.
         kept: Picks, of arguments and outputs, the tensors that are saved.
         names: Names of those tensors.
-        omit: Given some arguments, the names of tensors that are not saved after all.
+        not_saved: Given some arguments, the names of tensors that are not saved after all.
         asked: Picks these arguments.
         values: Picks the arguments that backward reads and that are no tensors.
         dtypes: Arguments whose dtype backward reads, or to which a gradient is cast.
@@ -54,30 +54,30 @@ class Wiring:
             dtypes in this order.
         grads: For every argument of forward, which of backward's results is its gradient, or None.
         smooth: Visible outputs with a gradient.
-        passed: Pairs of an argument and the output whose gradient it gets as it comes.
+        identity_grads: Pairs of an argument and the output whose gradient it gets as it comes.
         casts: Pairs of an argument and the place of the dtype to which its gradient is cast.
     """
 
     name: str
-    forward_half: Callable[..., Any]
-    backward_half: Callable[..., Any]
+    run_forward: Callable[..., Any]
+    run_backward: Callable[..., Any]
     inputs: int
     single: bool
     visible: int
     overwritten: int
     buffer: int
-    constants: tuple[int, ...]
+    non_differentiable: tuple[int, ...]
     hidden: int
     kept: Pick
     names: tuple[str, ...]
-    omit: Callable[..., Sequence[str]] | None
+    not_saved: Callable[..., Sequence[str]] | None
     asked: Pick
     values: Pick
     dtypes: tuple[int, ...]
     reads: Pick
     grads: tuple[int | None, ...]
     smooth: tuple[int, ...]
-    passed: tuple[tuple[int, int], ...]
+    identity_grads: tuple[tuple[int, int], ...]
     casts: tuple[tuple[int, int], ...]
 
 
@@ -86,19 +86,19 @@ class Wiring:
 
 def forward(w: Wiring, ctx: Any, *args: Any) -> Any:
     """Run forward, and keep what backward reads."""
-    outs = (w.forward_half(*args),) if w.single else w.forward_half(*args)
+    outs = (w.run_forward(*args),) if w.single else w.run_forward(*args)
     # views made in here could not be written to
     outs = tuple([y.detach() if y._is_view() else y for y in outs])
     if w.overwritten >= 0:
         increment_version(args[w.overwritten])
     tensors = w.kept((*args, *outs))
-    ctx.save_for_backward(*(tensors if w.omit is None else _without_omitted(w, tensors, args)))
+    ctx.save_for_backward(*(tensors if w.not_saved is None else _without_omitted(w, tensors, args)))
     ctx.plain = w.values(args)
     if w.dtypes:
         ctx.plain += tuple([None if args[i] is None else args[i].dtype for i in w.dtypes])
     ctx.set_materialize_grads(False)
-    if w.constants:
-        ctx.mark_non_differentiable(*[outs[i] for i in w.constants])
+    if w.non_differentiable:
+        ctx.mark_non_differentiable(*[outs[i] for i in w.non_differentiable])
     ctx.configuration = current()
     if w.hidden >= 0:
         return (*outs[: w.visible], outs[w.hidden])
@@ -107,7 +107,7 @@ def forward(w: Wiring, ctx: Any, *args: Any) -> Any:
 
 def _without_omitted(w: Wiring, tensors: Sequence[Any], args: Any) -> list[Any]:
     """The tensors to save, with None for those that backward will not read this time."""
-    left = w.omit(*w.asked(args))  # type: ignore[misc]
+    left = w.not_saved(*w.asked(args))  # type: ignore[misc]
     return [None if n in left else t for n, t in zip(w.names, tensors, strict=True)]
 
 
@@ -145,7 +145,7 @@ def _configured(w: Wiring, ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any,
 def _gradients(w: Wiring, ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
     """One gradient or None for every argument of forward."""
     needs = ctx.needs_input_grad
-    outs = w.backward_half(*w.reads((*grads, *needs, *tensors, *ctx.plain)))
+    outs = w.run_backward(*w.reads((*grads, *needs, *tensors, *ctx.plain)))
     if w.overwritten >= 0:
         return _in_its_buffer(w, tensors)
     outs = (outs,) if isinstance(outs, Tensor) else outs
@@ -153,7 +153,7 @@ def _gradients(w: Wiring, ctx: Any, grads: tuple[Any, ...], tensors: tuple[Any, 
     for i in w.smooth:
         if grads[i] is None:  # an input that none reaches has an empty gradient
             found = [None if g is None or g.numel() == 0 else g for g in found]
-    for i, y in w.passed:
+    for i, y in w.identity_grads:
         found[i] = grads[y] if needs[i] else None
     for i, dtype in w.casts:
         g = found[i]
@@ -191,8 +191,8 @@ def anchor_of(op: Op, omits: bool, added: Sequence[str]) -> tuple[str, ...]:
         added: Inputs that no residual depends on.
     """
     read, hidden = set(op.bwd.params), [n for n in op.bwd.params if n in op.residuals]
-    smooth = set(op.fwd.returns) - set(op.residuals) - set(op.constants)
-    wanted = {*op.passed, *op.shared, *(name[1:] for name in op.bwd.returns)}
+    smooth = set(op.fwd.returns) - set(op.residuals) - set(op.non_differentiable)
+    wanted = {*op.identity_grads, *op.same_grad_as, *(name[1:] for name in op.bwd.returns)}
     unread = wanted - read - set(added)
     return (hidden[0],) if hidden and not read & smooth and (unread or omits) else ()
 
@@ -214,9 +214,9 @@ def sources_of(op: Op) -> list[tuple[str, str]]:
 
 def wire(
     op: Op,
-    forward_half: Callable[..., Any],
-    backward_half: Callable[..., Any],
-    omit: Callable[..., Sequence[str]] | None,
+    run_forward: Callable[..., Any],
+    run_backward: Callable[..., Any],
+    not_saved: Callable[..., Sequence[str]] | None,
 ) -> Wiring:
     """The wiring of two directions of ``op``."""
     fwd, bwd, sources = op.fwd, op.bwd, sources_of(op)
@@ -224,8 +224,8 @@ def wire(
     visible = returns[: len(returns) - len(op.residuals)]
     named = {kind: list(dict.fromkeys(n for k, n in sources if k == kind)) for kind, _ in sources}
     saved, values = named.get("tensor", []), named.get("value", [])
-    owners = {n: op.shared.get(n, n) for n in params}
-    casts = [n for n in params if owners[n] != n or n in op.shared.values()]
+    owners = {n: op.same_grad_as.get(n, n) for n in params}
+    casts = [n for n in params if owners[n] != n or n in op.same_grad_as.values()]
     dtypes = [n for n in params if n in (*casts, *named.get("dtype", []))]
     # the order of what backward picks its arguments from
     pool = [("grad", n) for n in (*visible, *op.anchor)] + [("flag", n) for n in params]
@@ -233,25 +233,29 @@ def wire(
     pool += [("dtype", n) for n in dtypes]
     return Wiring(
         name=op.name,
-        forward_half=forward_half,
-        backward_half=backward_half,
+        run_forward=run_forward,
+        run_backward=run_backward,
         inputs=len(params),
         single=len(returns) == 1,
         visible=len(visible),
         overwritten=params.index(op.inplace) if op.inplace else -1,
         buffer=saved.index(op.inplace) if op.inplace else -1,
-        constants=tuple(i for i, n in enumerate(visible) if n in op.constants),
+        non_differentiable=tuple(i for i, n in enumerate(visible) if n in op.non_differentiable),
         hidden=returns.index(op.anchor[0]) if op.anchor else -1,
         kept=picked([everything.index(n) for n in saved]),
         names=tuple(saved),
-        omit=omit,
-        asked=picked([params.index(n) for n in inspect.signature(omit).parameters] if omit else []),
+        not_saved=not_saved,
+        asked=picked(
+            [params.index(n) for n in inspect.signature(not_saved).parameters] if not_saved else []
+        ),
         values=picked([params.index(n) for n in values]),
         dtypes=tuple(params.index(n) for n in dtypes),
         reads=picked([pool.index(source) for source in sources]),
         grads=tuple(_place(bwd.returns, f"d{owners[n]}") for n in params),
-        smooth=tuple(i for i, n in enumerate(visible) if n not in op.constants),
-        passed=tuple((params.index(n), returns.index(y)) for n, y in op.passed.items()),
+        smooth=tuple(i for i, n in enumerate(visible) if n not in op.non_differentiable),
+        identity_grads=tuple(
+            (params.index(n), returns.index(y)) for n, y in op.identity_grads.items()
+        ),
         casts=tuple((params.index(n), len(values) + dtypes.index(n)) for n in casts),
     )
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from liger_multi.derived import Rule, Shape, backward_of
 from liger_multi.dispatch.autograd import anchor_of, make_function, wire
+from liger_multi.dispatch.derived import Rule, Shape, backward_of
 from liger_multi.dispatch.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
 from liger_multi.dispatch.registry import OPS
 from liger_multi.errors import TransformError
@@ -70,21 +70,24 @@ class Op:
         OPS[name] = self
 
     def forward(
-        self, returns: str, residuals: str = "", constants: str = ""
+        self, returns: str, residuals: str = "", non_differentiable: str = ""
     ) -> Callable[[Declared], Declared]:
         """Declare the forward direction.
 
         Args:
             returns: Names of all outputs, those for the caller first.
             residuals: The last of them, kept for backward and hidden from the caller.
-            constants: Visible outputs that have no gradient.
+            non_differentiable: Visible outputs that have no gradient.
         """
 
         def declare(fake: Declared) -> Declared:
             self.fwd = Primitive(
                 self, "forward", fake, returns, (self.inplace,) if self.inplace else ()
             )
-            self.residuals, self.constants = tuple(residuals.split()), tuple(constants.split())
+            self.residuals, self.non_differentiable = (
+                tuple(residuals.split()),
+                tuple(non_differentiable.split()),
+            )
             return fake
 
         return declare
@@ -97,9 +100,9 @@ class Op:
         shapes: Mapping[str, Shape] = {},
         beside: Mapping[str, str] = {},
         rule: Rule | None = None,
-        omit: Callable[..., Sequence[str]] | None = None,
-        shared: Mapping[str, str] = {},
-        passed: Mapping[str, str] = {},
+        not_saved: Callable[..., Sequence[str]] | None = None,
+        same_grad_as: Mapping[str, str] = {},
+        identity_grads: Mapping[str, str] = {},
         added: Sequence[str] = (),
     ) -> None:
         """Declare the backward direction and wire it to forward.
@@ -108,8 +111,8 @@ class Op:
         or empty where nobody needs it.
 
         Args:
-            reads: Names of all arguments; ``x?`` for an input that ``omit`` may leave out. Flags of
-                several gradients are added where none is named.
+            reads: Names of all arguments; ``x?`` for an input that ``not_saved`` may leave out. Flags
+                of several gradients are added where none is named.
             returns: Names of the gradients, ``d`` and the name of an input of forward.
             shapes: For inputs that backward does not read: the argument whose shape and dtype the
                 gradient has, or the shape as a function of arguments by name. The dtype is then
@@ -118,26 +121,26 @@ class Op:
                 one has; the first input, if not given.
             rule: Shapes that follow no such rule: a function of arguments by name that returns
                 all gradients.
-            omit: Given arguments of forward by name, which tensors backward will not read; they are
-                not kept alive.
-            shared: Inputs of forward whose gradient is that of another one, by name (the terms of
-                a sum); it is cast where the dtypes differ.
-            passed: Inputs of forward whose gradient is that of an output as it comes, by name (what
-                is only added to).
+            not_saved: Given arguments of forward by name, which tensors backward will not read;
+                they are not kept alive.
+            same_grad_as: Inputs of forward whose gradient is that of another one, by name (the
+                terms of a sum); it is cast where the dtypes differ.
+            identity_grads: Inputs of forward whose gradient is that of an output as it comes, by
+                name (what is only added to).
             added: Inputs of forward that are only added to its outputs: no residual depends on
                 them, and backward does not read them.
         """
-        fake = backward_of(self, reads, returns, shared, shapes, beside, rule)
+        fake = backward_of(self, reads, returns, same_grad_as, shapes, beside, rule)
         mutated = (self.inplace,) if self.inplace else ()
         self.bwd = Primitive(self, "backward", fake, returns, mutated)
-        self.shared, self.passed = dict(shared), dict(passed)
-        self.anchor = anchor_of(self, omit is not None, added)
-        self.function = make_function(wire(self, self.fwd, self.bwd, omit))
+        self.same_grad_as, self.identity_grads = dict(same_grad_as), dict(identity_grads)
+        self.anchor = anchor_of(self, not_saved is not None, added)
+        self.function = make_function(wire(self, self.fwd, self.bwd, not_saved))
         # the part in C++; what Python does around it serves functorch and setup_context
         self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self.traced = self.function
         if self.compile == "trace":
-            self.traced = make_function(wire(self, self.fwd.trace, self.bwd.trace, omit))
+            self.traced = make_function(wire(self, self.fwd.trace, self.bwd.trace, not_saved))
         if not self.inplace:
             self.whole = self._define()
         names = [self.fwd.params[i] for i in self.fwd.places]

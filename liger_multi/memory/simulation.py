@@ -84,9 +84,9 @@ class Simulation(Recorder):
     def surroundings(self) -> Iterator[None]:
         """Where a model can run without memory, and is recorded."""
         _alone()
-        stand_ins = MetaImplementations(self, self._target, self._autocast)
-        with _meta_has_no_autocast(), stand_ins, self.recording():
-            self._casts = stand_ins.casts
+        implementations = MetaImplementations(self, self._target, self._autocast)
+        with _meta_has_no_autocast(), implementations, self.recording():
+            self._casts = implementations.casts
             yield
 
     def forward(self, call: Callable[[], Any]) -> Any:

@@ -79,7 +79,7 @@ class DyT(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Squash the input, channel by channel."""
+        """Apply dynamic tanh, channel by channel."""
         fits(self, input, self.hidden_size)
         return ops.dyt(input, self.alpha, self.weight, self.bias)
 

@@ -53,7 +53,7 @@ def declare(op: Op) -> None:
         "ignore_index reduction chunk budget accumulate compute_dtype compact needs_hidden "
         "needs_weight needs_bias hidden_dtype weight_dtype bias_dtype",
         returns="dhidden dweight dbias",
-        omit=lambda reduction: () if reduction == "none" else CONSUMED,
+        not_saved=lambda reduction: () if reduction == "none" else CONSUMED,
         rule=head.gradients,
     )
 

@@ -69,7 +69,7 @@ def named(
 @op.forward(
     returns=f"{RETURNS} denominators",
     residuals="denominators",
-    constants=RETURNS.removeprefix("loss "),
+    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,

@@ -12,7 +12,7 @@ from liger_multi.samples import Sample
 op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
 
 
-@op.forward(returns=RETURNS, constants=RETURNS.removeprefix("loss "))
+@op.forward(returns=RETURNS, non_differentiable=RETURNS.removeprefix("loss "))
 def forward(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
     label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,

@@ -45,7 +45,7 @@ op.backward(
     reads="new_residual dy dnew_residual weight rstd offset casting",
     returns="dx dweight",
     shapes={"x": "new_residual"},
-    shared={"residual": "x"},
+    same_grad_as={"residual": "x"},
 )
 
 

@@ -28,7 +28,7 @@ op = Op("fused_linear_cross_entropy", family="cross_entropy")
 @op.forward(
     returns=f"{RETURNS} hidden_gradient weight_gradient bias_gradient denominators",
     residuals="hidden_gradient weight_gradient bias_gradient denominators",
-    constants=RETURNS.removeprefix("loss "),
+    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
@@ -64,7 +64,7 @@ op.backward(
     "logit_scale chunk budget accumulate compute_dtype compact needs_hidden needs_weight "
     "needs_bias hidden_dtype weight_dtype bias_dtype",
     returns="dhidden dweight dbias",
-    omit=lambda reduction: (
+    not_saved=lambda reduction: (
         () if reduction == "none" else ("hidden", "weight", "bias", "class_weight")
     ),
     rule=head.gradients,

@@ -26,7 +26,7 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(returns=" ".join(OUTPUTS), constants="argmax")
+@op.forward(returns=" ".join(OUTPUTS), non_differentiable="argmax")
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
     softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,

@@ -61,7 +61,7 @@ op.backward(
     reads="dy x? gate_up_weight? down_weight index routing down_bias gate_up order offsets "
     "activation limit alpha up_offset interleaved transposed",
     returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias",
-    omit=_unread,
+    not_saved=_unread,
     rule=_gradients,
 )
 

@@ -55,7 +55,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 op.backward(
     reads="dy x? gate_weight? up_weight? down_weight gate up activation",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
-    omit=_unread,
+    not_saved=_unread,
     rule=_gradients,
 )
 

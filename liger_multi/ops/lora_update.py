@@ -17,7 +17,7 @@ def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return base.new_empty(base.shape)
 
 
-op.backward(reads="dy x a b scale", returns="dx da db", passed={"base": "y"})
+op.backward(reads="dy x a b scale", returns="dx da db", identity_grads={"base": "y"})
 
 
 def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -14,7 +14,7 @@ from liger_multi.samples import Tensor as T
 op = Op("token_log_prob", family="cross_entropy")
 
 
-@op.forward(returns=" ".join(OUTPUTS), constants="argmax")
+@op.forward(returns=" ".join(OUTPUTS), non_differentiable="argmax")
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
     validate: bool, outputs: str,

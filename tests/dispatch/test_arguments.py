@@ -1,6 +1,6 @@
 """Arguments of the wrong kind: every public function and class names them and says what it wants.
 
-A iterate over all signatures puts values that cannot be right into one argument at a time. What
+A pass over all signatures puts values that cannot be right into one argument at a time. What
 comes out is a ``TypeError`` or ``ValueError`` with the names of the function and of the argument.
 """
 

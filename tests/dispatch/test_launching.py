@@ -122,7 +122,7 @@ def test_forced_numbers_hold_for_the_block_only():
         rows: int
 
     def found():
-        return numbers.config(
+        return numbers.launch_config(
             "some.kernel", lambda info, rows: Config(1), torch.device("cpu"), rows=8
         )
 
@@ -151,7 +151,7 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
     device, seen = torch.device("cpu"), []
 
     def call(x):
-        k = numbers.config("some.forward", lambda info, rows, cols: Config(4, 4), device,
+        k = numbers.launch_config("some.forward", lambda info, rows, cols: Config(4, 4), device,
                           rows=64, cols=100)  # fmt: skip
         seen.append(k)
         return x + (us.get(k.rows, 0) < 0)

@@ -32,7 +32,7 @@ def says(said, refusal):
     ],
 )
 def test_halves(x, refusal):
-    assert says(limits.halves(x), refusal)
+    assert says(limits.packed_gates(x), refusal)
 
 
 @pytest.mark.parametrize(

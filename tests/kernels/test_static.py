@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="needs Triton's code generators")
 
 from ci import static_launch, static_rows, static_table
+from ci.kernel_source import statements
 from ci.static import (
     TARGETS,
     StaticCase,
@@ -233,13 +234,28 @@ def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
     before, source = static_table.sources(name), sigmoid.src
     update = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
     try:
-        update(source + "    # a helper two calls below the kernel\n")
+        update(source + "    # no comment of a helper two calls below the kernel\n")
+        assert static_table.sources(name) == before
+        update(source + "    1 + 1\n")
         assert static_table.sources(name) != before
     finally:
         update(source)
     assert static_table.sources(name) == before
     monkeypatch.setattr(static_table, "_told", lambda: {name: "another launch"})
     assert static_table.sources(name) != before
+
+
+def test_words_and_places_make_no_table_stale(monkeypatch):
+    plain = "def f(x, N):\n    y = x * 2\n    return y + N\n"
+    worded = 'def f(x, N):\n    """Doubled."""\n    # why\n    y = (x * 2)\n    return y + N\n'
+    assert statements(worded) == statements(plain)
+    assert statements(plain.replace("2", "3")) != statements(plain)
+    assert statements('def f():\n    """Nothing."""\n') == statements("def f():\n    pass\n")
+
+    name = "_gated_forward_kernel"
+    before = static_table.sources(name)
+    monkeypatch.setattr(kernels()[name].fn, "__module__", "liger_multi.backends.triton.moved")
+    assert static_table.sources(name) == before
 
 
 # --- launch tables of the model ---

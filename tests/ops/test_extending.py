@@ -58,9 +58,7 @@ def test_the_suite_runs_the_operator_of_the_guide(extended, backend):
     """Against fp64 on a backend, and what every contract promises."""
     if backend == "triton":
         pytest.importorskip("triton")
-    files = ["tests/ops/test_ops.py"] + ["tests/ops/test_contracts.py"] * (
-        backend == "reference"
-    )
+    files = ["tests/ops/test_ops.py"] + ["tests/ops/test_contracts.py"] * (backend == "reference")
     kernels = {"TRITON_INTERPRET": "1"} if backend == "triton" else {}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow",

@@ -18,7 +18,7 @@ from liger_multi.dispatch import config_file
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-EVERY = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES]
+EVERY = [*(ROOT / n for n in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")), *PAGES]
 NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
 RUN = ("losses.md", "concepts.md", "dispatch.md", "configuration.md")
 

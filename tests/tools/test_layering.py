@@ -33,7 +33,7 @@ CLEAN = {
     "backends/__init__.py": "",
     "backends/triton/__init__.py": "import torch\n",
     "backends/triton/norms/rms_norm.py": "import triton\n"
-    "from liger_multi.dispatch.launch import launch configuration\n",
+    "from liger_multi.dispatch.launch import launch_config\n",
     "backends/cuda/__init__.py": "from liger_multi.dispatch.backend import Backend\n",
     "backends/cuda/rms_norm.py": "from liger_multi.backends.triton.norms import rms_norm\n",
     "backends/rocm/__init__.py": "import torch\nHIP = torch.version.hip\n",
@@ -61,6 +61,7 @@ def test_a_clean_tree_has_no_findings(findings):
     assert findings() == []
 
 
+LINES = "    x = 1\n"
 PLANTED = {
     "machinery imports an operator": (
         "layer",
@@ -160,15 +161,37 @@ PLANTED = {
     ),
     "print": ("print", "liger_multi/dispatch/op.py", "def f():\n    print('x')\n"),
     "print in a kernel file": ("print", "backends/triton/norms/rms_norm.py", "print('x')\n"),
-    "long kernel": (
+    "long function": ("length", "liger_multi/dispatch/op.py", "def f():\n" + LINES * 81),
+    "long method": (
         "length",
-        "backends/triton/norms/rms_norm.py",
-        "@triton.jit\ndef k(x_ptr):\n" + "    x = 1\n" * 81,
+        "liger_multi/dispatch/op.py",
+        "class A:\n    async def f(self):\n" + f"    {LINES}" * 81,
     ),
+    "long reference": ("length", "reference/norms/rms_norm.py", "def forward(x):\n" + LINES * 81),
     "long launcher": (
         "length",
         "backends/triton/norms/rms_norm.py",
-        "def forward(x):\n" + "    x = 1\n" * 41,
+        "def forward(x):\n" + LINES * 81,
+    ),
+    "long kernel": (
+        "length",
+        "backends/triton/norms/rms_norm.py",
+        '@triton.jit\ndef k(x_ptr):\n    """Explained."""\n' + LINES * 81,
+    ),
+    "kernel without a docstring": (
+        "explained",
+        "backends/triton/norms/rms_norm.py",
+        "@triton.jit\ndef k(x_ptr):\n    x = 1\n",
+    ),
+    "kernel with arguments of jit and no docstring": (
+        "explained",
+        "backends/cuda/rms_norm.py",
+        "@triton.jit(do_not_specialize=['n'])\ndef k(x_ptr, n):\n    x = 1\n",
+    ),
+    "kernel with an empty docstring": (
+        "explained",
+        "backends/triton/norms/rms_norm.py",
+        '@triton.jit\ndef k(x_ptr):\n    """ """\n    x = 1\n',
     ),
     "no __all__": ("exports", "liger_multi/__init__.py", "from liger_multi import ops\n"),
     "modules without __all__": (
@@ -220,6 +243,17 @@ def test_a_vendor_word_is_found(findings, path, text):
 )
 def test_comments_and_docstrings_may_name_vendors(findings, text):
     assert findings(files={"liger_multi/errors.py": text}) == []
+
+
+def test_what_is_short_and_explained_has_no_findings(findings):
+    """80 lines are not too many, docstrings do not count, and files have no limit."""
+    words = '    """Explained.\n\n' + "    One fact a line.\n" * 90 + '    """\n'
+    kernel = f"@triton.jit\ndef k(x_ptr):\n{words}" + LINES * 80
+    files = {
+        "backends/triton/norms/rms_norm.py": kernel,
+        "reference/norms/rms_norm.py": "x = 1\n" * 500,
+    }
+    assert findings(files=files) == []
 
 
 def test_a_cycle_is_found(findings):

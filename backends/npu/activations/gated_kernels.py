@@ -2,7 +2,7 @@
 
 act(x) = x p(x), with p the sigmoid for silu, the normal distribution for gelu and, for gelu by
 tanh, sigmoid(2 u). A piece is one step of columns of one row; contiguous tensors are one long row.
-torch_npu's operators want both halves in one tensor: of two, they would need a copy.
+torch_npu's operators want gate and up in one tensor: of two, they would need a copy.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ def _gated_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, rows, cols, steps, gate_by, y_by,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gated activation, piece by piece.
+
+    Program: every num_programs-th piece of BLOCK columns of one row; reads gate and up, writes y.
+    Gate times its multiplier, and the activation, are rounded to the dtype of gate, as in Hugging
+    Face.
+    """
     for piece in range(tl.program_id(0), rows * steps, tl.num_programs(0)):
         row = tl.cast(piece // steps, tl.int64)
         col = (piece % steps) * BLOCK + tl.arange(0, BLOCK)
@@ -55,6 +61,11 @@ def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dgate_stride,
     dup_stride, rows, cols, steps, gate_by, y_by, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of gate and up, piece by piece.
+
+    Program: every num_programs-th piece of BLOCK columns of one row; reads dy, gate and up, writes
+    dup and dgate where they are wanted.
+    """
     for piece in range(tl.program_id(0), rows * steps, tl.num_programs(0)):
         row = tl.cast(piece // steps, tl.int64)
         col = (piece % steps) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +136,7 @@ def backward(
 
 
 def packed_forward(activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """act(first half) * second half; the halves are strided views."""
+    """act(gate) * up of one tensor that holds both; they are strided views of it."""
     half = packed.shape[-1] // 2
     y = packed.new_empty((*packed.shape[:-1], half))
     if y.numel():
@@ -137,7 +148,7 @@ def packed_forward(activation: str, packed: Tensor, by: tuple[float, float] = (1
 def packed_backward(
     activation: str, dy: Tensor, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
-    """Gradients of both halves, side by side."""
+    """Gradients of gate and up, in one tensor."""
     half = packed.shape[-1] // 2
     made = packed.new_empty(packed.shape)
     if dy.numel():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.npu.activations import gated_kernels
-from liger_multi.backends.npu.common.limits import halves
+from liger_multi.backends.npu.common.limits import packed_gates
 from liger_multi.reference.activations.gated import GELU
 
 APPROXIMATE = {"tanh": 1, "none": 0}
@@ -16,7 +16,7 @@ APPROXIMATE = {"tanh": 1, "none": 0}
 
 def forward(gate_up: Tensor, approximate: str) -> Tensor:
     """gelu(first half) * second half."""
-    if halves(gate_up) is None:
+    if packed_gates(gate_up) is None:
         y, _ = torch.ops.npu.npu_geglu(
             gate_up.contiguous(), -1, APPROXIMATE[approximate], activate_left=True
         )

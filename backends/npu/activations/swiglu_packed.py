@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.npu.activations import gated_kernels
-from liger_multi.backends.npu.common.limits import halves
+from liger_multi.backends.npu.common.limits import packed_gates
 
 
 def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """silu(first half) * second half."""
     by = (gate_multiplier, down_multiplier)
-    if by == (1.0, 1.0) and halves(gate_up) is None:
+    if by == (1.0, 1.0) and packed_gates(gate_up) is None:
         return torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
     return gated_kernels.packed_forward("silu", gate_up, by)
 
@@ -18,6 +18,6 @@ def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> 
 def backward(dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """Gradients of both halves, side by side."""
     by = (gate_multiplier, down_multiplier)
-    if by == (1.0, 1.0) and halves(gate_up) is None:
+    if by == (1.0, 1.0) and packed_gates(gate_up) is None:
         return torch.ops.npu.npu_swiglu_backward(dy.contiguous(), gate_up.contiguous(), -1)
     return gated_kernels.packed_backward("silu", dy, gate_up, by)

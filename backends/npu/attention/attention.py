@@ -1,8 +1,8 @@
 """Attention by npu_fusion_attention_v3 within its limits, else the reference on the device.
 
-Its gradient wants a row's maximum and sum of exponentials, of which it uses exp(s - max) / sum: the
-normalizer and 1 say the same, so any backward follows any forward. A mask of 1 hides, and causal
-means nothing without its mask, which has 2048 x 2048 elements whatever the lengths.
+Its gradient takes a row's maximum and sum of exponentials, and uses exp(s - max) / sum. The lse and
+1 in their place give the same, so that any backward follows any forward. A mask of 1 hides a key.
+Causal attention needs a mask of 2048 x 2048 elements, whatever the lengths.
 """
 
 from typing import Any, Optional
@@ -33,7 +33,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the normalizers from the operator's two statistics."""
+    """The result, and the lse from the operator's two statistics."""
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None:
         return reference.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     y, top, total, *_ = torch.ops.npu.npu_fusion_attention_v3(

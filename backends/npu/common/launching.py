@@ -1,4 +1,4 @@
-"""Launches on vector cores: as many programs as there are cores, each of which passes its rows.
+"""Launches on vector cores: as many programs as there are cores, each of which loops over its rows.
 
 Blocks are columns at a time, by kernel, chip and bytes of an element, from ``launch/<chip>.yaml``:
 the largest for which the vendor's compiler finds room in the unified buffer.
@@ -26,12 +26,12 @@ class Block:
 
 
 def small(info: DeviceInfo, bytes: int, cols: int) -> Block:
-    """What fits in every kernel on every chip, for one without a table."""
+    """A block that fits in every kernel on every chip, for a chip without a table."""
     return Block(1024)
 
 
 def jitted(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` that compiles nothing anew for other sizes: nothing is gained by it here."""
+    """``triton.jit`` without specialization on sizes, which would gain nothing here."""
     names = inspect.signature(function).parameters
     sizes = [name for name in names if not name.endswith("_ptr") and not name.isupper()]
     return triton.jit(function, do_not_specialize=sizes)
@@ -39,10 +39,11 @@ def jitted(function: Callable[..., Any]) -> Any:
 
 @triton.jit
 def summed(x, BLOCK: tl.constexpr):
-    """The sum of a block in two steps, so that no addend of 4096 meets more than 128 others.
+    """The sum of a block in two steps: of 4096 numbers, none passes through over 128 additions.
 
-    No order of a reduction is promised. One after another, the sums of rows of 32 777 classes were
-    off by 1.2e-6, which moved a gradient by 1.45 times the tolerance of fp32; so, by .46 times.
+    A reduction promises no order. Added one after another, the sums of rows of 32,777 classes were
+    off by 1.2e-6, which moved a gradient by 1.45 times the tolerance of fp32. With two steps it is
+    0.46 times.
     """
     SIDE: tl.constexpr = 64
     return tl.sum(tl.sum(tl.reshape(x, (SIDE, BLOCK // SIDE)), 0), 0)

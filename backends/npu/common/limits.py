@@ -1,6 +1,6 @@
-"""When a call fits a fused operator of torch_npu, by that operator's page; else, why it does not.
+"""Why a call does not fit a fused operator of torch_npu, by that operator's documentation; or None.
 
-Nothing here asks the device. torch_npu's own meta functions check names and counts alone.
+Nothing here reads from the device. torch_npu's own meta functions check names and counts alone.
 """
 
 from typing import Optional
@@ -11,15 +11,15 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def halves(x: Tensor) -> Optional[str]:
-    """Of npu_swiglu and npu_geglu."""
+def packed_gates(x: Tensor) -> Optional[str]:
+    """Limits of npu_swiglu and npu_geglu."""
     if x.dtype not in FLOATS or x.dim() > 8 or not x.numel():
         return f"takes 1 to 8 axes of fp32, fp16 or bf16, got {x.dtype} {tuple(x.shape)}"
     return None
 
 
 def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
-    """Of npu_rms_norm and its variants; a weight of ``offset + w`` must be exact to be made."""
+    """Limits of npu_rms_norm and its variants; ``offset + w`` must be exact in w's dtype."""
     if weight is None or weight.dtype != x.dtype:
         return "takes a weight of the dtype of x"
     if x.dtype not in FLOATS or not 2 <= x.dim() <= 8 or not x.numel():
@@ -32,7 +32,7 @@ def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
 def rotation(
     x: Tensor, cos: Tensor, sin: Tensor, style: str, rotary_dim: int, order: str
 ) -> Optional[str]:
-    """Of npu_rotary_mul on x with four axes in the order of memory."""
+    """Limits of npu_rotary_mul on x with four axes in the order of memory."""
     if x.dim() != 4 or order not in ("0123", "0213") or not x.numel():
         return "takes 4 axes in the order BNSD or BSND"
     if not (x.dtype == cos.dtype == sin.dtype and x.dtype in FLOATS):
@@ -53,7 +53,7 @@ def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, softcap: float,
 ) -> Optional[str]:  # fmt: skip
-    """Of npu_fusion_attention_v3 and its gradient."""
+    """Limits of npu_fusion_attention_v3 and its gradient."""
     if sinks is not None or ranges is not None or softcap != 0.0:
         return "takes no sinks, no softcap, and of masks the causal one"
     if not (q.dtype == k.dtype == v.dtype and q.dtype in FLOATS):
@@ -70,7 +70,7 @@ def fused_attention(
 def experts(
     x: Tensor, index: Tensor, gate_up: Optional[Tensor], down: Tensor, wide: int, table: str
 ) -> Optional[str]:
-    """Of npu_moe_token_permute, its inverse, npu_grouped_matmul and npu_grouped_matmul_add_."""
+    """Limits of npu_moe_token_permute and its inverse, npu_grouped_matmul and its _add_ form."""
     weights = [w for w in (gate_up, down) if w is not None]
     if table != "a2":
         return "the page of npu_grouped_matmul names the chips of Atlas A2 alone"

@@ -3,13 +3,14 @@
 With z = cap * tanh(scale * raw / cap), lse = logsumexp(z), log p = z - lse and t the row's target,
 one kernel reads a row once, keeping a maximum and sums for every lane:
 
-    lse, log p[t], sum_j w[j] (z[j] - max), sum_j z[j] - max, entropy, the place of the maximum
+    lse, log p[t], sum_j w[j] (lse - z[j]), entropy, the place of the maximum
 
 and one writes a gradient from four numbers of the row:
 
-    dz[j] = p[j] (share - entropy log p[j]) + [j = t] own - smooth w[j],  draw = scale slope(z) dz
+    dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j]
+    draw = scale slope(z) dz
 
-A row whose numbers are all 0 gets zeros whatever stands in it.
+A row whose numbers are all 0 gets zeros, whatever it holds.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 class Coefficients(NamedTuple):
     """Four numbers of every row, of which the last two may be None."""
 
-    own: Tensor
-    share: Tensor
+    grad_target: Tensor
+    grad_lse: Tensor
     entropy: Optional[Tensor] = None
     smooth: Optional[Tensor] = None
 
 
 @triton.jit
 def _logit(raw, scale, cap, CAPPED: tl.constexpr):
+    """A raw logit after scale and softcap, in fp32; tanh(x) is 2 sigmoid(2 x) - 1."""
     z = raw.to(tl.float32) * scale
     if CAPPED:
         z = cap * (2.0 * tl.sigmoid(2.0 * (z / cap)) - 1.0)
@@ -49,6 +51,14 @@ def _row_statistics_kernel(
     raw_ptr, target_ptr, weight_ptr, lse_ptr, log_prob_ptr, spread_ptr, entropy_ptr, argmax_ptr,
     raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Statistics of rows of logits, in one pass.
+
+    Program: every num_programs-th row, in steps of BLOCK columns. Each lane keeps a running
+    maximum, and sums that shrink when it grows; lanes are merged at the row's end, so that no step
+    needs a reduction.
+    Writes lse, and those of log p[t], spread, entropy and argmax that have a pointer. A target that
+    is no class is never an address.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -103,19 +113,26 @@ def _row_statistics_kernel(
 
 @jitted
 def _row_gradient_kernel(
-    raw_ptr, target_ptr, weight_ptr, lse_ptr, own_ptr, share_ptr, entropy_ptr, smooth_ptr, out_ptr,
-    raw_stride, target_stride, out_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
+    smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of rows of logits from four numbers of each.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads each logit once and may
+    overwrite it. The row's numbers are own, share and, where they have a pointer, entropy and
+    smooth.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
         row_ptr = raw_ptr + row * raw_stride
         target = tl.load(target_ptr + row * target_stride).to(tl.int32)
         lse = tl.load(lse_ptr + row)
-        own = tl.load(own_ptr + row)
-        share = tl.load(share_ptr + row)
-        some = (own != 0.0) | (share != 0.0)
+        grad_target = tl.load(grad_target_ptr + row)
+        grad_lse = tl.load(grad_lse_ptr + row)
+        some = (grad_target != 0.0) | (grad_lse != 0.0)
         entropy = 0.0
         smooth = 0.0
         if entropy_ptr is not None:
@@ -132,16 +149,16 @@ def _row_gradient_kernel(
             log_p = z - lse
             dz = tl.exp(log_p)
             if entropy_ptr is not None:
-                dz = dz * (share - entropy * tl.maximum(log_p, -200.0))
+                dz = dz * (grad_lse - entropy * tl.maximum(log_p, -200.0))
             else:
-                dz = dz * share
+                dz = dz * grad_lse
             if smooth_ptr is not None:
                 if weight_ptr is not None:
                     w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
                     dz = dz - smooth * w
                 else:
                     dz = dz - smooth
-            dz = tl.where(col == target, dz + own, dz)
+            dz = tl.where(col == target, dz + grad_target, dz)
             if CAPPED:
                 dz = dz * (1.0 - (z / cap) * (z / cap))
             dz = tl.where(some, dz * scale, 0.0)
@@ -192,7 +209,7 @@ def _finished(
     rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
     spread: Optional[Tensor], argmax: Tensor, cols: int,
 ) -> RowStats:  # fmt: skip
-    """From what kernels found of rows to the statistics of valid ones."""
+    """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
     log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
@@ -212,15 +229,20 @@ def coefficients(
     target: Tensor, weight: Optional[Tensor], lse: Tensor, spec: Objective, cols: int, ce: Tensor,
     zl: Tensor,
 ) -> Coefficients:  # fmt: skip
-    """Of the gradient of ``ce`` times the cross entropy and ``zl`` times the z-loss."""
+    """Coefficients of the gradient of ``ce`` cross entropies plus ``zl`` z-losses."""
     valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
     eps = spec.label_smoothing
-    own = torch.full_like(lse, 1 - eps)
+    grad_target = torch.full_like(lse, 1 - eps)
     if weight is not None:
-        own = own * weight.float()[torch.where(valid, target, 0)]
+        grad_target = grad_target * weight.float()[torch.where(valid, target, 0)]
     total = eps if weight is None else eps / cols * weight.float().sum()
-    share = ce * (own + total) + zl * (2 * spec.z_loss_weight) * lse
-    parts = (-ce * own, share, None, (ce * (eps / cols)).expand(lse.shape) if eps else None)
+    grad_lse = ce * (grad_target + total) + zl * (2 * spec.z_loss_weight) * lse
+    parts = (
+        -ce * grad_target,
+        grad_lse,
+        None,
+        (ce * (eps / cols)).expand(lse.shape) if eps else None,
+    )
     return Coefficients._make(None if p is None else torch.where(valid, p, 0) for p in parts)
 
 

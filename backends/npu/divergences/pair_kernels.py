@@ -24,7 +24,7 @@ FAR: tl.constexpr = tl.constexpr(80.0)  # beyond, the smaller probability adds n
 
 @triton.jit
 def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
-    """Logarithm and probability, and which of them to compare; of no class where masked."""
+    """Logarithm, probability and the number that TVD compares; probability 0 where masked."""
     if FORM == 2:
         q = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
         # no logarithm of 0 where nothing will be made of it
@@ -40,7 +40,11 @@ def _terms(
     student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, beta, KIND: tl.constexpr,
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
-    """Loss, q r and r of classes, and q."""
+    """Terms of the loss, q r and r of each class, and q.
+
+    ``slope`` is the sum of q r over the row. The forward KL returns -p for q r, which is finite at
+    q = 0.
+    """
     s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
     if KIND == 3:
@@ -68,6 +72,12 @@ def _pair_sums_kernel(
     teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Loss and slope of rows.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once.
+    Lanes are reduced at the row's end. ``slope`` is written for logits only, whose gradient needs
+    it.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -97,6 +107,11 @@ def _pair_gradient_kernel(
     student_stride, teacher_stride, out_stride, rows, cols, scale, beta, KIND: tl.constexpr,
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of the student, times the row's factor.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once,
+    and may overwrite the student. A factor of 0 gives zeros, whatever the row holds.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)

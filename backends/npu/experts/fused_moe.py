@@ -1,7 +1,7 @@
-"""A mixture of experts by torch_npu's permutation of tokens and grouped products, within limits.
+"""A mixture of experts by torch_npu's permutation of tokens and grouped GEMM, within limits.
 
-Rows of no expert (the sentinels) come last. The grouped product gives them numbers all the same,
-perhaps not finite ones: they are overwritten before anything is made of them.
+Rows of no expert (the sentinels) come last. The grouped GEMM gives them numbers all the same, which
+may not be finite: they are overwritten before they are used.
 """
 
 from typing import Any, Optional
@@ -25,13 +25,13 @@ def _refusal(
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Of a permutation: where every entry stands."""
+    """The inverse of a permutation: the place of every entry."""
     every = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
     return torch.empty_like(every).scatter_(0, order.long(), every)
 
 
 def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sum over the pairs of every token, in fp32 where dtypes differ."""
+    """The weighted sum over every token's pairs with experts, in fp32 where dtypes differ."""
     kind = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(
         rows.to(kind), place, routing.to(kind).contiguous()
@@ -61,7 +61,7 @@ def forward(
     needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
     needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Permute, two grouped products, permute back with weights."""
+    """Permute, two grouped GEMMs, permute back with weights."""
     first, second = (w if transposed else w.mT for w in (gate_up_weight, down_weight))
     experts, _, wide = first.shape
     how = (activation, limit, alpha, up_offset, interleaved)
@@ -95,7 +95,7 @@ def forward(
 def _through_activation(
     dproduct: Tensor, gate_up: Tensor, weight: Tensor, how: Any
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of gate and up, and every row's share in that of its routing weight.
+    """The gradient of gate and up, and every row's part in that of its routing weight.
 
     act(gate) * up, weighted, takes the place of ``dproduct``.
     """
@@ -120,7 +120,7 @@ def backward(
     interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
     needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Four grouped products; rows are read in the order that forward left."""
+    """Four grouped GEMMs; rows are read in the order that forward saved."""
     dy = dy.to(gate_up.dtype)
     how, wide = (activation, limit, alpha, up_offset, interleaved), gate_up.shape[1]
     if _refusal(dy, index, gate_up_weight, down_weight, wide) is not None:
@@ -162,6 +162,6 @@ def backward(
 
 
 def _weight_gradient(out: Tensor, rows: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """Of a weight that made rows like ``out`` from ``rows``, as it lies."""
+    """Gradient of a weight, from its inputs and the gradient of its outputs, in its own layout."""
     sides = (rows, out) if transposed else (out, rows)
     return grouped.weight_gradient(*sides, offsets)

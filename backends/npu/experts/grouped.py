@@ -1,6 +1,7 @@
-"""Products of sorted rows, group by group; sizes are read back for fp32 weights' gradients alone.
+"""Grouped GEMMs of sorted rows; only gradients of fp32 weights read the groups' sizes back.
 
-torch_npu's grouped products give no gradient and say nothing: they stand in formulas of our own.
+torch_npu's grouped GEMMs give no gradient, and no error either. So they are called inside forward
+and backward of our own.
 """
 
 from itertools import pairwise
@@ -15,7 +16,7 @@ from liger_multi.reference.experts.pairs import bounds_of
 def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """The rows of group e times ``weight[e]``, (K, N) in either order of memory.
 
-    npu_grouped_matmul wants its groups to hold all rows: those of no group get some numbers.
+    npu_grouped_matmul requires that its groups hold all rows: those of no group get some numbers.
     """
     ends = offsets[1:].long()
     ends[-1:].fill_(rows.shape[0])
@@ -28,8 +29,9 @@ def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def weight_gradient(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """``left.T @ right`` of the rows of every group.
 
-    npu_grouped_matmul groups no sum by its page; npu_grouped_matmul_add_ does, adds to fp32 and
-    takes fp16 and bf16. fp32 is a product a group, whose bounds the host must know.
+    npu_grouped_matmul is not documented to sum over a group's rows. npu_grouped_matmul_add_ does,
+    in fp32 and for fp16 and bf16. For fp32 there is one GEMM per group, whose bounds the host must
+    know.
     """
     made = left.new_zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=torch.float32)
     if left.dtype == torch.float32:
@@ -49,7 +51,7 @@ def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
 
 
 def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
-    """The product of every row and the bias of its group, in fp32."""
+    """The dot product of every row and the bias of its group, in fp32."""
     bias, found = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
     for block in row_blocks(rows.shape[0], 12 * rows.shape[1]):
         found.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
@@ -57,7 +59,7 @@ def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
 
 
 def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -> Tensor:
-    """The (weighted) sum of the rows of every group: products with zeros and ones in fp32."""
+    """The (weighted) sum of the rows of every group: a GEMM with zeros and ones in fp32."""
     every = torch.arange(groups, device=ids.device).unsqueeze(1)
     total = rows.new_zeros(groups, rows.shape[1], dtype=torch.float32)
     for block in row_blocks(rows.shape[0], 4 * (rows.shape[1] + 2 * groups)):

@@ -2,8 +2,8 @@
 
     dx = dy w alpha (1 - t^2),  dw = sum dy t,  db = sum dy,  dalpha = sum dy w (1 - t^2) x
 
-Backward runs through columns: a program has some of them and every so many rows, so that the sums
-stay on chip, and writes dx on its way.
+Backward owns columns: a program has some of them and every so many rows, so that the sums stay on
+chip, and writes dx as it goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from liger_multi.dispatch.launch import device_info
 
 @triton.jit
 def _tanh(x):
-    """The tangent, and 1 - t^2, exact where t is nearly 1."""
+    """The hyperbolic tangent t, and 1 - t^2, accurate where t is near 1.
+
+    Below 0.25, where the quotient of exponentials loses digits, a series to x^9 takes its place.
+    """
     e = tl.exp(-2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + e)
     s = x * x
@@ -36,6 +39,11 @@ def _dyt_forward_kernel(
     x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, steps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Dynamic tanh, piece by piece.
+
+    Program: every num_programs-th piece of BLOCK columns of one row. Reads x, weight and bias,
+    writes y.
+    """
     alpha = tl.load(alpha_ptr).to(tl.float32)
     for piece in range(tl.program_id(0), rows * steps, tl.num_programs(0)):
         row = tl.cast(piece // steps, tl.int64)
@@ -55,6 +63,12 @@ def _dyt_backward_kernel(
     dy_ptr, x_ptr, alpha_ptr, weight_ptr, dx_ptr, dalpha_ptr, dweight_ptr, dbias_ptr, dy_stride,
     x_stride, rows, cols, steps, groups, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x, and partial sums of the gradients of alpha, weight and bias.
+
+    Program: every num_programs-th piece of BLOCK columns of every ``groups``-th row.
+    Reads dy and x row by row and writes dx; the sums stay on chip until the piece ends. Writes one
+    fp32 row of each per group, (groups, cols); that of alpha is summed over columns afterwards too.
+    """
     alpha = tl.load(alpha_ptr).to(tl.float32)
     for piece in range(tl.program_id(0), steps * groups, tl.num_programs(0)):
         col = (piece % steps) * BLOCK + tl.arange(0, BLOCK)

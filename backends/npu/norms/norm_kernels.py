@@ -1,4 +1,4 @@
-"""Root mean square norm on vector cores, of x or of x + residual, where torch_npu's does not fit.
+"""RMSNorm on vector cores, of x or of x + residual, where torch_npu's does not fit.
 
 With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w = weight + offset:
 
@@ -6,8 +6,8 @@ With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w =
     ds = rstd * (g - n * mean(g * n)) + what comes from other uses of s,  g = dy * w
     dw = sum over rows of dy * n
 
-A program passes rows in steps of columns. Sums over rows are a kernel of their own: a program has
-some columns and every so many rows, and leaves one partial.
+A program loops over rows, in steps of columns. Sums over rows are a kernel of their own: a program
+has some columns and every so many rows, and leaves one partial.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from liger_multi.dispatch.launch import device_info
 
 @triton.jit
 def _weight(weight_ptr, col, mask, offset, ROUND: tl.constexpr):
+    """Weight plus offset in fp32; ROUND: the sum is rounded to the dtype of the weight."""
     w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
     return w.to(weight_ptr.dtype.element_ty).to(tl.float32) if ROUND else w
 
@@ -34,6 +35,11 @@ def _norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, rows, cols,
     eps, offset, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """RMSNorm of x or of x + residual, with two passes over each row.
+
+    Program: every num_programs-th row, in steps of BLOCK columns. The first pass sums squares, and
+    writes s where there is a residual. The second reads x and residual again and writes y.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -73,6 +79,11 @@ def _norm_backward_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, ds_stride, x_stride, rows,
     cols, offset, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of s, with two passes over each row.
+
+    Program: every num_programs-th row, in steps of BLOCK columns. The first pass sums g * n, the
+    second reads again, adds the gradient of other uses of s (``ds_ptr``) and writes dx.
+    """
     lane = tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -106,6 +117,11 @@ def _norm_weight_kernel(
     dy_ptr, x_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, rows, cols, steps, groups,
     ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Partial sums of the weight's gradient.
+
+    Program: every num_programs-th piece of BLOCK columns of every ``groups``-th row; writes one
+    fp32 row of partials per group.
+    """
     lane = tl.arange(0, BLOCK)
     for piece in range(tl.program_id(0), steps * groups, tl.num_programs(0)):
         col = (piece % steps) * BLOCK + lane

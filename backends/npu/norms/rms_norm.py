@@ -1,7 +1,7 @@
 """RMSNorm: npu_rms_norm within its limits, else an Ascend kernel.
 
-npu_gemma_rms_norm gives no gradient and says nothing; ``offset + weight`` as the weight does, where
-making it loses nothing.
+npu_gemma_rms_norm gives no gradient, and no error either. ``offset + weight`` serves as the weight
+where that sum is exact.
 """
 
 from typing import Optional

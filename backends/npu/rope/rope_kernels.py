@@ -3,7 +3,7 @@
 A piece is a token and some of its heads: a tile of heads by pairs of channels (a, b), and one row
 of angles for all of them. With cosines c and sines s, each perhaps different for a and b,
 
-    forward  (a c_a - b s_a, b c_b + a s_b),   back  (a c_a + b s_b, b c_b - a s_a).
+    forward  (a c_a - b s_a, b c_b + a s_b),   backward  (a c_a + b s_b, b c_b - a s_a).
 
 Channels are in fp32 inside and rounded once; those that are not rotated are copied by PyTorch.
 """
@@ -37,6 +37,13 @@ def _rope_kernel(
     HALF: tl.constexpr, EVERY: tl.constexpr, BACK: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Rotate heads, piece by piece.
+
+    Program: every num_programs-th piece, BLOCK / PAIRS heads of one token; reads its angles and
+    channels, writes the rotated channels. HALF: a pair's channels are ``pairs`` apart, as two
+    tiles; otherwise they are neighbors, one tile that is split and interleaved again. BACK: the
+    transposed rotation.
+    """
     HEADS: tl.constexpr = BLOCK // PAIRS
     head, pair, both = tl.arange(0, HEADS), tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
     some = pair < pairs
@@ -54,7 +61,7 @@ def _rope_kernel(
             place, mask = head[:, None] * x_head + pair[None, :], live & some[None, :]
             a = tl.load(x_at + place, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(x_at + pairs + place, mask=mask, other=0.0).to(tl.float32)
-        else:  # as they lie: a fourth of the room of every other one
+        else:  # as they are in memory: strided loads would take four times the buffer
             place, mask = head[:, None] * x_head + both[None, :], live & (both < 2 * pairs)[None, :]
             # split, then widened: A5's compiler falls over the other order in bf16
             whole = tl.load(x_at + place, mask=mask, other=0.0)
@@ -91,10 +98,10 @@ def _angles(angle: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _tile(x: Tensor, y: Tensor, heads: int, pairs: int) -> int:
-    """Elements of each half of a tile: as many heads as the table's block holds."""
+    """Pairs of a tile: as many heads as the table's block holds."""
     block = block_of("rope", x, triton.next_power_of_2(heads) * pairs, pairs)
     while block > pairs and block // pairs * max(x.stride(2), y.stride(2)) >= 2**31:
-        block //= 2  # places within a tile are int32
+        block //= 2  # offsets within a tile are int32
     return block
 
 

@@ -4,9 +4,9 @@ With p = sigmoid(a * g), and no gradient where a clamp holds a value:
 
     dgate = dy * (up + o) * (p + a * g * p * (1 - p)),  dup = dy * g * p
 
-Tiled as :mod:`.gated` is. Gate and up are two tensors, or one whose last axis has them as halves,
-or side by side: such a piece is loaded whole and split in registers. limit, alpha and offset are
-run-time numbers.
+Tiled as :mod:`.gated` is. Gate and up are two tensors, or one whose last axis holds one after the
+other, or both interleaved. An interleaved piece is loaded whole and split in registers. limit,
+alpha and offset are run-time numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Numbers = tuple[float, float, float]  # limit, alpha, offset
 def _load_both(
     gate_ptr, up_ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Gate and up of a piece in fp32; interleaved, both stand behind gate_ptr."""
+    """Gate and up of BLOCK columns of a row, in fp32.
+
+    INTERLEAVED: they alternate behind ``gate_ptr``; one contiguous load is split in registers.
+    """
     if INTERLEAVED:
         first = 2 * start
         assume_cols(first)
@@ -56,6 +59,11 @@ def _clamped_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, limit, alpha, offset,
     INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Clamped SwiGLU of one piece of a row.
+
+    Program: BLOCK columns of one row; reads gate and up, writes y. The activation is rounded to the
+    dtype of gate before the multiplication, as in Hugging Face.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(start)
@@ -76,6 +84,11 @@ def _clamped_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dgate_stride,
     dup_stride, cols, tiles, limit, alpha, offset, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of gate and up of one piece of a row.
+
+    Program: BLOCK columns of one row; reads dy, gate and up, writes dgate and dup where they are
+    wanted. INTERLEAVED: both are joined in registers and leave in one contiguous store.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(start)
@@ -125,7 +138,7 @@ def _launch(
 
 
 def forward(gate: Tensor, up: Tensor, numbers: Numbers) -> Tensor:
-    """The product in the promoted dtype."""
+    """The result in the promoted dtype."""
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
         gate, up, out = flatten(gate, up, y)

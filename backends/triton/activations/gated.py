@@ -1,14 +1,14 @@
 """Gated activations, y = act(gate) * up: silu, gelu, and gelu by tanh (arXiv:2002.05202).
 
 All three are act(x) = x p(x), with p the sigmoid for silu, the normal distribution for gelu, and
-sigmoid(2 u) = (1 + tanh(u)) / 2 for its approximation. act is taken in fp32 and rounded to gate's
-dtype once before the product, as the Hugging Face MLPs do:
+sigmoid(2 u) = (1 + tanh(u)) / 2 for its approximation. act is computed in fp32 and rounded to
+gate's dtype once before the multiplication, as the Hugging Face MLPs do:
 
     dup = dy * act(gate),  dgate = dy * up * (p(gate) + gate * p'(gate))
 
-A program takes one piece of one row; contiguous tensors are one long row. Nothing is kept for
-backward but the inputs. Rows may have any stride, so the halves of a packed tensor need no copy.
-Multipliers of gate, before the activation, and of y are run-time numbers; without one (None) the
+A program owns one piece of one row; contiguous tensors are one long row. Nothing is kept for
+backward but the inputs. Rows may have any stride, so gate and up of a packed tensor need no copy.
+Multipliers of gate, before the activation, and of y are run-time numbers. Without one (None), the
 compiled kernel has no trace of it.
 """
 
@@ -61,7 +61,10 @@ def tile_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
 
 @triton.jit
 def _share(x, ACTIVATION: tl.constexpr):
-    """p(x) in fp32."""
+    """The factor p(x) of act(x) = x p(x), in fp32.
+
+    For gelu by tanh, x^2 ends at 100, where p is 0 or 1, so that no infinity arises.
+    """
     if ACTIVATION == "silu":
         return sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -72,7 +75,7 @@ def _share(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope(x, p, ACTIVATION: tl.constexpr):
-    """The derivative of p at x."""
+    """The derivative of p at x, given p."""
     if ACTIVATION == "silu":
         return p * (1.0 - p)
     elif ACTIVATION == "gelu":
@@ -88,6 +91,10 @@ def _gated_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
     down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gated activation of one piece of a row.
+
+    Program: BLOCK columns of one row; reads gate and up, writes y.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
@@ -110,7 +117,12 @@ def _gated_backward_kernel(
     cols, tiles, gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr,
     PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PRODUCT: act(gate) * up takes the place of dy."""
+    """Gradients of gate and up of one piece of a row; PRODUCT: act(gate) * up overwrites dy.
+
+    Program: BLOCK columns of one row; reads dy, gate and up, writes dup and dgate where they are
+    wanted. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward has not
+    kept; dup and dgate are wanted then.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
@@ -129,7 +141,7 @@ def _gated_backward_kernel(
         tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
     if dgate_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
-        if PRODUCT:
+        if PRODUCT:  # dup is wanted then, so act exists
             product = round_to(act * up, dy_ptr.dtype.element_ty)
             tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
         dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
@@ -233,7 +245,7 @@ def backward_and_product(
 
 
 def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = NONE) -> Tensor:
-    """act(first half) * second half; the halves are strided views."""
+    """act(gate) * up of one tensor that holds both; they are strided views of it."""
     half = gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], half))
     if y.numel():
@@ -246,7 +258,7 @@ def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = 
 def packed_backward(
     op: str, activation: str, dy: Tensor, gate_up: Tensor, by: Multipliers = NONE
 ) -> Tensor:
-    """Gradient of gate_up, both halves in one buffer."""
+    """Gradient of gate_up: those of gate and up in one buffer."""
     half = gate_up.shape[-1] // 2
     dgate_up = gate_up.new_empty(gate_up.shape)
     if dy.numel():

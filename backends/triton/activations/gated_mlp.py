@@ -1,7 +1,7 @@
-"""A gated MLP: its activation is one launch each way, between products of the vendor's library.
+"""A gated MLP: its activation is one launch each way, between GEMMs of the vendor's library.
 
-The launch of backward writes act(gate) * up over the gradient that it read, so the product that
-the gradient of down_weight needs costs one write more and no memory.
+The launch of backward writes act(gate) * up over the gradient that it read. The gradient of
+down_weight needs it, and gets it for one more write and no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TritonActivation:
     def gradients(
         dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of gate and up, and the product in place of ``dproduct``."""
+        """The gradients of gate and up; act(gate) * up overwrites ``dproduct``."""
         return gated.backward_and_product("gated_mlp", activation, dproduct, gate, up)
 
 

@@ -1,6 +1,6 @@
 """Squared rectifier, y = max(x, 0)^2 (arXiv:2109.08668); the kernels stand in pointwise.py.
 
-A NaN stays one: whatever is not below zero passes.
+A NaN stays NaN: only what is below zero becomes zero.
 """
 
 import triton

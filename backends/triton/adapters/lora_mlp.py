@@ -1,7 +1,7 @@
-"""A gated MLP with adapters: the launches of gated_mlp, between products of the vendor's library.
+"""A gated MLP with adapters: the launches of gated_mlp, between GEMMs of the vendor's library.
 
-The thin products are the library's too: reading x once more for one of 16 columns costs what a copy
-of x does, which is little beside the layer's own product.
+The thin GEMMs are the library's too: reading x once more for one of 16 columns costs what a copy of
+x does, which is little beside the layer's own GEMM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers with adapters: the vendor's products, with parts of thin matrices by a kernel."""
+"""Linear layers with adapters: the vendor's GEMMs; a kernel splits thin matrices into parts."""
 
 from liger_multi.backends.triton.adapters.low_rank import split
 from liger_multi.reference.adapters.lora_qkv import forward_and_backward

@@ -1,4 +1,4 @@
-"""Two thin products and an addition of PyTorch's, with parts of thin matrices by a kernel."""
+"""Two thin GEMMs and an addition of PyTorch's; a kernel splits thin matrices into parts."""
 
 from liger_multi.backends.triton.adapters.low_rank import split
 from liger_multi.reference.adapters.lora_update import forward_and_backward

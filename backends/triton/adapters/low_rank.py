@@ -14,9 +14,9 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     as_rows,
     assume_rows,
+    bf16_parts,
     cdiv,
     power_of_2,
-    round_to,
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
@@ -43,7 +43,12 @@ def _split_kernel(
     x_ptr, out_ptr, rows, cols, col_steps, x_stride, out_stride, step, ORDER: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ORDER has the parts in base 4, the first at its end; ``step`` lies between two of them."""
+    """Split an fp32 matrix into bf16 parts and write them in the given order.
+
+    Program: a tile of ROWS by COLS; reads it once and writes it COUNT times, ``step`` elements
+    apart.
+    ORDER holds the part to write in base 4, the first in its last digit.
+    """
     assume_rows(x_ptr, x_stride, ROWS)
     assume_rows(out_ptr, out_stride, ROWS)
     row = (tl.program_id(0) // col_steps).to(tl.int64) * ROWS
@@ -51,10 +56,7 @@ def _split_kernel(
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     mask = (row + r < rows) & (first + c < cols)
     x = tl.load(x_ptr + (row * x_stride + first) + (r * x_stride + c), mask=mask, other=0.0)
-    p0 = round_to(x, tl.bfloat16)
-    rest = x - p0.to(tl.float32)
-    p1 = round_to(rest, tl.bfloat16)
-    p2 = round_to(rest - p1.to(tl.float32), tl.bfloat16)
+    p0, p1, p2 = bf16_parts(x)
     out_ptr += row * out_stride + first
     place = r * out_stride + c
     for k in tl.static_range(COUNT):

@@ -29,7 +29,7 @@ from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tile of queries by keys; ``stages`` of loads are in flight; ``parts`` of a long pass."""
+    """Tile of queries by keys; ``stages`` of loads in flight; ``parts`` that share a long loop."""
 
     block_m: int = 64
     block_n: int = 64
@@ -57,7 +57,7 @@ TILES = {
 
 
 def _kind(info: DeviceInfo) -> str:
-    """Cores whose products hold operands and sums in much the same way, by their limits."""
+    """Kind of core, by its limits: cores of a kind hold operands and sums of GEMMs alike."""
     if info.warp_size == 64:
         return "waves of 64"
     if info.shared_bytes <= 65536:
@@ -157,7 +157,7 @@ def _steps(x: Tensor) -> tuple[int, int, int]:
 def _shape(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
 ) -> dict[str, int]:
-    """What launch numbers may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
+    """What launch tables may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
     width = 0 if ranges is None else ranges.shape[2]
     extra = 2 if width > 2 else int(softcap != 0.0)
     return {
@@ -189,7 +189,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One program a tile of queries."""
+    """One program per tile of queries."""
     y, lse = _ordered(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not y.numel():
         return y, lse.fill_(-torch.inf)
@@ -215,7 +215,7 @@ def backward(
     y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
     needs_k: bool, needs_v: bool, needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries first, which leaves the sums of ``dy y`` for the keys and the sinks."""
+    """Queries first: that kernel writes the sums of ``dy y`` that keys and sinks need."""
     made = [
         _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))

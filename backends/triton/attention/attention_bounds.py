@@ -1,4 +1,4 @@
-"""Which queries a tile of keys has to iterate over, of any ranges of keys: two small launches."""
+"""Tile bounds of attention, for any ranges of keys: which queries a tile of keys needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ def _attention_blocks_kernel(
     ranges_ptr, blocks_ptr, queries, keys, blocks,
     RANGES: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """What any query of a block sees, and what all do: (B, ranges, 4, blocks)."""
+    """Per block of queries, the keys that any of its queries sees and those that all of them see.
+
+    Program: COUNT blocks of BLOCK queries, of one range of one element of the batch.
+    Reads the ranges of those queries; rows past the last repeat it. Writes min(low), max(high),
+    max(low) and min(high) of each block as (batch, ranges, 4, blocks). An empty range counts as
+    [keys, 0).
+    """
     programs = (blocks + COUNT - 1) // COUNT
     which, pid = tl.program_id(0) // programs, tl.program_id(0) % programs
     block = pid * COUNT + tl.arange(0, COUNT)
@@ -41,7 +47,14 @@ def _attention_bounds_kernel(
     blocks_ptr, tile_bounds_ptr, keys, blocks, tiles,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which blocks of queries see keys of a tile, and, within, those that see all of it."""
+    """Per tile of keys, the blocks of queries that see any of it and those that see all of it.
+
+    Program: TILES tiles of BLOCK_N keys, of one range of one element of the batch. It passes over
+    the bounds of all blocks of queries, BLOCK at a time.
+    Writes (batch, ranges, 4, tiles): the first block and one past the last, of both kinds. Where
+    the blocks that see the whole tile are not contiguous, their range is set past the end, so that
+    every block gets a mask.
+    """
     programs = (tiles + TILES - 1) // TILES
     which, pid = tl.program_id(0) // programs, tl.program_id(0) % programs
     tile, lane = pid * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
@@ -79,8 +92,8 @@ def _attention_bounds_kernel(
 def tile_bounds(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor:
     """For every tile of keys, blocks of queries: int32 (B, ranges, 4, tiles).
 
-    The first and one past the last that sees any of its keys, and of those that see the whole tile
-    (of several such stretches none).
+    The first block and one past the last, of those that see any of its keys, and of those that see
+    the whole tile. Where the latter are not contiguous, none counts.
     """
     batch, queries, width = ranges.shape
     blocks, tiles, sets = cdiv(queries, block_m), cdiv(keys, block_n), batch * width // 2

@@ -1,7 +1,8 @@
-"""Attention with ranges of keys: kernels whose programs have a tile of queries.
+"""Attention with ranges of keys: kernels whose programs own a tile of queries.
 
-It iterates over the blocks of keys that any of its rows sees, with a running softmax; backward does
-the same for the gradient of the queries. Work of tiles that see little is skipped, not masked.
+A program passes over the blocks of keys that any of its queries sees, with a running softmax.
+Backward does the same for the gradient of the queries. Blocks that no query of the tile sees are
+skipped, not masked.
 Source: Dao 2023 (arXiv:2307.08691).
 """
 
@@ -19,9 +20,10 @@ from liger_multi.backends.triton.common.rows import LN2, LOG2E
 
 @triton.jit
 def _place(blocks, heads, RANGES: tl.constexpr):
-    """The block, head and batch of this program; blocks that see most come first.
+    """Block of queries, head and batch of this program; blocks that see most keys come first.
 
-    Those are the last ones, and of two ranges the first: there global tokens are.
+    Under a causal mask those are the last blocks. With two ranges they are the first blocks, where
+    the global tokens are; there all heads of one block precede the next block.
     """
     pid = tl.program_id(0)
     block, rest = blocks - 1 - pid % blocks, pid // blocks
@@ -40,6 +42,14 @@ def _attention_forward_kernel(
     SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Attention forward of one tile of queries, with a running softmax over the keys.
+
+    Program: BLOCK_M queries of one head. Several heads may share one head of K and V (a group).
+    Reads its queries once, then the blocks of K and V that any of them sees. Writes y in the order
+    (batch, query, head) and lse, the natural log-sum-exp of the scores.
+    A sink is a score without a value: it starts the maximum and the sum. A row that sees neither a
+    key nor a sink gets y = 0 and lse = -inf.
+    """
     block, head, batch = _place(blocks, heads, RANGES)
     group = head // (heads // groups)
     start = block * BLOCK_M
@@ -54,6 +64,7 @@ def _attention_forward_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
+        # + total, which is 0: the scalar becomes one number per row
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
     acc, top, total = forward_loop(
@@ -79,6 +90,14 @@ def _attention_backward_kernel(
     SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of one tile of queries, and the sums of dy * y that other gradients need.
+
+    Program: BLOCK_M queries of one head.
+    Reads dy and y first, and writes their sum of products per row to ``inner_ptr``. The gradients
+    of keys and sinks read it later. With ``dq_ptr``, it then reads q and lse, passes over K and V
+    as forward does, and writes dq. Rows past the last query get lse = inf, so that their
+    probabilities are 0.
+    """
     block, head, batch = _place(blocks, heads, RANGES)
     group = head // (heads // groups)
     start = block * BLOCK_M

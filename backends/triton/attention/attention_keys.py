@@ -1,7 +1,7 @@
-"""The gradients of keys and values: a tile of keys iterates over the queries that see it.
+"""The gradients of keys and values: a tile of keys passes over the queries that see it.
 
-The first tiles of keys may be global tokens, which every query sees. Where such a pass is long,
-PARTS programs share it, and start first; what they sum in fp32 is added up in order afterwards.
+The first tiles of keys may be global tokens, which every query sees. PARTS programs share such a
+long loop and start first; their fp32 sums are added in order afterwards.
 Source: Dao 2023 (arXiv:2307.08691).
 """
 
@@ -21,7 +21,7 @@ from liger_multi.backends.triton.attention.attention_loops import (
 from liger_multi.backends.triton.common.rows import LOG2E
 
 SEGMENT = tl.constexpr(32)  # steps of one fp32 sum
-SHARED = 2  # first tiles of keys whose pass programs may share
+SHARED = 2  # first tiles of keys whose queries several programs may share
 
 
 @triton.jit
@@ -32,6 +32,11 @@ def _key_steps(
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Add the queries of the loop steps ``[now, end)`` to the gradients of a tile of keys.
+
+    Scores are transposed, keys by queries. Each step loads q, dy, lse and inner of a block of
+    queries and computes p, dv += p dy, ds = p (v dy' - inner), and dk += ds q.
+    """
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
             step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
@@ -67,11 +72,11 @@ def _key_loop(
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of steps ``[now, end)`` give to the gradients of a tile of keys.
+    """Add the queries of the loop steps ``[now, end)``, in segments where the dtype is fp32.
 
-    Queries past the last have an infinite normalizer, so they give nothing. In fp32 every SEGMENT
-    steps have sums of their own: one chain of 65 537 queries was 1.04 times the tolerance away on
-    an H200.
+    Queries past the last have lse = inf, so that they add nothing. In fp32, every SEGMENT steps
+    have sums of their own: one chain of 65,537 queries was 1.04 times the tolerance away on an
+    H200.
     """
     if k.dtype == tl.float32:
         LONG: tl.constexpr = SEGMENT if RANGES == 4 else SEGMENT * BLOCK
@@ -96,7 +101,11 @@ def _key_loop(
 
 @triton.jit
 def _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK: tl.constexpr):
-    """As ``whole_blocks`` says of queries: steps, where they begin, and what sees all the tile."""
+    """Tile bounds of one tile of keys, of one range, from the table of :mod:`.attention_spans`.
+
+    Returns the number of blocks of queries, the query where the first one begins, and the range of
+    queries that see the whole tile, as ``whole_blocks`` does for keys.
+    """
     tile_bounds_ptr += tile
     begin = tl.load(tile_bounds_ptr)
     steps = tl.maximum(tl.load(tile_bounds_ptr + tiles) - begin, 0)
@@ -106,7 +115,7 @@ def _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARED: tl.constexpr):
-    """Whether programs share the pass of a tile: of the first ones, those that see a quarter."""
+    """Whether programs share a tile: one of the first, with a quarter of the queries in bounds."""
     steps, _, _, _ = _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK)
     steps2, _, _, _ = _tile_bounds(tile_bounds_ptr + 4 * tiles, tile, tiles, BLOCK)
     return (tile < SHARED) & ((steps + steps2) * BLOCK >= queries // 4)
@@ -123,12 +132,22 @@ def _attention_backward_keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # spans_ptr: of each tile, (batch, ranges, first, last, first whole and last whole, tiles)
+    """Gradients of one tile of keys and values, summed over the queries that see it.
+
+    Program: BLOCK_N keys of one head of K and V, or one of PARTS shares of such a tile's queries.
+    Reads its K and V once, then q, dy, lse and inner of the queries in the tile bounds, for every
+    head of the group in turn. Writes dk and dv; a share writes fp32 sums to ``parts_ptr`` instead.
+    ``tile_bounds_ptr`` holds the tile bounds: (batch, ranges, 4, tiles), of first, last, first
+    whole and last whole block. Without ranges, the bounds follow from the causal diagonal. With two
+    ranges, all heads of a tile precede the next tile, and shares precede whole tiles, since the
+    first tiles take longest. Both kinds of programs exist for the first SHARED tiles; those of the
+    kind that does not apply return at once, so that the host needs no sync.
+    """
     pid = tl.program_id(0)
     EXTRA: tl.constexpr = SHARED * PARTS if PARTS > 1 else 0
     each = tl.num_programs(0) // (tiles + EXTRA)
     tile, rest, part, parts = pid % tiles, pid // tiles, 0, 1
-    if RANGES == 4:  # the first tiles, whose passes may be long, come first
+    if RANGES == 4:  # the first tiles, whose loops may be long, come first
         slot, rest = pid // each, pid % each
         tile = slot - EXTRA
         if PARTS > 1:
@@ -136,7 +155,8 @@ def _attention_backward_keys_kernel(
                 tile, part, parts = slot // PARTS, slot % PARTS, PARTS
     group, batch = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)
     if RANGES > 0:
-        tile_bounds_ptr += ranges_batch // queries * 2 * batch * tiles  # or one for all
+        # 2 * RANGES numbers per tile and element; ranges_batch is 0 where all share one table
+        tile_bounds_ptr += ranges_batch // queries * 2 * batch * tiles
         ranges_ptr += batch * ranges_batch
     if PARTS > 1:
         if _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK_M, SHARED) != (parts > 1):
@@ -147,7 +167,7 @@ def _attention_backward_keys_kernel(
     v_ptr += batch * v_batch + group * v_head
     k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK_N, DIM, SIZE)
     v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
-    begin, first, last = 0, 0, queries + BLOCK_M
+    begin, first, last = 0, 0, queries + BLOCK_M  # all queries see the tile: no mask
     if RANGES > 0:
         steps, begin, first, last = _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK_M)
     else:
@@ -193,6 +213,10 @@ def _store(
     dk, dv, dk_ptr, dv_ptr, scale, start, batch, group, groups, keys, BLOCK_N: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
 ):  # fmt: skip
+    """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is wanted.
+
+    The order in memory is (batch, key, head).
+    """
     if dk_ptr is not None:
         dk_ptr += (batch * keys * groups + group) * DIM
         store_rows(dk_ptr, dk * scale, start, groups * DIM, keys, BLOCK_N, DIM, SIZE)
@@ -208,7 +232,11 @@ def _attention_parts_kernel(
     VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Sum what the programs of a shared pass left, in order."""
+    """Sum the partial gradients that the programs of a shared tile left, in order.
+
+    Program: one of the first SHARED tiles of keys of one head of K and V; it returns where the tile
+    was not shared. Reads PARTS partials of dk and dv from ``parts_ptr``; writes dk and dv.
+    """
     each = tl.num_programs(0) // SHARED
     tile, rest = tl.program_id(0) // each, tl.program_id(0) % each
     group, batch = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)

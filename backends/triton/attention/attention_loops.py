@@ -1,7 +1,7 @@
-"""Steps over blocks of keys, or of queries, that the attention kernels share.
+"""Tile loops over blocks of keys, shared by the attention kernels.
 
-Scores are kept in powers of two: ``s2 = s * log2(e)``. A query sees the keys in ``[low, high)``;
-steps whose block every query of the tile sees whole are taken without a mask.
+Scores are kept in powers of two: ``s2 = s * log2(e)``. A query sees the keys in ``[low, high)``.
+Blocks that every query of the tile sees in full need no mask.
 """
 
 import triton
@@ -12,7 +12,10 @@ from liger_multi.backends.triton.common.rows import INTERPRETED, LOG2E, assume_r
 
 @triton.jit
 def product(a, b):
-    """A product in fp32; Triton's interpreter would take bf16 for integers."""
+    """``a @ b`` in fp32, without rounding fp32 operands to TF32.
+
+    Triton's interpreter treats bf16 as integers in a GEMM, so there operands are cast first.
+    """
     if INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -20,7 +23,10 @@ def product(a, b):
 
 @triton.jit
 def add_product(total, a, b):
-    """Total plus a product; ``a`` is rounded to the dtype of ``b``."""
+    """``total + a @ b``, with ``a`` rounded to the dtype of ``b``.
+
+    Probabilities and gradients of scores are fp32; matrix units take both operands in one dtype.
+    """
     a = round_to(a, b.dtype)
     if INTERPRETED and b.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -29,7 +35,10 @@ def add_product(total, a, b):
 
 @triton.jit
 def score(s, scale, softcap, CAPPED: tl.constexpr):
-    """Products to scores in powers of two, and the tangent whose slope backward wants."""
+    """Scores in powers of two from ``q @ k``, and the tanh of the softcap for its derivative.
+
+    Without a softcap, the second value is not used.
+    """
     if CAPPED:
         t = tanh(s * (scale / softcap))
         return t * (softcap * LOG2E), t
@@ -41,7 +50,10 @@ def load_rows(
     ptr, start, stride, count, CHECKED: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of DIM columns, zero past them; past ``count`` rows too, where CHECKED."""
+    """Load a tile of ROWS rows of DIM columns, padded with zeros to SIZE columns.
+
+    CHECKED: rows from ``count`` on are zeros as well. Otherwise every row of the tile must exist.
+    """
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
     assume_rows(ptr, stride, ROWS)
     ptr += tl.cast(start, tl.int64) * stride
@@ -60,7 +72,7 @@ def load_rows(
 def store_rows(
     ptr, value, start, stride, count, ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Store a tile of rows of DIM columns, but for rows past ``count``."""
+    """Store a tile of rows of DIM columns, without the rows from ``count`` on."""
     row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
     mask = (start + row < count)[:, None] & (col < DIM)[None, :]
     assume_rows(ptr, stride, ROWS)
@@ -74,13 +86,18 @@ def load_bounds(
     ranges_ptr, start, queries, keys, second,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The keys that each row of a tile sees, ``[low, high)``; past the last, rows are like it."""
+    """The range of keys ``[low, high)`` that each query of a tile sees.
+
+    The range comes from ``ranges_ptr`` (number ``second`` of each query), or is that of all keys,
+    or ends at the causal diagonal. Rows past the last query repeat its range, so that they add no
+    blocks.
+    """
     row = tl.maximum(tl.minimum(tl.arange(0, ROWS), queries - 1 - start), 0)
     if RANGES > 0:
         ranges_ptr += tl.cast(start, tl.int64) * RANGES + 2 * second
         low, high = tl.load(ranges_ptr + row * RANGES), tl.load(ranges_ptr + row * RANGES + 1)
         return tl.maximum(low, 0), tl.minimum(high, keys)
-    high = row * 0 + keys
+    high = row * 0 + keys  # one number per row
     if CAUSAL:
         high = tl.maximum(tl.minimum(high, start + row + (keys - queries) + 1), 0)
     return row * 0, high
@@ -88,7 +105,12 @@ def load_bounds(
 
 @triton.jit
 def whole_blocks(low, high, keys, BLOCK: tl.constexpr):
-    """Steps over what any row sees, where they begin, and from where to where all rows see."""
+    """Which blocks of keys a tile of queries needs, and which of those need no mask.
+
+    Returns the number of blocks that any query sees, the key where the first one begins, and the
+    range of keys that all queries see, cut to whole blocks. A query with an empty range needs no
+    block, and leaves no block without a mask.
+    """
     some = low < high
     low, high = tl.where(some, low, keys), tl.where(some, high, 0)
     begin, end = tl.min(low) // BLOCK * BLOCK, tl.max(high)
@@ -98,7 +120,10 @@ def whole_blocks(low, high, keys, BLOCK: tl.constexpr):
 
 @triton.jit
 def loop_over(steps, begin, RANGES: tl.constexpr, BLOCK: tl.constexpr):
-    """What ``place_of`` wants a loop to run over."""
+    """Start and end of the loop whose steps :func:`place_of` translates.
+
+    With two ranges, steps are numbers of blocks. With one, they are positions.
+    """
     if RANGES == 4:
         return 0, steps
     return begin, begin + steps * BLOCK
@@ -109,10 +134,10 @@ def place_of(
     step, steps, begin, first, last, begin2, first2, last2,
     RANGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where a step stands, whether it needs a mask, and of which range it is.
+    """Where a step begins, whether it needs a mask, and which range it belongs to.
 
-    One loop takes the steps of both ranges, by number; those of one range are told by their place,
-    which takes fewer registers.
+    With two ranges, one loop runs over the blocks of both, by number. With one range, the loop
+    variable is the position itself, which takes fewer registers.
     """
     start, second = step, 0
     if RANGES == 4:
@@ -120,6 +145,7 @@ def place_of(
         start = tl.where(other, begin2 + (step - steps) * BLOCK, begin + step * BLOCK)
         first, last = tl.where(other, first2, first), tl.where(other, last2, last)
         second = other.to(tl.int32)
+    # a hint for vector loads: every block begins at a multiple of BLOCK
     return tl.multiple_of(start, BLOCK), (start < first) | (start + BLOCK > last), second
 
 
@@ -128,11 +154,35 @@ def seen_by(
     start, second, low, high, own, ranges_ptr, queries, keys,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of a block the rows of a tile see; of two ranges no bounds stay in registers."""
+    """Which keys of a block the queries of a tile see.
+
+    With two ranges, the bounds are loaded again in each masked step, so that they occupy no
+    registers between steps.
+    """
     if RANGES == 4:
         low, high = load_bounds(ranges_ptr, own, queries, keys, second, RANGES, CAUSAL, ROWS)
     j = (start + tl.arange(0, BLOCK))[None, :]
     return (j >= low[:, None]) & (j < high[:, None])
+
+
+@triton.jit
+def loop_of(
+    ranges_ptr, own, queries, keys, RANGES: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The loop over the blocks of keys that a tile of queries sees, of one range or of two.
+
+    Returns the bounds of the first range, what :func:`place_of` needs of both ranges, and the
+    loop's start and end.
+    """
+    low, high = load_bounds(ranges_ptr, own, queries, keys, 0, RANGES, CAUSAL, ROWS)
+    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
+    steps2, begin2, first2, last2 = 0, begin, first, last
+    if RANGES == 4:
+        low2, high2 = load_bounds(ranges_ptr, own, queries, keys, 1, RANGES, CAUSAL, ROWS)
+        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
+    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    return low, high, steps, begin, first, last, begin2, first2, last2, now, end
 
 
 @triton.jit
@@ -142,14 +192,15 @@ def forward_loop(
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys that rows see to the running softmax."""
-    low, high = load_bounds(ranges_ptr, own, queries, keys, 0, RANGES, CAUSAL, q.shape[0])
-    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
-    steps2, begin2, first2, last2 = 0, begin, first, last
-    if RANGES == 4:
-        low2, high2 = load_bounds(ranges_ptr, own, queries, keys, 1, RANGES, CAUSAL, q.shape[0])
-        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
-    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    """Tile loop of forward: add the keys that a tile of queries sees to its running softmax.
+
+    Each step loads a block of K, computes and masks scores, rescales ``acc`` and ``total`` to the
+    new maximum ``top``, loads V and adds its part. A row that has seen no key has ``top`` = -inf;
+    the base is then 0, since -inf - -inf would be NaN.
+    """
+    low, high, steps, begin, first, last, begin2, first2, last2, now, end = loop_of(
+        ranges_ptr, own, queries, keys, RANGES, CAUSAL, q.shape[0], BLOCK
+    )
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
             step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
@@ -180,14 +231,14 @@ def query_loop(
     BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys that rows see give to the gradient of a tile of queries."""
-    low, high = load_bounds(ranges_ptr, own, queries, keys, 0, RANGES, CAUSAL, q.shape[0])
-    steps, begin, first, last = whole_blocks(low, high, keys, BLOCK)
-    steps2, begin2, first2, last2 = 0, begin, first, last
-    if RANGES == 4:
-        low2, high2 = load_bounds(ranges_ptr, own, queries, keys, 1, RANGES, CAUSAL, q.shape[0])
-        steps2, begin2, first2, last2 = whole_blocks(low2, high2, keys, BLOCK)
-    now, end = loop_over(steps + steps2, begin, RANGES, BLOCK)
+    """Tile loop of backward: add the keys that a tile of queries sees to the queries' gradient.
+
+    Each step loads a block of K and V and computes p from ``lse`` (in powers of two), ds = p (dy v'
+    - inner), and dq += ds k. Keys outside a query's range get p = 0.
+    """
+    low, high, steps, begin, first, last, begin2, first2, last2, now, end = loop_of(
+        ranges_ptr, own, queries, keys, RANGES, CAUSAL, q.shape[0], BLOCK
+    )
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
             step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK

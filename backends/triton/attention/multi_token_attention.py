@@ -3,11 +3,11 @@
     p = softmax of what a row sees, 0 past the diagonal;  y = conv(p), 0 past the diagonal
     dp = conv'(dy up to the diagonal);  dscores = p (dp - sum p dp)   of sparsemax as softmax.py
 
-cuDNN's convolutions of 2-byte numbers want heads on the last axis, and would turn every tensor by
-passes of their own: there kernels that copy the lower triangle anyway turn it on the way.
+cuDNN's convolutions of 2-byte numbers take heads on the last axis, and would transpose every tensor
+by passes of their own. There, the kernels that copy the lower triangle anyway transpose it as well.
 
-What stands past the diagonal is not used: of the scores, of dy, p and dp the kernels read about
-half, of the convolution's y nothing. They are in multi_token_attention_kernels.py.
+What is past the diagonal is not used: of the scores, of dy, p and dp the kernels read about half,
+of the convolution's y nothing. They are in multi_token_attention_kernels.py.
 Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
 """
 
@@ -82,7 +82,7 @@ def transpose_config(
 
 
 def supports(weight: Tensor) -> str | None:
-    """Probabilities are fp32 inside."""
+    """No fp64: probabilities are fp32 inside."""
     double = weight.element_size() == 8
     return "its probabilities are float32 inside, got float64" if double else None
 
@@ -123,7 +123,7 @@ def _softmax(scores: Tensor) -> Tensor:
 
 
 def _softmax_backward_(p: Tensor, dp: Tensor, sparse: bool) -> None:
-    """Make the gradient of scores of that of probabilities, both contiguous."""
+    """Overwrite the gradient of probabilities with that of scores; both contiguous."""
     if not p.numel():
         return
     images, (rows, cols) = p.shape[0] * p.shape[1], p.shape[2:]
@@ -220,7 +220,7 @@ def backward(
     dilation: int, groups: int, sparse: bool, needs_scores: bool, needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The convolution's gradients, then in place of the probabilities' that of the scores."""
+    """The convolution's gradients; that of the probabilities becomes the one of the scores."""
     k = _transposing(weight, p, 8)
     sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
     found = torch.ops.aten.convolution_backward(

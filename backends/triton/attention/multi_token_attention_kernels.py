@@ -1,7 +1,7 @@
 """Kernels of multi_token_attention.py: row r of an image (R, S) sees columns 0 to r.
 
-Loads end at the next multiple of GROUP columns: the compiler takes 16 bytes at a time only where
-it knows that a mask does not change within them. What is loaded past the diagonal is not used.
+Loads end at the next multiple of GROUP columns: the compiler loads 16 bytes at a time only where it
+knows that a mask does not change within them. What is loaded past the diagonal is not used.
 """
 
 import triton
@@ -14,6 +14,7 @@ from liger_multi.backends.triton.common.rows import (
     assume_rows,
     round_to,
 )
+from liger_multi.backends.triton.cross_entropy.softmax import _weight
 
 GROUP: tl.constexpr = tl.constexpr(16)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # scores from here down, -inf too, have no probability
@@ -21,7 +22,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)  # scores from here down, -inf too, h
 
 @triton.jit
 def _image_and_row(rows, ROWS: tl.constexpr):
-    """The image of a program and the first row of its tile."""
+    """The image of this program and the first row of its tile."""
     tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
     return (program // tiles).to(tl.int64), program % tiles * ROWS
@@ -29,19 +30,19 @@ def _image_and_row(rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _loaded(row):
-    """A multiple of GROUP columns, past what a row sees."""
+    """Where loads of a row end: the first multiple of GROUP columns past what the row sees."""
     return (row // GROUP + 1) * GROUP
 
 
 @triton.jit
 def _start_of(image, row, batch_stride, head_stride, row_stride, heads):
-    """Where a row of an image starts."""
+    """Offset of a row of an image; an image is one head of one element of the batch."""
     return image // heads * batch_stride + image % heads * head_stride + row * row_stride
 
 
 @triton.jit
 def _store_zeros(row_ptr, first, cols, BLOCK: tl.constexpr):
-    """From column ``first`` to the end of a row."""
+    """Write zeros from column ``first`` to the end of a row."""
     zeros = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
     for start in tl.range(first, cols, BLOCK):
         assume_cols(start)
@@ -54,6 +55,11 @@ def _multi_token_forward_kernel(
     x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Causal softmax of rows that fit into registers.
+
+    Program: ROWS rows of one image; reads the scores up to the diagonal, writes whole rows, with
+    zeros past it. A row of -inf gives zeros.
+    """
     image, first = _image_and_row(rows, ROWS)
     x_ptr += _start_of(image, first.to(tl.int64), batch_stride, head_stride, row_stride, heads)
     p_ptr += (image * rows + first) * cols
@@ -80,6 +86,12 @@ def _multi_token_forward_kernel(
 def _multi_token_forward_wide_kernel(
     x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols, BLOCK: tl.constexpr
 ):
+    """The same for wider rows, in two passes of BLOCK columns a step, up to the diagonal.
+
+    Program: one row. The first pass keeps a maximum and a sum for each lane, so that no step waits
+    for all threads; the lanes are merged at the end. The second pass writes the probabilities, and
+    zeros follow to the end of the row.
+    """
     image, row = _image_and_row(rows, 1)
     x_ptr += _start_of(image, row.to(tl.int64), batch_stride, head_stride, row_stride, heads)
     p_ptr += (image * rows + row) * cols
@@ -111,15 +123,14 @@ def _multi_token_forward_wide_kernel(
 
 
 @triton.jit
-def _weight(p, SPARSE: tl.constexpr):
-    p = p.to(tl.float32)
-    return tl.where(p > 0.0, 1.0, 0.0) if SPARSE else p
-
-
-@triton.jit
 def _multi_token_backward_kernel(
     p_ptr, dp_ptr, rows, cols, SPARSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Gradient of the scores, in the place of that of the probabilities; rows fit into registers.
+
+    Program: ROWS rows of one image; reads p and dp up to the diagonal, writes whole rows over dp.
+    Where the weight is 0, dp is not used, so that a NaN there does no harm.
+    """
     image, first = _image_and_row(rows, ROWS)
     p_ptr += (image * rows + first) * cols
     dp_ptr += (image * rows + first) * cols
@@ -144,6 +155,11 @@ def _multi_token_backward_kernel(
 def _multi_token_backward_wide_kernel(
     p_ptr, dp_ptr, rows, cols, SPARSE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The same for wider rows, in two passes of BLOCK columns a step, up to the diagonal.
+
+    Program: one row. The first pass sums w * dp, the second reads again and overwrites dp; zeros
+    follow to the end of the row.
+    """
     image, row = _image_and_row(rows, 1)
     p_ptr += (image * rows + row) * cols
     dp_ptr += (image * rows + row) * cols
@@ -181,6 +197,11 @@ def _multi_token_lower_kernel(
     x_ptr, y_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
     LOWEST_PAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Copy of an image that is -inf (LOWEST_PAST) or 0 past the diagonal.
+
+    Program: ROWS rows of one image, in steps of BLOCK columns; reads any strides up to the
+    diagonal, writes contiguous rows.
+    """
     image, first = _image_and_row(rows, ROWS)
     x_ptr += _start_of(image, first.to(tl.int64), batch_stride, head_stride, row_stride, heads)
     y_ptr += (image * rows + first) * cols
@@ -202,7 +223,11 @@ def _multi_token_lower_kernel(
 
 @triton.jit
 def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # as many rows as a group has columns, or one
+    """Write zeros past the diagonal of images.
+
+    Program: ROWS rows of one image; ROWS is GROUP or 1. It writes the group of columns that the
+    diagonal crosses with a mask, and the columns past it in steps of BLOCK.
+    """
     KIND: tl.constexpr = y_ptr.dtype.element_ty
     image, first = _image_and_row(rows, ROWS)
     y_ptr += (image * rows + first) * cols
@@ -226,7 +251,12 @@ def _multi_token_turn_kernel(
     x_ptr, y_ptr, batch_stride, head_stride, row_stride, rows, cols, pieces,
     TO_LAST: tl.constexpr, HEADS: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Heads to the last axis (B, R, S, C), or from there: up to the diagonal, 0 past it."""
+    """Transpose heads to the last axis (B, R, S, C), or back: up to the diagonal, 0 past it.
+
+    Program: BLOCK columns of one row of one element of the batch, of all HEADS heads (padded to
+    TALL). TO_LAST: reads the heads, which stand ``head_stride`` apart, and writes them side by
+    side; otherwise the other way round.
+    """
     image = (tl.program_id(0) // pieces).to(tl.int64)  # a row of an element of the batch
     start = (tl.program_id(0) % pieces) * BLOCK
     row = image % rows

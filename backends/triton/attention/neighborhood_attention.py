@@ -1,4 +1,4 @@
-"""Attention to neighbors on a line: the kernels of attention, whose tiles skip all other keys."""
+"""Attention to neighbors on a line: the kernels of attention, which skip blocks of other keys."""
 
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.attention.attention import supports

@@ -21,7 +21,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def _hooked() -> bool:
-    """Whether a profiler wants to hear of launches (then Triton makes them)."""
+    """Whether a profiler hooks launches; Triton then launches itself."""
     runtime = _RUNTIME
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -30,7 +30,7 @@ def _hooked() -> bool:
 
 
 def _runtime() -> Any:
-    if hasattr(triton, "config"):
+    if hasattr(triton, "knobs"):
         return triton.knobs.runtime
     return triton.compiler.CompiledKernel  # where triton 3.3 and older keep the hooks
 
@@ -48,7 +48,7 @@ def launch(
         kernel: The function that ``triton.jit`` made.
         programs: Size of the grid's first axis.
         args: Its run-time arguments in order; the first is a tensor on the current device.
-        constants: The values of its ``constexpr`` parameters, which stand last.
+        constants: The values of its ``constexpr`` parameters, which come last.
         num_warps: Warps a program.
         sets: Size of the grid's second axis.
     """

@@ -32,7 +32,10 @@ class ReduceConfig:
 
 @triton.jit
 def round_to(value, DTYPE: tl.constexpr):
-    """Cast fp32 to DTYPE, to nearest even; Triton's interpreter would truncate to bf16."""
+    """Cast an fp32 value to DTYPE, rounding to nearest even.
+
+    Triton's interpreter truncates to bf16, so there the rounding is done on the bits. NaN is kept.
+    """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         near = (bits & 0xFFFF0000) + ((((bits & 0xFFFF) + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16)
@@ -41,10 +44,11 @@ def round_to(value, DTYPE: tl.constexpr):
 
 
 def short_offsets(_semantic=None, _builder=None):
-    """Whether the target has memory operations for 32-bit offsets: then what follows is said.
+    """Whether memory operations take 32-bit offsets, so that bounds are worth telling the compiler.
 
-    AMD's buffer operations check bounds too, and cost no branch a mask. NVIDIA has none, and there
-    its compiler would spend the bounds of a loop on more registers (40 for 32, triton 3.9).
+    AMD's buffer operations take them. They also check bounds, so that a mask costs no branch.
+    NVIDIA has none, and there the bounds of a loop would cost registers (40 instead of 32, Triton
+    3.9).
     """
     options = getattr(getattr(_semantic, "builder", _builder), "options", None)
     name = getattr(options, "backend_name", "interpreter")
@@ -63,9 +67,10 @@ for _told in (short_offsets, _nvidia):  # called by the compiler, which hands ov
 
 @triton.jit
 def log2_near(x):
-    """log2 of an fp32 x that is no denormal, to 2^-22 of the larger of 1 and the result.
+    """log2 of an fp32 x that is not denormal, to 2^-22 of the larger of 1 and the result.
 
-    NVIDIA has an instruction for it, where tl.log2 is right to an ulp, by 25 (triton 3.2 to 3.9).
+    NVIDIA has one instruction for it. tl.log2 is accurate to an ulp, but takes about 25
+    instructions there (Triton 3.2 to 3.9).
     """
     if _nvidia():
         return tl.inline_asm_elementwise(
@@ -77,7 +82,11 @@ def log2_near(x):
 
 @triton.jit
 def at_most(x, limit: tl.constexpr):
-    """The smaller one, and ``limit`` for NaN: by Triton's definition, not by its interpreter."""
+    """The smaller of x and ``limit``, and ``limit`` where x is NaN.
+
+    This is what tl.minimum compiles to. Triton's interpreter would return NaN, so there it is a
+    comparison.
+    """
     if INTERPRETED:
         return tl.where(x < limit, x, limit)
     return tl.minimum(x, limit)
@@ -85,9 +94,10 @@ def at_most(x, limit: tl.constexpr):
 
 @triton.jit
 def assume_rows(ptr, stride, ROWS: tl.constexpr):
-    """Say what :func:`as_rows` makes true: no tile of rows reaches 2 GiB past its first element.
+    """Tell the compiler that a tile of rows ends within 2 GiB of its first element.
 
-    Without it the compiler must take 64-bit addresses for tensors of more than 2 GiB.
+    :func:`as_rows` and :func:`tile_rows` make it true. Without it, the compiler must use 64-bit
+    offsets in tensors of more than 2 GiB.
     """
     if short_offsets():
         if ptr is not None:
@@ -99,7 +109,7 @@ def assume_rows(ptr, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def assume_cols(cols, MOST: tl.constexpr = LONGEST_ROW):
-    """Say that a number of columns, or the place of one, keeps a row below 2 GiB.
+    """Tell the compiler that a number of columns, or the index of one, keeps a row below 2 GiB.
 
     Where MOST is not the width of a tile, :func:`checked_cols` has made it true.
     """
@@ -109,17 +119,43 @@ def assume_cols(cols, MOST: tl.constexpr = LONGEST_ROW):
 
 
 @triton.jit
+def load_or(ptr, at, mask, DEFAULT: tl.constexpr):
+    """Load numbers in fp32; DEFAULT where there is no tensor."""
+    if ptr is None:
+        return tl.full(at.shape, DEFAULT, tl.float32)
+    else:
+        return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def bf16_parts(x):
+    """Three bf16 numbers whose sum is x; those past the digits of x's dtype are zeros.
+
+    Each holds 8 bits of the mantissa, so that matrix units multiply two of them exactly.
+    """
+    wide = x.to(tl.float32)
+    if x.dtype == tl.bfloat16:
+        first = x
+    else:
+        first = round_to(wide, tl.bfloat16)
+    rest = wide - first.to(tl.float32)
+    second = round_to(rest, tl.bfloat16)
+    return first, second, round_to(rest - second.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) of an fp32 x; 0 and 1 in the limits."""
+    """1 / (1 + exp(-x)) of an fp32 x, with 0 and 1 as limits."""
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
 
 
 @triton.jit
 def tanh_and_slope(x):
-    """The hyperbolic tangent of an fp32 x, and its derivative, exact where the first is nearly 1.
+    """The hyperbolic tangent of an fp32 x and its derivative, both accurate near saturation.
 
-    With e = exp(-2 |x|): tanh(|x|) = (1 - e) / (1 + e), which loses digits near 0, where the series
-    to x^9 stands in for it, and the derivative is 4 e / (1 + e)^2. One exponential, one division.
+    With e = exp(-2 |x|): tanh(|x|) = (1 - e) / (1 + e), and the derivative is 4 e / (1 + e)^2. The
+    quotient loses digits near 0, so below 0.25 a series to x^9 takes its place. The derivative is
+    not 1 - tanh^2, which cancels where tanh is near 1. Cost: one exponential and one division.
     """
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)
@@ -141,6 +177,12 @@ def tanh(x):
 def _sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Sum fp32 partials over the programs that wrote them, in a fixed order, and cast.
+
+    Program: BLOCK columns of one set of partials; axis 1 of the grid is the set (at most two).
+    Reads its columns of the set, (partials, cols), in tiles of BLOCK_ROWS partials. Writes one row
+    of sums: of the first set to ``out_ptr``, of the second to ``other_ptr``.
+    """
     assume_rows(partial_ptr, cols, BLOCK_ROWS)
     first, lane = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
     col = first + lane
@@ -186,7 +228,7 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
 def as_rows(x: Tensor, width: int = 0) -> Tensor:
     """View ``x`` as (rows, cols) with adjacent columns; copies only where no such view exists.
 
-    Also where rows stand so far apart that a tile of them would span 2 GiB (see assume_rows); a
+    Also where rows are so far apart that a tile of them would span 2 GiB (see assume_rows); a
     tile has ``width`` columns of each, or all.
     """
     cols = x.shape[-1]
@@ -211,7 +253,7 @@ def with_stride(x: Tensor) -> tuple[Tensor, int]:
 
 
 def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous tensor of the shape of ``x``; ``x.new_empty(x.shape)`` costs the host twice."""
+    """A contiguous tensor like ``x``; ``x.new_empty(x.shape)`` takes the host twice as long."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -224,7 +266,7 @@ def tile_rows(wanted: int, *strides: int) -> int:
 
 
 def checked_cols(cols: int) -> int:
-    """Refuse rows whose offsets would leave what kernels take for granted."""
+    """Raise for rows that are too long for the offsets that kernels assume."""
     if cols > LONGEST_ROW.value:
         raise ValueError(f"kernels take rows of up to {LONGEST_ROW.value} columns, got {cols}")
     return cols

@@ -8,11 +8,11 @@ With z = cap * tanh(scale * raw / cap), p = softmax(z), lse = logsumexp(z) and t
     d zl / dz[j] = 2 z_loss_weight lse p[j]
     dz / draw = scale * (1 - (z / cap)^2)
 
-One program passes one row of any width. The sum of exponentials is anchored at the target's logit,
-which is known before the first column: no running maximum, no barrier in the loop, and the loss is
-the logarithm of a sum that is at least 1. Where that sum overflows (a loss above 88) or the anchor
-is not finite, the row is processed again from its maximum. The same pass can be followed by one
-that overwrites the row by its gradient, while the row is still in the cache.
+One program owns one row of any width. The sum of exponentials is anchored at the target's logit,
+which is known before the first column. So the loop carries no running maximum and has no barrier,
+and the loss is the logarithm of a sum that is at least 1. Where that sum overflows (a loss above
+88) or the anchor is not finite, a second pass starts from the row's maximum. The gradient may
+overwrite the row in a further pass, while the row is still in the cache.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def _store_rows(
     ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
     ce, zl, lse, log_prob, entropy, argmax,
 ):  # fmt: skip
+    """Write what a row gives: its loss, and the statistics that were asked for."""
     tl.store(ce_ptr + row, ce)
     if zl_ptr is not None:
         tl.store(zl_ptr + row, zl)
@@ -89,6 +90,17 @@ def _cross_entropy_forward_kernel(
     scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
     INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Loss and statistics of one row of logits; with GRADIENT, its gradient overwrites them.
+
+    Program: one row.
+    Reads the target and its logit, then the row in one pass, or in three where the anchor was no
+    good (maximum, then the sums again). Writes ce, and those of zl, lse, log_prob, entropy and
+    argmax that have a pointer.
+    GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``;
+    INVERSE: by their inverses, with 0 for 0.
+    An ignored row gives zeros and the argmax -1. A target that is no class never becomes an
+    address: the row gets a NaN loss and a zero gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     assume_cols(cols)
@@ -157,6 +169,12 @@ def _cross_entropy_backward_kernel(
     out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols, ignore_index, z_weight,
     scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of one row of logits from its saved lse.
+
+    Program: one row; reads its target, upstream gradient, lse, the denominators of the mean and,
+    once, the logits. Writes the gradient; zeros for rows that are ignored or whose target is no
+    class.
+    """
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
     assume_cols(cols)
@@ -237,17 +255,17 @@ def loss_and_gradient_(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats,
     scales: Tensor, *, add_zl: bool = False, inverse: bool = False,
 ) -> None:  # fmt: skip
-    """Fill ``rows``, then overwrite raw logits by the gradient, in one launch.
+    """Fill ``rows``, then overwrite raw logits with the gradient, in one launch.
 
     Args:
         logits: (rows, V) with adjacent columns, to be overwritten.
         target: (rows,) class ids.
         weight: (V,) contiguous class weights.
         options: The objective.
-        rows: Room for the statistics; empty tensors are skipped.
+        rows: Buffers of the statistics; empty tensors are skipped.
         scales: Two fp32 elements, the gradient is that of ``scales[0] * ce + scales[1] * zl``.
         add_zl: Add ``zl`` to ``ce`` in ``rows``.
-        inverse: ``scales`` are divisors, of which 0 stands for no gradient.
+        inverse: ``scales`` are divisors; 0 means no gradient.
     """
     total = weight_sum(weight, options)
     _launch_rows(logits, target, weight, total, options, rows, scales, add_zl, inverse)

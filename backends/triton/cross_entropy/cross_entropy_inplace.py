@@ -1,7 +1,7 @@
-"""Cross entropy that overwrites the logits by their gradient, in one launch.
+"""Cross entropy that overwrites the logits with their gradient, in one launch.
 
-Backward multiplies by the upstream gradient, which is 1 for a loss that nobody scaled: the kernel
-reads that number on the device and returns, so that no time and no sync is spent on finding out.
+Backward multiplies by the upstream gradient, which is 1 for a loss that nobody scaled. The kernel
+reads that number on the device and returns, so that the host needs no sync to know.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def _cross_entropy_inplace_backward_kernel(
     dloss_ptr, logits_ptr, dloss_stride, row_stride, col_stride, cols, ADJACENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Multiply one row of the gradient, which has overwritten the logits, by the upstream one.
+
+    Program: one row; returns at once where the upstream gradient is 1. ADJACENT: columns are
+    contiguous; otherwise they are ``col_stride`` apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
     if dloss != 1.0:  # NaN differs from 1 and is multiplied

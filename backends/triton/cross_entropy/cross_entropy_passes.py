@@ -1,7 +1,7 @@
 """Passes over one row of logits, of any width: its sums, its maximum and its gradient.
 
-The pieces of the kernels in cross_entropy.py; ``z`` is a logit after scale and softcap, in fp32.
-Both are None or run-time numbers: a temperature that changes with the steps compiles nothing.
+They make up the kernels in cross_entropy.py. ``z`` is a logit after scale and softcap, in fp32.
+Both are None or run-time numbers, so that a temperature that changes does not compile again.
 """
 
 import triton
@@ -12,7 +12,7 @@ from liger_multi.backends.triton.common.rows import LOG2E, assume_cols, round_to
 
 @triton.jit
 def logit(raw, scale, softcap):
-    """Scale and cap a raw logit, in fp32."""
+    """A raw logit after scale and softcap, in fp32."""
     z = raw.to(tl.float32)
     if scale is not None:
         z = z * scale
@@ -27,7 +27,11 @@ def row_pass(
     SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a row of exp(d), exp(d) d and w d, d = z - anchor; the place of its maximum."""
+    """One pass over a row: sums of exp(d), exp(d) d and w d with d = z - anchor, and the argmax.
+
+    Each lane keeps sums and a maximum of its own, so that no step waits for a reduction. Of equal
+    maxima, the first column counts. ``evict_last`` asks the cache to keep the row for a later pass.
+    """
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)
@@ -59,7 +63,7 @@ def row_pass(
 
 @triton.jit
 def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
-    """Largest logit of a row."""
+    """The largest logit of the first ``cols`` columns of a row, after scale and softcap."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -71,7 +75,7 @@ def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
 
 @triton.jit
 def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
-    """Overwrite a row by zeros."""
+    """Overwrite a row with zeros."""
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         tl.store(row_ptr + col, tl.zeros([BLOCK], row_ptr.dtype.element_ty), mask=col < cols)
@@ -85,8 +89,9 @@ def write_gradient(
 ):  # fmt: skip
     """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
 
-    From the last columns to the first: of rows that do not fit into the cache together, what the
-    pass before has read last is still there (8192x128256 on an H200: 1381 to 1248 us).
+    The pass runs from the last columns to the first. Where the rows in flight do not fit into the
+    cache together, it still holds the columns that the pass before read last (8192x128256 on an
+    H200: 1381 to 1248 us).
     """
     own = (1.0 - SMOOTHING) * ce_scale
     if weight_ptr is not None:

@@ -1,4 +1,4 @@
-"""From rows to the loss: sums over rows and the denominators of the mean, by one program."""
+"""From rows to the loss: sums over rows and the denominators of the mean, in one program."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ def _cross_entropy_reduce_kernel(
     denominators_ptr, target_stride, rows, cols, ignore_index, MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Denominators of the mean and, where asked for, the sums over rows divided by them."""
+    """Denominators of the mean and, where asked for, the reduced losses and the accuracy.
+
+    Program: the only one, so that sums have one order. It passes over the rows, BLOCK at a time.
+    Reads targets, their weights, and the rows' ce, zl and argmax. Writes the denominators (sum of
+    weights, count), and loss, z-loss and accuracy where they have a pointer. A mean over nothing is
+    0.
+    """
     ce = tl.zeros([BLOCK], tl.float32)
     zl = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)

@@ -1,13 +1,13 @@
-"""Rounding to 8 bits: one launch for the largest element, one for the values in one or two layouts.
+"""Rounding to FP8: one launch for the largest element, one for the values in one or two layouts.
 
-A value of e4m3 or e5m2 is the sign, then the exponent and mantissa of fp32 with fewer bits, so
+A value of E4M3 or E5M2 is the sign, then the exponent and mantissa of fp32 with fewer bits, so
 
     code = (bits + half + odd) >> (23 - mantissa)      minus the difference of the biases
 
-rounds to the nearest even one, carrying into the exponent. Below the smallest normal value the sum
-with a power of two whose last place is the spacing there leaves the code in its lowest bits. Codes
-are made of integers because not every code generator knows these formats, and none that knows them
-agrees with another on what overflows.
+rounds to nearest even and carries into the exponent. Below the smallest normal value, a power of
+two is added whose last place is the spacing there; the lowest bits of that sum are the code. Codes
+are computed with integers, because not every code generator knows these formats, and those that do
+differ in what overflows.
 """
 
 from __future__ import annotations
@@ -63,10 +63,14 @@ def tile_config(info: DeviceInfo) -> TileConfig:
 
 @triton.jit
 def _code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The 8 bits of fp32 values that do not overflow; what is not a number stays so."""
+    """FP8 codes of fp32 values that do not overflow; NaN stays NaN.
+
+    BIAS is a multiple of 8 in the formats without a negative zero, where that code is NaN.
+    """
     SHIFT: tl.constexpr = 23 - MANTISSA
     bits = value.to(tl.uint32, bitcast=True)
     sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    # half a unit less one, plus the last kept bit: ties go to even
     near = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
     normal = near - ((127 - BIAS) << MANTISSA)
     SPACING: tl.constexpr = 127 + 24 - BIAS - MANTISSA  # exponent of what has this last place
@@ -82,6 +86,10 @@ def _code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _largest_kernel(x_ptr, out_ptr, size, steps, BLOCK: tl.constexpr):
+    """The largest magnitude of each part of a tensor.
+
+    Program: ``steps`` blocks of BLOCK elements of the contiguous tensor; writes one fp32 number.
+    """
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     lane = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -97,6 +105,10 @@ def _round_8_bits_kernel(
     x_ptr, scale_ptr, out_ptr, size, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Round a contiguous tensor to FP8.
+
+    Program: BLOCK elements; reads them and the scale, and writes the codes of x times 1 / scale.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     lane = tl.arange(0, BLOCK)
     mask = first + lane < size
@@ -110,6 +122,11 @@ def _round_both_ways_kernel(
     x_ptr, scale_ptr, out_ptr, across_ptr, rows, cols, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Round a matrix to FP8 in two layouts, as it is and transposed; it is read once.
+
+    Program: a tile of ROWS by COLS; writes its codes to ``out_ptr`` and, transposed, to
+    ``across_ptr``.
+    """
     assume_rows(x_ptr, cols, ROWS)
     assume_rows(across_ptr, rows, COLS)
     across = tl.cdiv(cols, COLS)

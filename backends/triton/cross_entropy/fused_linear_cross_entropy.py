@@ -1,6 +1,6 @@
 """Cross entropy of ``hidden @ weight.T + bias``: Triton row kernels in the reference's loop.
 
-The products are the vendor library's; statistics and gradient of a chunk of logits are one launch
+The GEMMs are the vendor library's; statistics and gradient of a chunk of logits are one launch
 that reads every row twice, the second time from the cache, and overwrites it.
 """
 

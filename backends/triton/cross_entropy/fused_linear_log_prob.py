@@ -33,6 +33,12 @@ def _log_prob_gradient_kernel(
     target_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Overwrite one row of logits with its gradient.
+
+    Program: one row; reads own, share and entropy of the row. Where all are 0 it writes zeros and
+    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once and
+    overwritten.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
     assume_cols(cols)

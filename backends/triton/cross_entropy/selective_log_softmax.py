@@ -1,11 +1,11 @@
-"""Log-probabilities of chosen classes of a row: one pass forward, one backward.
+"""Log-probabilities of chosen classes of a row, with one pass over the row in each direction.
 
     log_prob[k] = z[index[k]] - lse,  z = scale * logits
     dz[j] = sum_k d[k] ([j = index[k]] - p[j])
 
-The sum of exponentials is anchored at the maximum of the row's first step, and taken again from the
-row's maximum where it overflows. A class may be chosen more than once: what arrives at it is added
-while the step that holds it stands in registers, so nothing is added in memory.
+The sum of exponentials is anchored at the maximum of the row's first step, and computed again from
+the row's maximum where it overflows. A class may be chosen more than once: its gradients are added
+while the step that holds the class is in registers, so nothing is added in memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ def _selective_log_softmax_forward_kernel(
     logits_ptr, index_ptr, log_prob_ptr, lse_ptr, row_stride, choices, cols, ignore_index, scale,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Log-probabilities of the chosen classes of one row.
+
+    Program: one row. Reads the row for its lse, then the logits of the ``choices`` classes again.
+    Writes lse and log-probabilities: 0 for ``ignore_index``, NaN for a class that is none, which is
+    never an address.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     assume_cols(cols)
@@ -60,7 +66,7 @@ def _selective_log_softmax_forward_kernel(
 
 @triton.jit
 def _arrived(d_ptr, index_ptr, k, cols, ignore_index):
-    """Which class is the k-th, and what arrives at it: nothing where it is none."""
+    """The k-th chosen class and its upstream gradient, 0 for a class that does not count."""
     index = tl.load(index_ptr + k)
     valid = (index != ignore_index) & (index >= 0) & (index < cols)
     return index, tl.where(valid, tl.load(d_ptr + k).to(tl.float32), 0.0)
@@ -71,6 +77,12 @@ def _selective_log_softmax_backward_kernel(
     d_ptr, logits_ptr, index_ptr, lse_ptr, out_ptr, row_stride, choices, cols, ignore_index, scale,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of one row of logits.
+
+    Program: one row. Reads the choices' gradients for their sum; where all are 0, it writes zeros
+    and reads no logit. Otherwise it reads each step of logits once, adds the gradients of the
+    choices within the step, and writes it.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     out_ptr += row * cols
@@ -111,7 +123,7 @@ def _columns(logits: Tensor) -> Tensor:
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and the normalizer of every row."""
+    """Log-probabilities and the lse of every row."""
     (count, cols), choices = logits.shape, index.shape[1]
     check_targets(index, cols, ignore_index, validate, "index")
     found = logits.new_empty(index.shape, dtype=torch.float32)

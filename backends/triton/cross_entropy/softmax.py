@@ -1,11 +1,11 @@
-"""Softmax of the last axis, and the backward half that it shares with sparsemax.
+"""Softmax of the last axis, and the backward that it shares with sparsemax.
 
     y = exp(x - max) / sum exp(x - max)
     dx = y (dy - sum y dy)              of sparsemax, with s = [y > 0]: s (dy - sum s dy / sum s)
 
-Tiles of whole rows are read once. Wider rows are processed twice, the second time from their end,
-as what was read last may still be in the cache. The sum of exponentials is anchored at the maximum
-of the first step, so that no pass waits for a running maximum, and taken again from the row's
+Tiles of whole rows are read once. Wider rows are read twice, the second time from their end, since
+the cache may still hold what was read last. The sum of exponentials is anchored at the maximum of
+the first step, so that the loop carries no running maximum. It is computed again from the row's
 maximum where it overflows.
 """
 
@@ -56,6 +56,10 @@ def tile_config(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileConf
 def _softmax_forward_kernel(
     x_ptr, y_ptr, x_stride, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Softmax of rows that fit into registers.
+
+    Program: ROWS whole rows; reads x once, writes y.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -73,6 +77,11 @@ def _softmax_forward_kernel(
 
 @triton.jit
 def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr):
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums exponentials, the second reads x in reverse order and
+    writes y.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
@@ -98,6 +107,7 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
 
 @triton.jit
 def _weight(y, SPARSE: tl.constexpr):
+    """Weights of the sum in backward: y, or for sparsemax 1 where y is positive."""
     y = y.to(tl.float32)
     return tl.where(y > 0.0, 1.0, 0.0) if SPARSE else y
 
@@ -107,6 +117,11 @@ def _softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, rows, cols, SPARSE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x for rows that fit into registers.
+
+    Program: ROWS whole rows; reads dy and y once, writes dx. Where the weight is 0, dy is not used,
+    so that a NaN there does no harm.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -131,6 +146,11 @@ def _softmax_backward_kernel(
 def _softmax_backward_wide_kernel(
     dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, cols, SPARSE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums w * dy, the second reads again in reverse order and writes
+    dx.
+    """
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * y_stride

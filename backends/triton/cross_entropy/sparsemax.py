@@ -2,10 +2,10 @@
 
     y = max(x - tau, 0), where sum max(x - tau, 0) = 1
 
-The sum is convex and falls with tau, so that Newton's method from ``max - 1``, which is not above
-the root, comes to it from below and ends at it exactly: each step takes the elements above tau as
+The sum is convex and falls with tau. Newton's method starts from ``max - 1``, which is not above
+the root, approaches it from below and ends at it exactly: each step takes the elements above tau as
 the support, and the support only shrinks. Divisions are rounded to nearest: where an element is at
-tau, tau is that element, and the support leaves it out. A row is read once; wider ones again a
+tau, tau is that element, and the support leaves it out. A row is read once; a wider one once a
 step, from the cache. Backward is that of softmax.py.
 """
 
@@ -49,7 +49,11 @@ def row_config(info: DeviceInfo, rows: int, cols: int) -> StepConfig:
 
 @triton.jit
 def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr):
-    # one row a program: triton 3.3 cannot carry the tau of several through a while loop
+    """Sparsemax of a row that fits into registers.
+
+    Program: one row; reads x once, iterates tau in registers, writes y. Several rows a program
+    would need a while loop over several tau, which Triton 3.3 cannot compile.
+    """
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + col, mask=col < cols, other=float("-inf"))
@@ -57,7 +61,7 @@ def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr)
     z = x - tl.max(x, axis=0)
     tau = -1.0
     going = 1
-    while going > 0:  # the same support has the same sum, so that tau rises until it stands
+    while going > 0:  # the same support has the same sum: tau rises until it stays
         above = z > tau
         total = tl.sum(tl.where(above, z, 0.0), axis=0)
         higher = tl.div_rn(total - 1.0, tl.sum(above.to(tl.float32), axis=0))
@@ -69,6 +73,11 @@ def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr)
 
 @triton.jit
 def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr):
+    """The same for wider rows, in steps of BLOCK columns.
+
+    Program: one row. It passes over the row for its maximum, once for each Newton step, and once to
+    write y.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols

@@ -1,10 +1,10 @@
-"""Divergences of rows of two distributions: Kullback-Leibler, Jensen-Shannon, total variation.
+"""Divergences of rows of two distributions: KL, Jensen-Shannon, total variation.
 
-The equations are those of reference/divergences/divergence.py. One program passes one row of any
+The equations are those of reference/divergences/divergence.py. One program owns one row of any
 width. Logits are read once for both normalizers, anchored at the maximum of the row's first step,
-so that no pass waits for a running maximum; KL comes out of that pass, the other losses and
-``slope`` out of a second one, which starts where the first ended. The gradient is a last pass, and
-may overwrite the student. Log-probabilities and probabilities are read once for both loss and
+so that the loop carries no running maximum. KL comes out of the same pass. The other losses and
+``slope`` need a second pass, in reverse order, to reuse cached data. The gradient is a last pass
+and may overwrite the student. Log-probabilities and probabilities are read once for both loss and
 gradient.
 """
 
@@ -50,7 +50,7 @@ def sum_config(
 ) -> PairConfig:
     """64 bytes a thread, with ``element_bytes`` of both a column: loads hide what is computed.
 
-    ``logits`` says whether rows are processed more than once: few rows at a time stay in the cache.
+    ``logits``: rows are read more than once, so that few of them at a time should be in the cache.
     """
     block = min(max(power_of_2(checked_cols(cols)), LEAST), 8192 if logits else 4096)
     threads = min(info.max_threads, max(32, block * element_bytes // 64))
@@ -65,6 +65,7 @@ def gradient_config(info: DeviceInfo, rows: int, cols: int, logits: int) -> Pair
 
 @triton.jit
 def _store_row(loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, loss, lse, teacher_lse, slope):
+    """Write the loss of a row and, where they have a pointer, its normalizers and slope."""
     tl.store(loss_ptr + row, loss)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse)
@@ -80,6 +81,14 @@ def _divergence_forward_kernel(
     student_stride, teacher_stride, target_stride, factor_stride, cols, ignore_index, scale, beta,
     KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Loss of one row; with ``factor_ptr``, the student's gradient in the place of the student.
+
+    Program: one row; an ignored one gives zeros.
+    Reads student and teacher in up to three passes: normalizers, sums of the loss, gradient. DONE:
+    both sides are logits and the loss is a KL, which the first pass has summed. LATER: the gradient
+    needs no sum of the row, so that the gradient's pass adds up the loss.
+    Writes loss, both lse and slope, which backward needs.
+    """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
@@ -130,6 +139,11 @@ def _divergence_backward_kernel(
     scale, beta, KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of the student's row, from the normalizers and the slope of forward.
+
+    Program: one row; reads both distributions once and writes the gradient; zeros for an ignored
+    row.
+    """
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
     assume_cols(cols)
@@ -163,7 +177,7 @@ def _step(x: Tensor | None) -> int:
 
 
 def _beta(spec: DivergenceSpec) -> float | None:
-    """None for the usual half: constants, of which kernels need not choose one a class."""
+    """None for the usual 0.5: then the weights are equal constants, with no choice per class."""
     return None if spec.beta == 0.5 else spec.beta
 
 
@@ -196,7 +210,7 @@ class TritonPairs:
     """Row kernels over rows of a student and a teacher.
 
     Args:
-        name: Of the divergence, by which launch tables speak of it.
+        name: The divergence's name in launch tables.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """Passes over one row of two distributions: normalizers, the sums of a loss, and the gradient.
 
-The pieces of the kernels in divergence.py. ``s``, to base 2, and ``q`` are the student's logarithms
-and probabilities, ``t`` and ``p`` the teacher's. What is subtracted from logits is natural: of a
-row with one class, that leaves exactly 0.
+They make up the kernels in divergence.py. ``s``, to base 2, and ``q`` are the student's logarithms
+and probabilities, ``t`` and ``p`` the teacher's. What is subtracted from logits is natural: in a
+row with one class, the difference is then exactly 0.
 """
 
 import triton
@@ -31,7 +31,7 @@ GONE: tl.constexpr = tl.constexpr(160.0)  # exp2 of it is 0 below
 
 @triton.jit
 def _values(ptr, mask, scale, FORM: tl.constexpr):
-    """Scaled logits, log-probabilities, or probabilities as they are; of no class outside."""
+    """Scaled logits, log-probabilities or probabilities in fp32; of a masked class, those of 0."""
     if FORM == PROB:
         return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     raw = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
@@ -40,14 +40,17 @@ def _values(ptr, mask, scale, FORM: tl.constexpr):
 
 @triton.jit
 def _logarithm(ptr, mask, scale, shift, FORM: tl.constexpr):
-    """Natural logarithm, of logits or log-probabilities."""
+    """Natural logarithm of the probability, from logits or from log-probabilities."""
     raw = _values(ptr, mask, scale, FORM)
     return raw - shift if FORM == LOGITS else raw
 
 
 @triton.jit
 def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
-    """Logarithm, probability, and what stands in the same order as both, exactly."""
+    """Logarithm to base 2, probability, and a number that orders classes exactly as both do.
+
+    TVD compares the third: rounded probabilities could tie where logits differ.
+    """
     if FORM == PROB:
         raw = _values(ptr, mask, scale, FORM)
         return tl.log2(raw), raw, raw
@@ -58,7 +61,11 @@ def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
 
 @triton.jit
 def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: tl.constexpr):
-    """Loss of classes (base 2; of TVD natural, twice), and r (FORWARD: q r), natural."""
+    """Loss terms of classes, and r, whose product with q is the slope's term.
+
+    Terms are to base 2; those of TVD are natural and twice the loss. r is natural. FORWARD returns
+    q r in its place, which stays finite where q is 0. CONSTANT is a summand of REVERSE's r.
+    """
     if KIND == TVD:
         return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
@@ -76,6 +83,11 @@ def _both(
     student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
+    """Both distributions of a step: s, q, t, p, and the numbers by which TVD compares q with p.
+
+    Different forms have no number in common that orders them exactly, so probabilities are
+    compared.
+    """
     s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
     if FORM == TEACHER_FORM:
@@ -85,7 +97,7 @@ def _both(
 
 @triton.jit
 def _weights(beta):
-    """Of teacher and student in m; neither vanishes in fp32, so that log m is finite."""
+    """Weights of teacher and student in the mixture m, at least 1e-30 so that log m is finite."""
     if beta is None:
         return 0.5, 0.5
     else:
@@ -94,10 +106,10 @@ def _weights(beta):
 
 @triton.jit
 def _jensen_terms(s, t, teachers, students):
-    """Terms p log2(m / p) and q log2(m / q) by natural logarithms; 0 where both are -inf.
+    """Terms p log2(m / p) and q log2(m / q) from natural logarithms; 0 where both are -inf.
 
-    By the larger of both and e, the smaller over the larger: log2 m is log2 of the larger plus
-    log2(w + w' e), in which nothing cancels.
+    With e the smaller probability over the larger, log2 m is log2 of the larger plus log2(w + w'
+    e). Nothing cancels in that sum.
     """
     far = at_most(tl.abs(t - s) * LOG2E, GONE)  # both may be -inf
     large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
@@ -110,7 +122,10 @@ def _jensen_terms(s, t, teachers, students):
 
 @triton.jit
 def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
-    """Largest scaled logit of the first ``cols``."""
+    """The largest scaled logit of the first ``cols`` columns.
+
+    Four neighbors are reduced first, so that the accumulator takes a quarter of a step's registers.
+    """
     best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
     for start in tl.range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -121,7 +136,7 @@ def maximum(ptr, cols, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _folded(x, BLOCK: tl.constexpr):
-    """Sums of 4 neighbors, which one thread holds: accumulators of a quarter of a step."""
+    """Sums of 4 neighbors in a thread: an accumulator takes a quarter of a step's registers."""
     return tl.sum(tl.reshape(x, [BLOCK // 4, 4]), axis=1)
 
 
@@ -130,7 +145,7 @@ def _totals(
     student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND: tl.constexpr,
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of exp2 over the anchors; of logits on both sides also that of KL's terms."""
+    """One pass: sums of exp over the anchors and, for logits on both sides, of KL's terms."""
     lane = tl.arange(0, BLOCK)
     s_total = tl.zeros([BLOCK // 4], tl.float32)
     t_total = tl.zeros([BLOCK // 4], tl.float32)
@@ -159,7 +174,11 @@ def normalize(
     student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lse of logits (0 of other forms) and, of logits on both sides, KL in one pass."""
+    """The lse of logits (0 of other forms) and, for logits on both sides, KL, in one pass.
+
+    The anchor is the maximum of the row's first step. Where it turns out to be too low, or -inf, a
+    second pass starts from the row's maximum.
+    """
     s_anchor = 0.0
     t_anchor = 0.0
     first = tl.minimum(cols, BLOCK)
@@ -199,7 +218,7 @@ def sums(
     student_ptr, teacher_ptr, cols, scale, s_shift, t_shift, beta, KIND: tl.constexpr,
     FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and slope of a row, from its end: what was read last may still be in the cache."""
+    """Loss and slope of a row, in a pass from its end, to reuse what the last one left in cache."""
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     teachers, students = _weights(beta)
     lane = tl.arange(0, BLOCK)
@@ -245,7 +264,10 @@ def write_gradient(
     KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient times ``factor``; the loss of the same pass is returned if ``SUM``."""
+    """Write the student's gradient times ``factor``; with SUM, return the loss from the same pass.
+
+    For logits the gradient is q (r - slope), where ``slope`` is the sum of q r over the row.
+    """
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     teachers, students = _weights(beta)
     by_log = -students * LN2 * factor

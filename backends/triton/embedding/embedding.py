@@ -1,10 +1,10 @@
 """Rows of a table, and their gradient from sorted ids: every row of it is written once.
 
 Forward gathers tiles of rows. Backward sorts the ids (stably, so that sums have one order) and
-finds where each class begins; one program a row of the gradient adds its run and writes it, zeros
-for classes that nobody used: no zero fill, no atomic additions. A long run of one id would keep one
-program busy for long, so windows of the sorted ids that hold a single id are summed first, each by
-a program of its own.
+finds where each class begins. One program per row of the gradient adds the rows of its run and
+writes the sum, or zeros for a class that nobody used: no zero fill, no atomic additions. A long run
+of one id would keep one program busy for long. So windows of the sorted ids that hold a single id
+are summed first, each by a program of its own.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ def _embedding_forward_kernel(
     weight_ptr, index_ptr, y_ptr, weight_stride, rows, classes, cols, steps, scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gather rows of the table, times ``scale`` where there is one.
+
+    Program: ROWS ids by BLOCK columns; reads the ids and their rows, writes y. An id that is no
+    class is never an address; its row is NaN. With one id, the row's address is a scalar, which
+    leaves 32-bit offsets to the loads.
+    """
     first = (tl.program_id(0) // steps).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     start = (tl.program_id(0) % steps) * BLOCK
@@ -81,7 +87,7 @@ def _embedding_forward_kernel(
 
 @triton.jit
 def _sum_rows(dy_ptr, order_ptr, dy_stride, start, stop, col, col_mask, total, ROWS: tl.constexpr):
-    """Add the rows that sorted places from ``start`` to ``stop`` come from."""
+    """Add the rows of dy that sorted positions ``start`` to ``stop`` come from to ``total``."""
     row = tl.arange(0, ROWS)
     for at in tl.range(start, stop, ROWS):
         if ROWS == 1:  # a scalar base
@@ -103,10 +109,17 @@ def _embedding_windows_kernel(
     dy_ptr, ids_ptr, order_ptr, partial_ptr, dy_stride, count, cols, steps, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sum the rows of dy over a window of sorted ids that are all equal.
+
+    Program: one window of WINDOW positions by BLOCK columns. It returns where the window is cut off
+    by the end or holds several ids: its first and last differ. Otherwise it writes one fp32
+    partial.
+    """
     window = tl.program_id(0) // steps
     start = window * WINDOW
     if start + WINDOW > count:
         return
+    # ids are sorted: equal ends mean that all are equal
     if tl.load(ids_ptr + start) != tl.load(ids_ptr + start + WINDOW - 1):
         return
     first = (tl.program_id(0) % steps) * BLOCK
@@ -125,6 +138,14 @@ def _embedding_backward_kernel(
     dy_ptr, order_ptr, bounds_ptr, partial_ptr, out_ptr, dy_stride, cols, steps, padding_idx, scale,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of one row of the table.
+
+    Program: one class by BLOCK columns; ``bounds_ptr`` says where its run of sorted positions
+    begins and ends.
+    Reads the rows of dy of positions before the first whole window, the partials of whole windows,
+    then the rows of the rest. Writes the sum times ``scale``, rounded once; zeros for a class
+    without ids and for ``padding_idx``.
+    """
     label = tl.program_id(0) // steps
     first = (tl.program_id(0) % steps) * BLOCK
     assume_cols(first)
@@ -159,7 +180,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _narrow(index: Tensor, classes: int) -> Tensor:
-    """Ids of 32 bits, which sort in half the time; those that are no class stay none."""
+    """Ids in 32 bits, which sort in half the time; ids that are no class remain none."""
     if classes >= 2**31 - 1:
         return index
     return index.clamp(-1, classes).to(torch.int32)
@@ -168,7 +189,7 @@ def _narrow(index: Tensor, classes: int) -> Tensor:
 def forward(
     weight: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float, validate: bool
 ) -> Tensor:
-    """A gather and a product."""
+    """A gather and a scale."""
     check_targets(index, classes, None, validate, "index")
     count, cols = index.shape[0], weight.shape[1]
     y, weight = weight.new_empty(count, cols), _columns(weight)

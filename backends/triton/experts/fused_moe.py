@@ -1,10 +1,10 @@
-"""A mixture of experts: pairs sorted by expert, grouped products, sums in one order.
+"""A mixture of experts: token-expert pairs sorted by expert, grouped GEMMs, sums in one order.
 
-Forward: two products; the first gathers tokens while it reads them and ends in the activation.
-Backward: the gradient of act(gate) * up first without the routing weight, so that the gradient of
-that weight is a dot product of two rows that one pass has at hand; then three more products. Where
-PyTorch's grouped product serves (see grouped.py), rows are gathered and the activation runs
-between.
+Forward has two GEMMs; the first gathers tokens while it reads them and ends in the activation.
+Backward computes the gradient of act(gate) * up first without the routing weight, so that the
+gradient of that weight is a dot product of two rows that one pass has loaded. Three more GEMMs
+follow. Where PyTorch's grouped GEMM is taken (see grouped.py), rows are gathered before it, and the
+activation runs after it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Numbers = tuple[float, float, float]  # limit, alpha, offset
 def up_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
 ) -> ProductConfig:
-    """As other products; ``block_n`` columns of gate and as many of up are one tile."""
+    """As for other GEMMs; ``block_n`` columns of gate and as many of up are one tile."""
     return product_config(info, rows, groups, cols, inner, element_bytes, factors=2)
 
 
 def supports(x: Optional[Tensor], gate_up: Optional[Tensor] = None) -> str | None:
-    """Products accumulate in fp32."""
+    """No fp64: GEMMs accumulate in fp32."""
     some = x if x is not None else gate_up
     double = some is not None and some.dtype == torch.float64
     return "its products accumulate in float32, got float64" if double else None
@@ -143,7 +143,7 @@ def forward(
     needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
     needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sort, two products, a weighted sum."""
+    """Sort, two GEMMs, a weighted sum."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
     keep = keep or needs_gate_up_bias or needs_down_bias
@@ -167,7 +167,7 @@ def _inner_gradients(
     dproduct: Tensor, gate_up: Tensor, routing: Tensor, groups: Groups, how: Any,
     needs_routing: bool, needs_inner: bool,
 ) -> tuple[Optional[Tensor], Tensor]:  # fmt: skip
-    """Gradients of gate and up, and of routing; the weighted product stands in dproduct then."""
+    """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct."""
     activation, numbers, interleaved = how
     cols = dproduct.shape[1]
     made = torch.empty_like(gate_up) if needs_inner else None
@@ -189,7 +189,7 @@ def backward(
     interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
     needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Four products, and one pass over the activation."""
+    """Four GEMMs, and one pass over the activation."""
     dy = dy.to(gate_up.dtype)
     if not order.numel() or not dy.numel():
         needs = (needs_x, needs_gate_up_weight, needs_down_weight, needs_routing)

@@ -1,8 +1,9 @@
-"""Kernels of a mixture of experts beside its products: activation both ways, and sums over pairs.
+"""Kernels of a mixture of experts beside its GEMMs: activation, and sums over a token's pairs.
 
-The first product ends in the activation: a tile has the columns of gate and those of up, in two
-accumulators; where they alternate, a pass of its own follows. Backward gets the gradient of
-act(gate) * up before the routing weight, d, and makes of it in one pass
+A pair is a token and one of its experts. The first GEMM ends in the activation: a tile has the
+columns of gate and those of up, in two accumulators. Where the two alternate in the weight, a pass
+of its own follows the GEMM. Backward gets the gradient of act(gate) * up before the routing weight,
+d, and computes in one pass
 
     drouting = sum of d act(gate) up,  the gradient of gate and up of (routing d),
 
@@ -28,7 +29,7 @@ from liger_multi.backends.triton.experts.grouped import dot, load_factor, source
 
 @triton.jit
 def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """act(gate) * up in fp32; the activation is rounded, as Hugging Face has it."""
+    """Activation times up, in fp32; the activation is rounded first, as in Hugging Face."""
     if ACTIVATION == "swiglu_clamped":
         # comparisons, since a minimum would lose a NaN
         gate = tl.where(gate > limit, limit, gate)
@@ -43,7 +44,7 @@ def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: 
 def _differentiated(
     d, gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Gradients of gate and up for the gradient d of their product."""
+    """Gradients of gate and up for the gradient d of act(gate) * up."""
     if ACTIVATION == "swiglu_clamped":
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
@@ -59,7 +60,7 @@ def _differentiated(
 
 @triton.jit
 def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up of a piece of one row."""
+    """Gate and up of BLOCK columns of one row, in fp32; INTERLEAVED: they alternate in memory."""
     if INTERLEAVED:
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(ptr + at, mask=at < 2 * cols, other=0.0).to(tl.float32)
@@ -72,7 +73,7 @@ def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _store_pair(ptr, gate, up, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for what is written."""
+    """Store two rows of BLOCK columns where :func:`_load_pair` reads gate and up."""
     if INTERLEAVED:
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = round_to(tl.reshape(tl.join(gate, up), [2 * BLOCK]), ptr.dtype.element_ty)
@@ -90,12 +91,21 @@ def _moe_up_kernel(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """act(gate) * up of gathered rows, and gate and up themselves where somebody keeps them."""
+    """First grouped GEMM with the activation in its epilogue: act(gate) * up of gathered rows.
+
+    Program: BLOCK_M sorted rows of one expert by BLOCK_N columns. The table of tiles names the
+    expert and the first row; programs past its last tile return.
+    Reads the rows of x, by ``order_ptr``, and both column blocks of the expert's weight, BLOCK_K at
+    a time. Gate and up have an accumulator each, so that a tile of x is loaded once for both.
+    Writes act(gate) * up and, with ``kept_ptr``, gate and up for backward. Both are rounded to the
+    dtype of the output before the activation, as the result of a GEMM of its own would be.
+    """
     group = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps))
     if group < 0:
         return
     stop = tl.load(offsets_ptr + group + 1)
     first = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps) + 1)
+    # a tile's rows of kept, which are 2 cols wide, span less than 2 GiB
     assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
     m = tl.arange(0, BLOCK_M)
     row, first_col = first + m, (tl.program_id(0) % steps) * BLOCK_N
@@ -143,7 +153,10 @@ def _moe_activation_kernel(
     gate_up_ptr, bias_ptr, out_ptr, index_ptr, order_ptr, offsets_ptr, groups, cols, tiles, limit,
     alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """After somebody else's product: the bias is added to gate_up in place."""
+    """Activation after a library's GEMM; the bias is added to gate and up in place.
+
+    Program: BLOCK columns of one sorted row. Rows past the last expert's are not touched.
+    """
     row, piece = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     assume_cols(piece, LONGEST_ROW // (2 * BLOCK))
     start = piece * BLOCK
@@ -169,7 +182,12 @@ def _moe_activation_backward_kernel(
     cols, limit, alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; routing act(gate) up takes the place of d."""
+    """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
+
+    Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
+    Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up and
+    drouting where they are wanted. A pair of no expert gets drouting 0.
+    """
     row = tl.program_id(0)
     pair = tl.load(order_ptr + row).to(tl.int64)
     if row >= tl.load(offsets_ptr + groups):  # a pair of no expert
@@ -205,7 +223,11 @@ def _moe_combine_kernel(
     rows_ptr, inverse_ptr, routing_ptr, bias_ptr, index_ptr, offsets_ptr, y_ptr, groups, cols,
     tiles, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = the sum over k of routing[t, k] (rows[inverse[t, k]] + bias[index[t, k]])."""
+    """Sum over a token's pairs k of routing[t, k] (rows[inverse[t, k]] + bias[index[t, k]]).
+
+    Program: BLOCK columns of one token. Pairs are added in their order. A pair of no expert adds
+    nothing: its sorted row is past the last expert's.
+    """
     token = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first)
@@ -215,7 +237,7 @@ def _moe_combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         row = tl.load(inverse_ptr + token * TOP_K + k)
-        mine = inside & (row + col * 0 < stop)
+        mine = inside & (row + col * 0 < stop)  # col * 0: the scalar as a mask of the block
         part = tl.load(rows_ptr + row.to(tl.int64) * cols + col, mask=mine, other=0.0)
         part = part.to(tl.float32)
         if bias_ptr is not None:
@@ -231,7 +253,10 @@ def _moe_combine_kernel(
 def _moe_bias_share_kernel(
     dy_ptr, bias_ptr, index_ptr, drouting_ptr, dy_stride, groups, cols, top_k, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """drouting[pair] += dy[token] . bias[expert]; one pair a program."""
+    """Add the bias to the gradient of routing: drouting[pair] += dy[token] . bias[expert].
+
+    Program: one pair, in steps of BLOCK columns; returns where the pair has no expert.
+    """
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(index_ptr + pair)
     if (expert < 0) | (expert >= groups):
@@ -252,7 +277,12 @@ def _moe_bias_gradient_kernel(
     rows_ptr, routing_ptr, order_ptr, offsets_ptr, out_ptr, row_stride, per, cols, tiles,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of every group; with routing, of weighted rows that are gathered."""
+    """Sum the rows of every group, which is the gradient of its bias.
+
+    Program: BLOCK columns of one group; passes over the rows of the group, ROWS at a time.
+    With ``routing_ptr``, rows are those of tokens, gathered by ``order_ptr`` and times the routing
+    weight. Otherwise they are sorted and contiguous, with a scalar base and 32-bit offsets.
+    """
     group = tl.program_id(0) // tiles
     first = (tl.program_id(0) % tiles) * BLOCK
     assume_cols(first, LONGEST_ROW // (2 * ROWS))

@@ -1,8 +1,9 @@
-"""Grouped matrix products: rows sorted into groups, a weight each; no size is read back.
+"""Grouped GEMM: rows sorted into groups, a weight for each; no size is read back.
 
-:mod:`.groups` says what groups are. Rows may be gathered while they are read, so that nobody writes
-them down first. Where a launch table says so (``library``), PyTorch's own grouped product does the
-work on rows that were written before. It knows neither fp32 nor odd strides; such calls stay here.
+:mod:`.groups` says what groups are. Rows may be gathered while they are read, so that no copy of
+them is written first. Where a launch table says so (``library``), PyTorch's own grouped GEMM does
+the work on rows that were written before. It supports neither fp32 nor odd strides; such calls stay
+here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def product_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
     factors: int = 1,
 ) -> ProductConfig:  # fmt: skip
-    """Tiles that most groups fit in, in stages that half the on-chip memory holds.
+    """Tiles that most groups fit in, with stages that half of the on-chip memory holds.
 
     Groups are uneven: a tile as large as their average reads the weights of every other one twice.
     """
@@ -86,7 +87,7 @@ def fitted(
 
 @triton.jit
 def dot(a, b, total):
-    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16."""
+    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16, so there it is cast."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -95,7 +96,11 @@ def dot(a, b, total):
 
 @triton.jit
 def source_rows(order_ptr, row, stop, per):
-    """Where rows are read: those past the group's end repeat its last one, and are not stored."""
+    """Rows of the source for some sorted rows: by ``order_ptr``, or the same.
+
+    Rows past the group's end repeat its last one, so that no load needs a mask; they are not
+    stored.
+    """
     row = tl.minimum(row, stop - 1)
     if order_ptr is not None:
         row = tl.load(order_ptr + row) // per
@@ -121,7 +126,13 @@ def _grouped_product_kernel(
     k_stride, cols, inner, per, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[s, n] = sum over k of a[source(s), k] w[group(s), n, k]."""
+    """Grouped GEMM: out[s, n] = sum over k of a[source(s), k] w[group(s), n, k].
+
+    Program: BLOCK_M sorted rows of one group by BLOCK_N columns. The table of tiles names the group
+    and the first row; programs past its last tile return, since the grid is the largest that any
+    partition needs.
+    Reads the rows of a and the group's weight, of any strides, BLOCK_K at a time; writes its tile.
+    """
     tile = tl.program_id(0) // steps
     group = tl.load(tiles_ptr + 2 * tile)
     if group < 0:
@@ -155,7 +166,7 @@ def _grouped_product_kernel(
 
 @contextlib.contextmanager
 def products_by(library: bool) -> Iterator[None]:
-    """Whether PyTorch's grouped products are taken where they can be, whatever the tables say."""
+    """Take PyTorch's grouped GEMM where it is possible, or never, whatever the tables say."""
     _forced.append(library)
     try:
         yield
@@ -164,7 +175,7 @@ def products_by(library: bool) -> Iterator[None]:
 
 
 def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
-    """Whether PyTorch's grouped product serves this call: what it wants is not written anywhere."""
+    """Whether PyTorch's grouped GEMM takes this call; its requirements are not documented."""
     wanted = _forced[-1] if _forced else k.library
     return wanted and all(
         t.dtype == torch.bfloat16
@@ -177,7 +188,7 @@ def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
 def library_gemm(
     k: ProductConfig, a: RowOperand, weight: Tensor, groups: Groups
 ) -> Optional[Tensor]:
-    """PyTorch's grouped product, or None where this call is not for it."""
+    """PyTorch's grouped GEMM, or None where it does not take this call."""
     dense = weight if weight.stride(2) == 1 else weight.mT
     if by_library(k, a.source, dense) and dense.is_contiguous():
         return torch._grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
@@ -211,7 +222,7 @@ def choice(
     cols: int,
     inner: int,
 ) -> ProductConfig:
-    """Launch configuration of a GEMM; rows are rounded up to a power of two, to bound the cache."""
+    """Launch configuration of a GEMM; a power of two of rows, so that few enter the cache."""
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
     found: ProductConfig = launch_config(
         name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,

@@ -1,7 +1,7 @@
-"""Gradients of grouped weights: a product of columns for every group, summed over its rows.
+"""Gradients of grouped weights: one GEMM for every group, summed over its rows.
 
-One program a tile of one group; a group without rows gets zeros, and no fill goes before.
-:mod:`.grouped` says what groups are and when PyTorch's product is taken.
+A program owns one tile of one group. A group without rows gets zeros, so that no fill comes first.
+:mod:`.grouped` says what groups are and when PyTorch's grouped GEMM is taken.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def _grouped_weight_kernel(
     n_size, per, m_steps, n_steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[e, m, n] = sum over rows s of e of p[source(s), m] q[source(s), n]; 0 without rows."""
+    """Gradient of a weight: out[e, m, n] = sum over rows s of e of p[source(s), m] q[source(s), n].
+
+    Program: a tile of BLOCK_M by BLOCK_N of one group; passes over the group's rows, BLOCK_K at a
+    time. Rows past the end are masked to zeros. A group without rows runs no step and writes zeros.
+    """
     group = tl.program_id(0) // (m_steps * n_steps)
     tile = tl.program_id(0) % (m_steps * n_steps)
     first_m, first_n = (tile // n_steps) * BLOCK_M, (tile % n_steps) * BLOCK_N
@@ -66,7 +70,10 @@ def _grouped_weight_kernel(
 
 @triton.jit
 def _zero_groups_kernel(out_ptr, offsets_ptr, size, steps, BLOCK: tl.constexpr):
-    """Zeros for groups without rows, of which the library's product says nothing."""
+    """Write zeros for groups without rows, which the library's grouped GEMM leaves as they are.
+
+    Program: every ``steps``-th block of one group's result; returns where the group has rows.
+    """
     group = tl.program_id(0) // steps
     if tl.load(offsets_ptr + group) == tl.load(offsets_ptr + group + 1):
         out_ptr += group.to(tl.int64) * size

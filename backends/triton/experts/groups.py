@@ -1,9 +1,9 @@
-"""Rows sorted into groups, and the tiles of rows that programs take; no size is read back.
+"""Rows sorted into groups, and the tiles of rows that programs own; no size is read back.
 
 Groups are rows ``offsets[e]`` to ``offsets[e + 1]``. A table made on the device says for every tile
-of rows its group and its first row; the grid is the largest that any partition needs, and programs
-past the table's end leave at once. ``order`` is the pair of every row, of which ``per`` share a row
-of the source.
+of rows its group and its first row. The grid is the largest that any partition needs, and programs
+past the table's last tile return at once. ``order`` is the pair of every row, of which ``per``
+share a row of the source.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ def _group_tiles_kernel(
     offsets_ptr, tiles_ptr, groups, most, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The table of tiles: the group of every tile of HEIGHT rows, and its first row.
+
+    Program: BLOCK tiles. It reads the offsets of all groups, since the number of a tile follows
+    from the tiles of all groups before. Writes (group, first row), with group -1 past the last
+    tile.
+    """
     group = tl.arange(0, GROUPS)
     inside = group < groups
     start = tl.load(offsets_ptr + group, mask=inside, other=0)
@@ -45,7 +51,7 @@ def _group_tiles_kernel(
 
 @dataclass
 class Groups:
-    """Sorted rows: where groups begin, the pair of every row, and how many pairs share a source."""
+    """Sorted rows: where groups begin, the pair of every row, and the pairs that share a source."""
 
     offsets: Tensor
     order: Tensor

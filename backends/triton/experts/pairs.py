@@ -25,7 +25,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 
-CHUNK = 128  # pairs of a program, which compares each with all before it
+CHUNK = 128  # pairs per program, which compares each with all before it
 TALL, NARROW = 256, 16  # chunks by experts of a step of the sums
 
 
@@ -59,7 +59,11 @@ def piece(name: str, some: Tensor, cols: int) -> PieceConfig:
 def _pairs_count_kernel(
     index_ptr, experts_ptr, counts_ptr, pairs, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """The expert of a pair, ``experts`` for one of none; counts[c, e]: those of e in chunk c."""
+    """First launch: the expert of every pair, and how many pairs of each expert a chunk has.
+
+    Program: one chunk of BLOCK pairs. Writes the experts, ``experts`` for a pair of none and
+    ``experts`` + 1 past the last pair, and one row of counts (chunks, WIDE).
+    """
     chunk = tl.program_id(0)
     pair = chunk * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(index_ptr + pair, mask=pair < pairs, other=0)
@@ -74,7 +78,10 @@ def _pairs_count_kernel(
 def _pairs_sum_kernel(
     counts_ptr, totals_ptr, chunks, WIDE: tl.constexpr, TALL: tl.constexpr, NARROW: tl.constexpr
 ):  # fmt: skip
-    """The counts of chunks before, in the place of each; those of all in totals."""
+    """Second launch: the pairs of each expert in the chunks before each chunk, and in total.
+
+    Program: NARROW experts; passes over the chunks, TALL at a time, and overwrites the counts.
+    """
     first_expert, n, c = tl.program_id(0) * NARROW, tl.arange(0, NARROW), tl.arange(0, TALL)
     counts_ptr += first_expert
     total = tl.zeros([NARROW], tl.int32)
@@ -82,6 +89,7 @@ def _pairs_sum_kernel(
         ptrs = counts_ptr + (c[:, None] * WIDE + n[None, :])
         mask = (first + c < chunks)[:, None]
         count = tl.load(ptrs, mask=mask, other=0)
+        # - count: the sum of the chunks before, without the chunk itself
         tl.store(ptrs, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
         total += tl.sum(count, axis=0)
         counts_ptr += TALL * WIDE
@@ -93,7 +101,14 @@ def _pairs_place_kernel(
     experts_ptr, counts_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, experts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sorted row of every pair; the first program writes where experts begin."""
+    """Third launch: the sorted row of every pair, and where each expert's rows begin.
+
+    Program: one chunk of BLOCK pairs. It adds the start of each expert to the chunk's row of counts
+    in memory, since a gather by expert needs an address; the barrier makes it visible to all
+    threads. The number of equal experts before a pair is counted by comparing the chunk with
+    itself.
+    Writes ``inverse`` and ``order``; the first program writes the offsets.
+    """
     chunk, i, e = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, WIDE)
     counts_ptr += chunk.to(tl.int64) * WIDE
     count = tl.load(totals_ptr + e)
@@ -113,6 +128,10 @@ def _pairs_place_kernel(
 
 @triton.jit
 def _pairs_inverse_kernel(order_ptr, inverse_ptr, rows, BLOCK: tl.constexpr):
+    """Inverse of an order: the sorted row of every pair.
+
+    Program: BLOCK sorted rows.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pair = tl.load(order_ptr + row, mask=row < rows, other=0)
     tl.store(inverse_ptr + pair, row, mask=row < rows)
@@ -123,7 +142,10 @@ def _pairs_rows_kernel(
     x_ptr, inverse_ptr, offsets_ptr, out_ptr, x_stride, groups, cols, pieces, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's row, read once, to the sorted row of each of its pairs."""
+    """Copy a token's row to the sorted row of each of its pairs.
+
+    Program: BLOCK columns of one token, read once. A pair of no expert gets no row.
+    """
     token = (tl.program_id(0) // pieces).to(tl.int64)
     first = (tl.program_id(0) % pieces) * BLOCK
     assume_cols(first)

@@ -27,6 +27,7 @@ from liger_multi.backends.triton.common.rows import (
     as_rows,
     assume_rows,
     cdiv,
+    load_or,
     power_of_2,
     round_to,
     sum_all_partials,
@@ -61,18 +62,15 @@ def dyt_config(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> Dy
 
 
 @triton.jit
-def _load_or(ptr, col, mask, DEFAULT: tl.constexpr):
-    if ptr is None:
-        return tl.full(col.shape, DEFAULT, tl.float32)
-    else:
-        return tl.load(ptr + col, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _dyt_forward_kernel(
     x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, tiles,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Dynamic tanh of one tile.
+
+    Program: ROWS rows by BLOCK columns; reads x, alpha, and weight and bias of its columns; writes
+    y. Bases of tiles are 64-bit scalars, so that offsets within a tile fit into 32 bits.
+    """
     first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
     start = (tl.program_id(0) % tiles) * BLOCK
     lane = tl.arange(0, BLOCK)
@@ -82,8 +80,8 @@ def _dyt_forward_kernel(
     assume_rows(y_ptr, cols, ROWS)
     mask = (first + row < rows)[:, None] & (col < cols)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
-    bias = _load_or(bias_ptr, col, col < cols, 0.0)[None, :]
+    weight = load_or(weight_ptr, col, col < cols, 1.0)[None, :]
+    bias = load_or(bias_ptr, col, col < cols, 0.0)[None, :]
     x_offset = row[:, None] * x_stride + lane[None, :]
     x_ptr += first * x_stride + start
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
@@ -98,6 +96,13 @@ def _dyt_backward_kernel(
     dy_ptr, x_ptr, alpha_ptr, weight_ptr, dx_ptr, dalpha_ptr, dweight_ptr, dbias_ptr, dy_stride,
     x_stride, rows, cols, groups, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x, and partial sums of the gradients of alpha, weight and bias.
+
+    Program: BLOCK columns and every ``groups``-th tile of ROWS rows.
+    Reads dy and x of each tile and writes dx. The sums stay in registers over all tiles and leave
+    at the end: one fp32 row of dweight and of dbias a group, one number of dalpha a program. Loads
+    are STAGES - 1 tiles ahead.
+    """
     group = tl.program_id(0) % groups
     start = (tl.program_id(0) // groups) * BLOCK
     lane = tl.arange(0, BLOCK)
@@ -109,7 +114,7 @@ def _dyt_backward_kernel(
     dy_ptr += start
     x_ptr += start
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
+    weight = load_or(weight_ptr, col, col < cols, 1.0)[None, :]
     x_offset = row[:, None] * x_stride + lane[None, :]
     dy_offset = row[:, None] * dy_stride + lane[None, :]
     dx_offset = row[:, None] * cols + lane[None, :]

@@ -1,4 +1,4 @@
-"""Sum of two tensors and its root mean square norm, by the kernels of ``rms_norm``.
+"""Sum of two tensors and its RMSNorm, by the kernels of ``rms_norm``.
 
 One pass each way: forward reads x and residual and writes their sum and its norm; backward reads
 dy, the sum and the gradient of its other uses, and writes the gradient of both terms.

@@ -1,11 +1,11 @@
-"""Sum of two scaled tensors and its root mean square norm, forward in one pass.
+"""Sum of two scaled tensors and its RMSNorm, forward in one pass.
 
-With s = a x + b residual, of which products that are not by 1 are rounded first:
+With s = a x + b residual, where a x and b residual are rounded first unless the factor is 1:
 
     y = w * s * rstd,  dx = a ds,  dresidual = b ds
 
-ds is what the kernels of ``rms_norm`` make of dy and of the gradient of other uses of s; it is
-scaled for a term in another pass, none of which a factor of 1 needs for one of the two.
+The kernels of ``rms_norm`` compute ds from dy and the gradient of other uses of s. A further pass
+scales it for each term whose factor is not 1.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from liger_multi.dispatch.launch import launch_config
 
 @triton.jit
 def _load_scaled(ptr, at, mask, scale):
+    """Load a term in fp32; a scale multiplies it, rounded as a multiplication of PyTorch's."""
     x = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     if scale is not None:
         x = round_to(x * scale, ptr.dtype.element_ty).to(tl.float32)
@@ -45,6 +46,11 @@ def _scaled_add_rms_norm_forward_kernel(
     eps, x_scale, residual_scale, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Scaled sum and RMSNorm of rows that fit into registers.
+
+    Program: ROWS whole rows; reads x, residual and weight, writes s, rstd and y. The norm is that
+    of s as it is stored, so that backward sees the same numbers.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -74,6 +80,11 @@ def _scaled_add_rms_norm_forward_wide_kernel(
     x_scale, residual_scale, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums squares, the second adds the terms again and writes s and
+    y.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride

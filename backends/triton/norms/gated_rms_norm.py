@@ -1,6 +1,6 @@
-"""Root mean square norm of groups of channels times an activated gate (arXiv:2405.21060).
+"""RMSNorm of groups of channels times an activated gate (arXiv:2405.21060).
 
-:mod:`.gated_rms_norm_kernels` has the maths; here is what launches them.
+:mod:`.gated_rms_norm_kernels` has the maths; the launchers are here.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _launch(
     made: tuple[Optional[Tensor], Optional[Tensor]], size: int, how: tuple[object, ...],
     needs_weight: bool,
 ) -> Optional[Tensor]:  # fmt: skip
-    """Fill dx and dgate where there is room; the partial sums of the weight's gradient."""
+    """Fill dx and dgate where they have elements; return partials of the weight's gradient."""
     (rows, cols), groups = x.shape, x.shape[1] // size
     read = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())
     k = launch_config(

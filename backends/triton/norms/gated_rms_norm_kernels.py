@@ -1,4 +1,4 @@
-"""Kernels of the root mean square norm of groups of columns, times an activated gate.
+"""Kernels of the RMSNorm of groups of columns, times an activated gate.
 
 With a = act(gate), w = weight + offset, and u = x a where the gate comes FIRST, else u = x:
 
@@ -6,9 +6,9 @@ With a = act(gate), w = weight + offset, and u = x a where the gate comes FIRST,
     g = dy w [a],  du = rstd * (g - n * mean(g * n)),  dw = sum over rows of dy [a] * n
     FIRST: dx = du a, dgate = du x act'(gate);  else: dx = du, dgate = dy w n act'(gate)
 
-n is rounded to the dtype of x under the llama casting, and so is w n before a gate. A program takes
-one group of columns, of a tile of rows; backward keeps to its group over strided tiles, so that the
-weight's gradient stays in registers. Groups too wide for registers are processed in steps.
+n is rounded to the dtype of x under the llama casting, and so is w n before a gate. A program owns
+one group of columns of a tile of rows. In backward it keeps to its group over strided tiles, so
+that the weight's gradient stays in registers. Groups too wide for registers are read in steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.common.rows import assume_cols, assume_rows, round_to, sigmoid
+from liger_multi.backends.triton.norms.rms_norm_kernels import _load_weight
 
 
 @triton.jit
 def _activate(gate, SILU: tl.constexpr):
-    """act(gate) and its slope."""
+    """Activation of the gate and its derivative: silu, or the sigmoid alone."""
     p = sigmoid(gate)
     if SILU:
         return gate * p, p * (1.0 + gate * (1.0 - p))
@@ -30,19 +31,8 @@ def _activate(gate, SILU: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(weight_ptr, col, mask, OFFSET: tl.constexpr, EXACT: tl.constexpr):
-    if weight_ptr is None:
-        return tl.full(col.shape, 1.0, tl.float32)
-    else:
-        weight = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32) + OFFSET
-        if OFFSET != 0.0 and not EXACT:
-            weight = round_to(weight, weight_ptr.dtype.element_ty).to(tl.float32)
-        return weight
-
-
-@triton.jit
 def _scaled(n, weight, x_ptr, weight_ptr, ROUND: tl.constexpr):
-    """W * n as it is rounded before a gate."""
+    """Weight times n, rounded as Hugging Face does before a gate."""
     if ROUND:
         n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32) * weight
         if x_ptr.dtype.element_ty == weight_ptr.dtype.element_ty:  # else both promote to fp32
@@ -58,6 +48,11 @@ def _gated_rms_norm_forward_kernel(
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, FIRST: tl.constexpr,
     SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gated RMSNorm of groups that fit into registers.
+
+    Program: one group of columns of ROWS rows; reads x, gate and weight, writes rstd and y. FIRST:
+    the gate multiplies x before the norm; otherwise it multiplies the result.
+    """
     group = tl.program_id(0) % groups
     first = (tl.program_id(0) // groups).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -95,6 +90,10 @@ def _gated_rms_norm_forward_wide_kernel(
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, FIRST: tl.constexpr,
     SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider groups, in two passes of BLOCK columns a step.
+
+    Program: one group of one row. The first pass sums squares, the second reads again and writes y.
+    """
     group = tl.program_id(0) % groups
     row = (tl.program_id(0) // groups).to(tl.int64)
     assume_cols(size)
@@ -137,6 +136,12 @@ def _gated_rms_norm_backward_kernel(
     ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of x and gate, and partial sums of the weight's; groups fit into registers.
+
+    Program: persistent; one group of columns, and every ``row_programs``-th tile of ROWS rows.
+    Reads dy, x, gate and rstd of each tile, writes dgate and dx where they are wanted. The sum for
+    the weight stays in registers over all tiles and leaves as one fp32 partial.
+    """
     group = tl.program_id(0) % groups
     row_program = tl.program_id(0) // groups
     row = tl.arange(0, ROWS)
@@ -203,6 +208,11 @@ def _gated_rms_norm_backward_wide_kernel(
     gate_stride, size, groups, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
     FIRST: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of x and gate for wider groups, in two passes of BLOCK columns a step.
+
+    Program: one group of one row. The first pass sums g * n over the group, the second reads again
+    and writes dgate and dx.
+    """
     group = tl.program_id(0) % groups
     row = (tl.program_id(0) // groups).to(tl.int64)
     rstd = tl.load(rstd_ptr + row * groups + group)
@@ -258,6 +268,10 @@ def _gated_rms_norm_backward_wide_weight_kernel(
     groups, row_programs, ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Partial sums of the weight's gradient for wider groups.
+
+    Program: BLOCK columns of one group and every ``row_programs``-th row; writes one fp32 partial.
+    """
     row_program = tl.program_id(0) % row_programs
     place = tl.program_id(0) // row_programs
     group = place % groups

@@ -1,6 +1,6 @@
 """Group norm (arXiv:1803.08494) with fp32 statistics.
 
-:mod:`.group_norm_kernels` has the maths; here is what launches them.
+:mod:`.group_norm_kernels` has the maths; the launchers are here.
 """
 
 from __future__ import annotations

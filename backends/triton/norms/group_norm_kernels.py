@@ -3,10 +3,10 @@
     dw = sum of dy * n, db = sum of dy, over all of a channel
     dx = rstd * (dy w - c1 - n c2),  c1 = mean(dy w), c2 = mean(dy w n) over the group
 
-A group that fits into registers is one tile, channels x positions, of one program, read once. Of
-a larger one, channels are rows: one kernel leaves the moments (backward: the sums) of each, another
-joins those of a group, a third applies them. The sums of dw and db over samples are made from one
-fp32 number a channel and sample, in a fixed order.
+A group that fits into registers is one tile, channels by positions, of one program, read once. In a
+larger one, channels are rows: one kernel computes the moments (backward: the sums) of each, another
+combines those of a group, a third applies them. The sums of dw and db over samples are made from
+one fp32 number per channel and sample, in a fixed order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.common.rows import assume_cols, assume_rows, round_to
-
-
-@triton.jit
-def _load_or(ptr, at, mask, DEFAULT: tl.constexpr):
-    if ptr is None:
-        return tl.full(at.shape, DEFAULT, tl.float32)
-    else:
-        return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+from liger_multi.backends.triton.common.rows import assume_cols, assume_rows, load_or, round_to
 
 
 @triton.jit
@@ -30,6 +22,11 @@ def _group_norm_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, groups, each, cols, per_value, eps,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Group norm of a group that fits into registers.
+
+    Program: one group of one sample, as a tile of channels by positions; reads x, and weight and
+    bias of its channels; writes mean, rstd and y.
+    """
     group = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
     col = tl.arange(0, BLOCK)
@@ -39,8 +36,8 @@ def _group_norm_forward_kernel(
     at = channel[:, None] * cols + col[None, :]
     x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     place = (group % groups) * each + channel
-    weight = _load_or(weight_ptr, place, channel < each, 1.0)[:, None]
-    bias = _load_or(bias_ptr, place, channel < each, 0.0)[:, None]
+    weight = load_or(weight_ptr, place, channel < each, 1.0)[:, None]
+    bias = load_or(bias_ptr, place, channel < each, 0.0)[:, None]
     mean = tl.sum(tl.sum(x, axis=1), axis=0) * per_value
     centered = tl.where(mask, x - mean, 0.0)
     squares = tl.sum(tl.sum(centered * centered, axis=1), axis=0)
@@ -55,7 +52,12 @@ def _group_norm_forward_kernel(
 def _group_norm_moments_kernel(
     x_ptr, moments_ptr, rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mean and sum of squares around it of every channel: Welford in each lane, then merged."""
+    """Mean of every channel, and the sum of squares around it, for larger groups.
+
+    Program: ROWS channels, in steps of BLOCK positions. Each lane has a running mean and sum of
+    squares of its own positions (Welford); the lanes are merged at the end.
+    Writes the means to ``moments_ptr`` and, ``rows`` numbers later, the sums of squares.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     lane = tl.arange(0, ROWS)
     row = first + lane
@@ -86,7 +88,11 @@ def _group_norm_moments_kernel(
 def _group_norm_statistics_kernel(
     moments_ptr, mean_ptr, rstd_ptr, rows, group_stride, cols, per_value, eps, BLOCK: tl.constexpr
 ):
-    """Mean and rstd of a group, from those of its channels, which have as many values each."""
+    """Mean and rstd of a group from the moments of its channels, which all have the same length.
+
+    Program: one group, with two passes over its channels: their mean, then the sum of squares
+    around it.
+    """
     group = tl.program_id(0).to(tl.int64)
     assume_cols(group_stride)
     moments_ptr += group * group_stride
@@ -112,6 +118,11 @@ def _group_norm_apply_kernel(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, y_ptr, rows, cols, channels, each, tiles,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Normalize a tile of a larger group.
+
+    Program: ROWS channels by BLOCK positions; reads x, mean and rstd of each channel's group, and
+    the channel's weight and bias; writes y.
+    """
     first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
     start = (tl.program_id(0) % tiles) * BLOCK
     row = first + tl.arange(0, ROWS)
@@ -124,8 +135,8 @@ def _group_norm_apply_kernel(
     x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + row // each, mask=inside, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // each, mask=inside, other=0.0)[:, None]
-    y = (x - mean) * rstd * _load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
-    y += _load_or(bias_ptr, row % channels, inside, 0.0)[:, None]
+    y = (x - mean) * rstd * load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
+    y += load_or(bias_ptr, row % channels, inside, 0.0)[:, None]
     tl.store(y_ptr + base + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -134,6 +145,12 @@ def _group_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, rows, groups, each, cols,
     per_value, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of a group that fits into registers.
+
+    Program: one group of one sample, as in forward; reads dy and x once.
+    Writes the sums of dy * n and of dy per channel and sample, the second ``rows`` numbers after
+    the first, and dx where it is wanted.
+    """
     group = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
     col = tl.arange(0, BLOCK)
@@ -152,7 +169,7 @@ def _group_norm_backward_kernel(
     tl.store(sums_ptr + rows + row, db, mask=channel < each)
     if dx_ptr is not None:
         place = (group % groups) * each + channel
-        weight = _load_or(weight_ptr, place, channel < each, 1.0)
+        weight = load_or(weight_ptr, place, channel < each, 1.0)
         c1 = tl.sum(weight * db, axis=0) * per_value
         c2 = tl.sum(weight * dw, axis=0) * per_value
         dx = round_to((dy * weight[:, None] - c1 - n * c2) * rstd, dx_ptr.dtype.element_ty)
@@ -164,6 +181,11 @@ def _group_norm_sums_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, rows, cols, each, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sums of dy * n and of dy of every channel, for larger groups.
+
+    Program: ROWS channels, in steps of BLOCK positions; each lane adds its own positions. Writes as
+    the kernel above does.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     lane = tl.arange(0, ROWS)
     row = first + lane
@@ -189,7 +211,10 @@ def _group_norm_sums_kernel(
 def _group_norm_means_kernel(
     sums_ptr, weight_ptr, means_ptr, rows, groups, group_stride, per_value, BLOCK: tl.constexpr
 ):
-    """c1 and c2 of a group."""
+    """The means c1 and c2 of a group, from the sums of its channels.
+
+    Program: one group, in steps of BLOCK channels; writes c1 and c2 side by side.
+    """
     group = tl.program_id(0).to(tl.int64)
     assume_cols(group_stride)
     sums_ptr += group * group_stride
@@ -199,7 +224,7 @@ def _group_norm_means_kernel(
     for start in tl.range(0, group_stride, BLOCK):
         channel = start + tl.arange(0, BLOCK)
         mask = channel < group_stride
-        weight = _load_or(weight_ptr, (group % groups) * group_stride + channel, mask, 1.0)
+        weight = load_or(weight_ptr, (group % groups) * group_stride + channel, mask, 1.0)
         c1 += tl.load(other_ptr + channel, mask=mask, other=0.0) * weight
         c2 += tl.load(sums_ptr + channel, mask=mask, other=0.0) * weight
     tl.store(means_ptr + 2 * group, tl.sum(c1, axis=0) * per_value)
@@ -211,6 +236,11 @@ def _group_norm_backward_apply_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, rows, cols, channels, each,
     tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x of a tile of a larger group.
+
+    Program: ROWS channels by BLOCK positions; reads dy, x, and mean, rstd, c1 and c2 of each
+    channel's group; writes dx.
+    """
     first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
     start = (tl.program_id(0) % tiles) * BLOCK
     row = first + tl.arange(0, ROWS)
@@ -227,6 +257,6 @@ def _group_norm_backward_apply_kernel(
     rstd = tl.load(rstd_ptr + group, mask=inside, other=0.0)[:, None]
     c1 = tl.load(means_ptr + 2 * group, mask=inside, other=0.0)[:, None]
     c2 = tl.load(means_ptr + 2 * group + 1, mask=inside, other=0.0)[:, None]
-    weight = _load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
+    weight = load_or(weight_ptr, row % channels, inside, 1.0)[:, None]
     dx = (dy * weight - c1 - (x - mean) * rstd * c2) * rstd
     tl.store(dx_ptr + base + at, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -8,7 +8,7 @@ With n = (x - mean) * rstd, rstd = (mean((x - mean)^2) + eps)^(-1/2):
 
 The tiling is that of :mod:`.rms_norm_kernels`: whole rows forward, persistent programs backward
 that keep both column sums in registers and leave one fp32 partial each. Rows too wide for registers
-loop over columns; there, every lane has a running mean and variance of its own columns (Welford
+loop over columns. There, every lane has a running mean and variance of its own columns (Welford
 1962), which are merged at the end of the row (Chan, Golub and LeVeque 1983).
 """
 
@@ -27,6 +27,7 @@ from liger_multi.backends.triton.common.rows import (
     assume_rows,
     cdiv,
     empty_contiguous,
+    load_or,
     round_to,
     sum_all_partials,
     with_stride,
@@ -40,18 +41,15 @@ from liger_multi.dispatch.launch import launch_config
 
 
 @triton.jit
-def _load_or(ptr, col, mask, DEFAULT: tl.constexpr):
-    if ptr is None:
-        return tl.full(col.shape, DEFAULT, tl.float32)
-    else:
-        return tl.load(ptr + col, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _layer_norm_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, rows, cols, per_col,
     eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Layer norm of rows that fit into registers.
+
+    Program: ROWS whole rows; reads x, weight and bias, writes mean, rstd and y. The variance is
+    taken around the mean, from registers.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -59,11 +57,11 @@ def _layer_norm_forward_kernel(
     assume_cols(cols, BLOCK)
     row_mask = first + row < rows
     mask = row_mask[:, None] & (col < cols)[None, :]
-    weight = _load_or(weight_ptr, col, col < cols, 1.0)
-    bias = _load_or(bias_ptr, col, col < cols, 0.0)
+    weight = load_or(weight_ptr, col, col < cols, 1.0)
+    bias = load_or(bias_ptr, col, col < cols, 0.0)
     x_offset = row[:, None] * x_stride + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
-    # a factor, since the GPU's quick division by 1 would leave a mean beside a single column
+    # times 1 / cols: approximate division by 1 would miss the mean of a single column
     mean = tl.sum(x, axis=1) * per_col
     centered = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) * per_col + eps)
@@ -79,6 +77,12 @@ def _layer_norm_forward_wide_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, cols, per_col,
     eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass updates each lane's mean and sum of squares (Welford); the
+    lanes are then merged. The second pass reads x again, from the cache where it is still there,
+    and writes y.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
@@ -105,8 +109,8 @@ def _layer_norm_forward_wide_kernel(
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        y = (x.to(tl.float32) - mean) * rstd * _load_or(weight_ptr, col, mask, 1.0)
-        y += _load_or(bias_ptr, col, mask, 0.0)
+        y = (x.to(tl.float32) - mean) * rstd * load_or(weight_ptr, col, mask, 1.0)
+        y += load_or(bias_ptr, col, mask, 0.0)
         tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -115,6 +119,12 @@ def _layer_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, dy_stride, x_stride,
     rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x, and partial sums of those of weight and bias; rows fit into registers.
+
+    Program: persistent; every num_programs-th tile of ROWS rows.
+    Reads dy, x, mean and rstd of each tile, and writes dx. The column sums stay in registers over
+    all tiles and leave as one fp32 partial a program.
+    """
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -124,7 +134,7 @@ def _layer_norm_backward_kernel(
     x_offset = row[:, None] * x_stride + col[None, :]
     dy_offset = row[:, None] * dy_stride + col[None, :]
     dx_offset = row[:, None] * cols + col[None, :]
-    weight = _load_or(weight_ptr, col, col < cols, 1.0)[None, :]
+    weight = load_or(weight_ptr, col, col < cols, 1.0)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -158,6 +168,11 @@ def _layer_norm_backward_wide_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols,
     per_col, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums g and g * n over the row, the second reads again and
+    writes dx.
+    """
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     x_ptr += row * x_stride
@@ -172,7 +187,7 @@ def _layer_norm_backward_wide_kernel(
         mask = col < cols
         dy = tl.load(dy_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
-        g = dy.to(tl.float32) * _load_or(weight_ptr, col, mask, 1.0)
+        g = dy.to(tl.float32) * load_or(weight_ptr, col, mask, 1.0)
         sums += g
         products += g * ((x.to(tl.float32) - mean) * rstd)
     across = tl.sum(sums, axis=0) * per_col
@@ -182,7 +197,7 @@ def _layer_norm_backward_wide_kernel(
         mask = col < cols
         dy = tl.load(dy_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        g = dy.to(tl.float32) * _load_or(weight_ptr, col, mask, 1.0)
+        g = dy.to(tl.float32) * load_or(weight_ptr, col, mask, 1.0)
         dx = (g - across - (x.to(tl.float32) - mean) * rstd * along) * rstd
         tl.store(dx_ptr + col, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
@@ -192,6 +207,10 @@ def _layer_norm_backward_wide_parameters_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dy_stride, x_stride, rows, cols, groups,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Partial sums of the gradients of weight and bias for wider rows.
+
+    Program: BLOCK columns and every ``groups``-th row; writes one fp32 partial of each.
+    """
     group = tl.program_id(0) % groups
     first = (tl.program_id(0) // groups) * BLOCK
     assume_cols(first)
@@ -261,7 +280,7 @@ def _gradients(
     dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor, dx: Tensor,
     needs_weight: bool, wanted: list[torch.dtype],
 ) -> list[Tensor]:  # fmt: skip
-    """Fill dx, if it has room; sum the gradients of weight and bias in the dtypes wanted."""
+    """Fill dx, if it has elements; sum the gradients of weight and bias in the dtypes wanted."""
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
     mean, rstd = mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()

@@ -1,6 +1,6 @@
-"""Root mean square norm modulated by a condition (AdaLN, arXiv:2212.09748).
+"""RMSNorm modulated by a condition (AdaLN, arXiv:2212.09748).
 
-:mod:`.modulated_rms_norm_kernels` has the maths; here is what launches them.
+:mod:`.modulated_rms_norm_kernels` has the maths; the launchers are here.
 """
 
 from __future__ import annotations

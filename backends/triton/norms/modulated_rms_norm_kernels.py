@@ -1,4 +1,4 @@
-"""Kernels of the root mean square norm modulated by a condition, y = w n (1 + scale) + shift.
+"""Kernels of the RMSNorm modulated by a condition, y = w n (1 + scale) + shift.
 
 With n = x * rstd, m = 1 + scale of the row's modulation, and w = weight + offset:
 
@@ -6,9 +6,9 @@ With n = x * rstd, m = 1 + scale of the row's modulation, and w = weight + offse
     dscale = sum over a modulation's rows of dy * w * n,  dshift = the same sum of dy
 
 Forward gives a program a tile of rows. Backward gives a program some modulations, or, where there
-are few, some rows of one: its sums stay in registers. They leave in the dtype of the gradient, or
+are few, some rows of one; its sums stay in registers. They leave in the dtype of the gradient, or
 as fp32 partials that another kernel adds in a fixed order. How many rows a modulation serves is a
-run-time number. Rows too wide for registers are processed in steps.
+run-time number. Rows too wide for registers are read in steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from liger_multi.backends.triton.norms.rms_norm_kernels import _load_weight, _no
 
 @triton.jit
 def _modulation(place, each, ROWS: tl.constexpr):
-    """Which of a tile's modulations a row has."""
+    """The modulation of each row of a tile, counted from that of the first row.
+
+    The bounds hold anyway; AMD's compiler needs them for 32-bit offsets and cannot derive them.
+    """
     found = place // each
     if short_offsets():  # as the compiler of AMD cannot see
         found = tl.minimum(tl.maximum(found, 0), ROWS)
@@ -40,6 +43,11 @@ def _modulated_rms_norm_forward_kernel(
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Modulated RMSNorm of rows that fit into registers.
+
+    Program: ROWS whole rows, which may have several modulations; reads x, scale, shift and weight,
+    writes rstd and y.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -50,7 +58,7 @@ def _modulated_rms_norm_forward_kernel(
     weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)[None, :]
     x_offset = row[:, None] * x_stride + col[None, :]
     x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
-    # modulations from that of the first row on
+    # the scalar base is the modulation of the tile's first row
     which = (first // each) * cols
     at = _modulation((first % each).to(tl.int32) + row, each, ROWS)[:, None] * cols + col[None, :]
     scale = tl.load(scale_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
@@ -68,6 +76,10 @@ def _modulated_rms_norm_forward_wide_kernel(
     x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, cols, each, eps,
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums squares, the second reads x again and writes y.
+    """
     row = tl.program_id(0).to(tl.int64)
     assume_cols(cols)
     at = (row // each) * cols
@@ -99,6 +111,15 @@ def _modulated_rms_norm_backward_kernel(
     EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x, and sums of those of scale, shift and weight; rows fit into registers.
+
+    Program: persistent; every so many modulations, and of their rows every ``splits``-th tile of
+    ROWS rows.
+    For each modulation it reads dy, x and rstd of its tiles, writes dx, and sums dscale and dshift
+    in registers. They are written when the modulation ends, in the gradient's dtype or as fp32
+    partials of a split. The sum for the weight runs over all modulations and leaves as one fp32
+    partial a program.
+    """
     program = tl.program_id(0)
     split = program % splits
     row = tl.arange(0, ROWS)
@@ -156,6 +177,10 @@ def _modulated_rms_norm_backward_wide_kernel(
     dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols, each,
     OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums g * n over the row, the second reads again and writes dx.
+    """
     row = tl.program_id(0).to(tl.int64)
     assume_cols(cols)
     scale_ptr += (row // each) * cols
@@ -188,6 +213,11 @@ def _modulated_rms_norm_backward_wide_sums_kernel(
     x_stride, cols, each, modulations, splits, programs, OFFSET: tl.constexpr, EXACT: tl.constexpr,
     ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Sums of the gradients of scale, shift and weight for wider rows.
+
+    Program: BLOCK columns, and the modulations and rows that the kernel above gives to one of
+    ``programs`` programs. Writes as that kernel does.
+    """
     program = tl.program_id(0) % programs
     split = program % splits
     start = (tl.program_id(0) // programs) * BLOCK

@@ -1,4 +1,4 @@
-"""Sum of the root mean square norms of the first three powers (arXiv:2411.03884), in fp32.
+"""Sum of the RMSNorms of the first three powers (arXiv:2411.03884), in fp32.
 
 With n_k = x^k r_k, r_k = (mean(x^(2 k)) + eps)^(-1/2), and w_k the weight of the k-th power:
 
@@ -8,7 +8,7 @@ With n_k = x^k r_k, r_k = (mean(x^(2 k)) + eps)^(-1/2), and w_k the weight of th
 
 Forward gives a program a tile of rows. Backward runs persistent programs, so that the sums over
 rows stay in a few registers; they leave as one fp32 partial a program. Rows too wide for registers
-are processed in steps.
+are read in steps.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from liger_multi.backends.triton.norms.row_config import (
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
-PLACES: tl.constexpr = tl.constexpr(16)  # of a partial sum, three of them used: whole lines
+PLACES: tl.constexpr = tl.constexpr(16)  # numbers of a partial, three used: 64 bytes apart
 
 
 def poly_forward_config(info: DeviceInfo, rows: int, cols: int) -> RowConfig:
-    """As the plain norm's, with three values a lane where a row is processed."""
+    """As the plain norm's, with three values a lane where a row is read in steps."""
     return forward_config(info, rows, cols, sums=4)
 
 
 def poly_backward_config(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
 ) -> BackwardConfig:
-    """As the layer norm's: products of three powers take the registers of its second sum."""
+    """As the layer norm's: the three powers take the registers of its second sum."""
     return backward_config(info, rows, cols, element_bytes, sums=2)
 
 
 @triton.jit
 def _load_weights(weight_ptr):
+    """Weights of the third, second and first power, in fp32."""
     w3 = tl.load(weight_ptr).to(tl.float32)
     w2 = tl.load(weight_ptr + 1).to(tl.float32)
     w1 = tl.load(weight_ptr + 2).to(tl.float32)
@@ -65,6 +66,11 @@ def _poly_norm_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, x_stride, rows, cols, eps, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PolyNorm of rows that fit into registers.
+
+    Program: ROWS whole rows; reads x once, writes the three r_k of each row (third power first) and
+    y.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -94,6 +100,11 @@ def _poly_norm_forward_kernel(
 def _poly_norm_forward_wide_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, x_stride, cols, eps, BLOCK: tl.constexpr
 ):
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums the powers 2, 4 and 6, the second reads x again and writes
+    y.
+    """
     row = tl.program_id(0).to(tl.int64)
     assume_cols(cols)
     sixth = tl.zeros([BLOCK], tl.float32)
@@ -124,7 +135,7 @@ def _poly_norm_forward_wide_kernel(
 
 @triton.jit
 def _slope(dy, x, f3, f2, f1, s3, s2, s1):
-    """Dx of an element, with f_k = w_k r_k and s_k = r_k S_k / cols (numbers of its row)."""
+    """Gradient of x for an element, with f_k = w_k r_k and s_k = r_k S_k / cols of its row."""
     cube = f3 * (dy - x * x * x * s3) * (x * x * 3.0)
     return cube + f2 * (dy - x * x * s2) * (x * 2.0) + f1 * (dy - x * s1)
 
@@ -134,6 +145,12 @@ def _poly_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of x, and partial sums of those of weights and bias; rows fit into registers.
+
+    Program: persistent; every num_programs-th tile of ROWS rows; reads dy, x and r_k, writes dx.
+    The four sums stay in registers and leave as fp32 partials: three in the program's PLACES
+    numbers of the first set, that of the bias in the second set.
+    """
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     assume_rows(x_ptr, x_stride, ROWS)
@@ -184,6 +201,11 @@ def _poly_norm_backward_wide_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider rows, one at a time, in two passes of BLOCK columns a step.
+
+    Program: persistent; every num_programs-th row. The first pass sums dy x^k over the row, the
+    second reads again and writes dx.
+    """
     assume_cols(cols)
     w3, w2, w1 = _load_weights(weight_ptr)
     sum3 = 0.0

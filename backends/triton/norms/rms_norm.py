@@ -1,6 +1,6 @@
-"""Root mean square norm (arXiv:1910.07467), in the roundings of the Hugging Face classes.
+"""RMSNorm (arXiv:1910.07467), in the roundings of the Hugging Face classes.
 
-:mod:`.rms_norm_kernels` has the maths; what launches them here also serves ``fused_add_rms_norm``.
+:mod:`.rms_norm_kernels` has the maths; the launchers here also serve ``fused_add_rms_norm``.
 """
 
 from __future__ import annotations

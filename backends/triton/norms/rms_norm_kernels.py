@@ -1,4 +1,4 @@
-"""Kernels of the root mean square norm, of x or of the sum x + residual.
+"""Kernels of the RMSNorm, of x or of the sum x + residual.
 
 With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w = weight + offset:
 
@@ -8,7 +8,7 @@ With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w =
 
 Forward gives a program a tile of whole rows. Backward runs a few persistent programs a core over
 strided tiles, so that the weight's gradient stays in registers and leaves as one fp32 partial a
-program; a second kernel sums those in a fixed order. Rows too wide for registers loop over columns.
+program. A second kernel sums those in a fixed order. Rows too wide for registers loop over columns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from liger_multi.backends.triton.common.rows import assume_cols, assume_rows, ro
 
 @triton.jit
 def _load_weight(weight_ptr, col, mask, OFFSET: tl.constexpr, EXACT: tl.constexpr):
+    """Weight plus OFFSET in fp32; ones where there is no weight.
+
+    Unless EXACT, an offset is added in the dtype of the weight, as the Hugging Face class does.
+    """
     if weight_ptr is None:
         return tl.full(col.shape, 1.0, tl.float32)
     else:
@@ -32,7 +36,7 @@ def _load_weight(weight_ptr, col, mask, OFFSET: tl.constexpr, EXACT: tl.constexp
 
 @triton.jit
 def _load_sum(x, residual_ptr, s_ptr, base, offset, mask, POLICY: tl.constexpr):
-    # the sum as it will be stored, so that both passes and backward see the same numbers
+    """The sum x + residual rounded as it is stored, so that backward sees the same numbers."""
     if residual_ptr is None:
         return x.to(tl.float32)
     else:
@@ -44,6 +48,7 @@ def _load_sum(x, residual_ptr, s_ptr, base, offset, mask, POLICY: tl.constexpr):
 
 @triton.jit
 def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
+    """Normalize x; ROUND: the result is rounded to DTYPE, as llama does before the weight."""
     n = x * rstd
     if ROUND:
         n = round_to(n, DTYPE).to(tl.float32)
@@ -56,6 +61,11 @@ def _rms_norm_forward_kernel(
     eps, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """RMSNorm of rows that fit into registers, of x or of x + residual.
+
+    Program: ROWS whole rows; reads x, residual and weight, writes s (the sum, where there is one),
+    rstd and y.
+    """
     like_ptr = x_ptr if s_ptr is None else s_ptr
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -85,6 +95,11 @@ def _rms_norm_forward_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, cols, eps,
     OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums squares. The second adds x and residual again, from the
+    cache where they are still there, and writes s and y.
+    """
     like_ptr = x_ptr if s_ptr is None else s_ptr
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -119,6 +134,13 @@ def _rms_norm_backward_kernel(
     x_stride, rows, cols, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of s, and partial sums of the weight's, for rows that fit into registers.
+
+    Program: persistent; every num_programs-th tile of ROWS rows.
+    Reads dy, s (``x_ptr``), rstd, and with ``ds_ptr`` the gradient of other uses of s; writes dx.
+    The sum for the weight stays in registers over all tiles and leaves as one fp32 partial a
+    program.
+    """
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -160,6 +182,10 @@ def _rms_norm_backward_wide_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, ds_stride, x_stride, cols,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of s for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums g * n over the row, the second reads again and writes dx.
+    """
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     x_ptr += row * x_stride
@@ -193,6 +219,10 @@ def _rms_norm_backward_wide_weight_kernel(
     dy_ptr, x_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, rows, cols, groups,
     ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Partial sums of the weight's gradient for wider rows.
+
+    Program: BLOCK columns and every ``groups``-th row; writes one fp32 partial.
+    """
     group = tl.program_id(0) % groups
     first = (tl.program_id(0) // groups) * BLOCK
     assume_cols(first)

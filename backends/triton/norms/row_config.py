@@ -39,7 +39,7 @@ def forward_config(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> Row
         info: Limits of the device.
         rows: Rows.
         cols: Columns.
-        sums: Values a lane keeps along a row that is processed in steps.
+        sums: Values a lane keeps along a row that is read in steps.
     """
     block = power_of_2(checked_cols(cols))
     if block > WIDEST_FORWARD:
@@ -62,7 +62,7 @@ def backward_config(
         element_bytes: Of all that is read, an element.
         sums: Sums over rows, of every column, that a program keeps in registers: with more of
             them tiles are smaller and programs more.
-        widest: Columns beyond which a row is processed in steps.
+        widest: Columns beyond which a row is read in steps.
     """
     block = power_of_2(checked_cols(cols))
     if block > widest:

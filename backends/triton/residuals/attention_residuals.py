@@ -30,7 +30,7 @@ from liger_multi.backends.triton.residuals.attention_residuals_kernels import (
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.residuals import attention_residuals as reference
 
-WIDEST = 8192  # columns; beyond, a row is processed in steps
+WIDEST = 8192  # columns; beyond, a row is read in steps
 TILE_BYTES = 16384  # of a few blocks of a token, at a time
 
 
@@ -68,7 +68,7 @@ def backward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> Residu
 
 
 def forward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> ResidualConfig:
-    """The same tiles, of a program each; three of them on chip where there is room for 12.
+    """The same tiles, one per program; loads in three stages where on-chip memory holds 12 tiles.
 
     A thread has 32 columns, of two blocks: programs of few warps wait less for each other's sums.
     """
@@ -94,7 +94,7 @@ def _view(blocks: Tensor) -> Tensor:
 
 
 def _near(group: int, v: Tensor) -> int:
-    """As many blocks as stand within 2 GiB, here and in a contiguous tensor."""
+    """As many blocks as span less than 2 GiB, here and in a contiguous tensor."""
     apart = max(v.stride(0), v.shape[1] * v.shape[2]) * v.element_size()
     while group > 1 and group * apart >= 2**31:
         group //= 2
@@ -149,9 +149,9 @@ def backward(
     query = query.contiguous()
     wide = k.block < cols
     partial = None
-    if needs_direction:  # a wide row's sums stand in memory, and grow there
-        room = v.new_zeros if wide else v.new_empty
-        partial = room(k.programs, cols, dtype=torch.float32)
+    if needs_direction:  # a wide row's sums are in memory, and grow there
+        empty = v.new_zeros if wide else v.new_empty
+        partial = empty(k.programs, cols, dtype=torch.float32)
     inner = p.new_empty(k.programs, 2, tile, count)
     tensors = (dy, v, query, weight, p.contiguous(), rstd.contiguous(), dv, partial, inner)
     numbers = (dy_stride, v.stride(0), v.stride(1), count, rows, cols)
@@ -173,5 +173,5 @@ def backward(
 
 
 def supports(blocks: Tensor) -> str | None:
-    """Sums are fp32."""
+    """No fp64: sums are fp32."""
     return "its sums are float32, got float64" if blocks.element_size() == 8 else None

@@ -14,7 +14,10 @@ from liger_multi.backends.triton.residuals.attention_residuals_kernels import (
 
 @triton.jit
 def _factors(inner_ptr, p_ptr, rstd_ptr, delta, inner_at, pair_at, cols, size, mask):
-    """By what dy, w and v stand in dv, for the blocks of a tile."""
+    """Coefficients of dy, w and v in dv, for some blocks: p, a and -a r^2 (v . w) / cols.
+
+    ``inner_ptr`` holds the sums v . dy and, ``size`` elements later, v . w.
+    """
     dots = tl.load(inner_ptr + inner_at, mask=mask, other=0.0)
     along = tl.load(inner_ptr + size + inner_at, mask=mask, other=0.0)
     p = tl.load(p_ptr + pair_at, mask=mask, other=0.0)
@@ -29,6 +32,18 @@ def _attention_residuals_backward_kernel(
     dy_stride, block_stride, row_stride, blocks, rows, cols, ROWS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of the blocks and of the direction w, for rows that fit into registers.
+
+    Program: persistent; every num_programs-th tile of ROWS tokens. For each tile, it passes over
+    the blocks twice, GROUP at a time:
+    1. Reads v, sums v . dy and v . w over columns into ``inner_ptr``, and adds delta = sum of p (v
+       . dy).
+    2. In reverse order, since the blocks read last are still in the cache: reads v again, writes
+       dv.
+
+    The sum of dw stays in registers and leaves as one fp32 partial a program. Barriers make
+    ``inner_ptr`` visible to all threads, and keep it until all have read it.
+    """
     assume_rows(v_ptr, block_stride, GROUP)
     assume_rows(v_ptr, row_stride, ROWS)
     assume_rows(dy_ptr, dy_stride, ROWS)
@@ -82,7 +97,7 @@ def _attention_residuals_backward_kernel(
                 dv_at = row[:, None, None] * cols + group[None, :, None] * (rows * cols)
                 room = dv_ptr + first * cols + at * spread + (dv_at + col[None, None, :])
                 tl.store(room, round_to(dv, dv_ptr.dtype.element_ty), mask=mask)
-        tl.debug_barrier()  # before the next token's products replace these
+        tl.debug_barrier()  # before the next tile's sums overwrite these
     if partial_ptr is not None:
         partial_ptr += tl.program_id(0).to(tl.int64) * cols
         tl.store(partial_ptr + col, tl.sum(tl.sum(dw, axis=1), axis=0), mask=col_mask)
@@ -94,6 +109,12 @@ def _attention_residuals_backward_wide_kernel(
     dy_stride, block_stride, row_stride, blocks, rows, cols, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """The same for rows too wide for registers, one token at a time, in steps of BLOCK columns.
+
+    Program: persistent; every num_programs-th token. The first pass reads all columns of a group of
+    blocks for its sums, which go to ``inner_ptr``. The second pass takes a step of columns of all
+    blocks, writes dv there and adds dw to the program's own row of fp32 partials.
+    """
     assume_rows(v_ptr, block_stride, GROUP)
     assume_rows(dv_ptr, rows * cols, GROUP)
     group, lane = tl.arange(0, GROUP), tl.arange(0, BLOCK)

@@ -7,13 +7,13 @@ With w = query * weight, and for block i of a token r_i = (mean(v_i^2) + eps)^(-
     dv_i = p_i dy + a_i w - a_i r_i^2 (v_i . w) / cols v_i,  a_i = ds_i r_i
     dw   = sum over tokens and blocks of a_i v_i
 
-Memory is the bound. Forward reads every block once: a few blocks of a token (or of some narrow
-tokens) are a tile, whose two sums over columns are one reduction, and the softmax runs along as
-its maximum grows. Scores wait in the buffer of p for the last maximum. Backward runs persistent
-programs over strided tokens: they pass through the blocks for the products with dy, then back
-through them, from the cache, for the gradients. dw stays in registers and leaves as one fp32
-partial a program. The numbers of rows and of blocks are run-time numbers. Rows too wide for
-registers are processed in steps of columns, by kernels that read twice.
+The kernels are bound by memory bandwidth. Forward reads every block once. A tile holds a few blocks
+of a token, or of several narrow tokens; its two sums over columns are one reduction, and a running
+softmax follows. Scores wait in the buffer of p until the last maximum is known. Backward runs
+persistent programs over strided tokens, with two passes over the blocks: one for the sums with dy,
+and one in reverse order, from the cache, for the gradients. dw stays in registers and leaves as one
+fp32 partial a program. The numbers of rows and of blocks are run-time numbers. Rows too wide for
+registers are read twice, in steps of columns.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ from liger_multi.backends.triton.common.rows import (
 
 @triton.jit
 def _add_pairs(a, b, other_a, other_b):
+    """Add two pairs of numbers; the combine function of :func:`_two_sums`."""
     return a + other_a, b + other_b
 
 
 @triton.jit
 def _two_sums(a, b, AXIS: tl.constexpr):
-    """Both sums along an axis by one exchange between warps; the interpreter would crawl."""
+    """Sums of two tensors along an axis, with one exchange between warps for both.
+
+    Triton's interpreter would call the combine function for single elements, so there it is two
+    sums.
+    """
     if INTERPRETED:
         return tl.sum(a, axis=AXIS), tl.sum(b, axis=AXIS)
     else:
@@ -47,6 +52,7 @@ def _two_sums(a, b, AXIS: tl.constexpr):
 
 @triton.jit
 def _load_direction(query_ptr, weight_ptr, col, mask):
+    """The direction w = query * weight at some columns, in fp32; without a weight, the query."""
     w = tl.load(query_ptr + col, mask=mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
         w *= tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -55,7 +61,7 @@ def _load_direction(query_ptr, weight_ptr, col, mask):
 
 @triton.jit
 def _store_shares(p_ptr, top, total, blocks, rows, row, row_mask, LANES: tl.constexpr):
-    """Make the scores that p has the softmax over blocks."""
+    """Overwrite the scores in ``p_ptr`` with their softmax over blocks, LANES blocks at a time."""
     inverse = 1.0 / total
     lane = tl.arange(0, LANES)
     tl.debug_barrier()  # other threads wrote them
@@ -72,6 +78,13 @@ def _attention_residuals_forward_kernel(
     cols, eps, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Attention over depth for rows that fit into registers; every block is read once.
+
+    Program: ROWS tokens. It passes over the blocks, GROUP at a time, with a running softmax, and
+    keeps the weighted sum y in registers.
+    Writes rstd and the scores of each group, then y, and last the probabilities in the place of the
+    scores, since their maximum is known only then.
+    """
     assume_rows(v_ptr, block_stride, GROUP)
     assume_rows(v_ptr, row_stride, ROWS)
     assume_cols(cols, BLOCK)
@@ -86,7 +99,8 @@ def _attention_residuals_forward_kernel(
     v_at = rows_at + group[None, :, None] * block_stride + col[None, None, :]
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    y = tl.zeros([ROWS, 1, BLOCK], tl.float32)  # of the tile's layout, as all that loops carry
+    # three axes, as the tile has: another layout would be converted in every step
+    y = tl.zeros([ROWS, 1, BLOCK], tl.float32)
     for start in tl.range(0, blocks, GROUP, num_stages=STAGES):
         at, inside = tl.cast(start, tl.int64), start + group < blocks
         pair = row_mask[:, None] & inside[None, :]
@@ -117,6 +131,12 @@ def _attention_residuals_forward_wide_kernel(
     cols, eps, GROUP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """The same for rows too wide for registers; every block is read twice.
+
+    Program: one token. The first pass reads all columns of a group of blocks, and writes rstd and
+    scores. The probabilities then replace the scores. The second pass takes a step of columns of
+    all blocks and writes y there.
+    """
     assume_rows(v_ptr, block_stride, GROUP)
     first = tl.program_id(0).to(tl.int64)
     group, lane = tl.arange(0, GROUP), tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Coefficients of hyper-connections: sigmoids and Sinkhorn's iteration in one launch each way.
 
-A program has some rows, each with its N by N matrix in registers. Backward computes the iterates
-again, writes them to a buffer of its own and passes back through them. Sums of rows and columns
-that are masked are 1. The product that reads the streams stands in :mod:`.hyper_mixes`.
+A program owns some rows, each with its N by N matrix in registers. Backward computes the iterates
+again, writes them to a buffer of its own and reads them back in reverse order. Sums of rows and
+columns that are masked are 1. The GEMM that reads the streams is in :mod:`.hyper_mixes`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from liger_multi.reference.residuals.sinkhorn import How
 
 
 @dataclass(frozen=True)
-class SquashConfig:
+class SinkhornConfig:
     """``rows`` rows a program."""
 
     rows: int
     num_warps: int
 
 
-def squash_config(info: DeviceInfo, streams: int) -> SquashConfig:
+def sinkhorn_config(info: DeviceInfo, streams: int) -> SinkhornConfig:
     """Matrices of about 256 elements together for one warp: their sums need no other."""
-    return SquashConfig(max(1, 256 // power_of_2(streams) ** 2), 1)
+    return SinkhornConfig(max(1, 256 // power_of_2(streams) ** 2), 1)
 
 
 @triton.jit
 def _softmax_rows(z, mask):
-    """The softmax over the last axis of (rows, N, N); 0 where masked."""
+    """Softmax over the last axis of (rows, N, N), with 0 where masked and for a row of -inf."""
     top = tl.max(tl.where(mask, z, -float("inf")), axis=2)
     p = tl.where(mask, tl.exp2((z - tl.where(top == top, top, 0.0)[:, :, None]) * LOG2E), 0.0)
     total = tl.sum(p, axis=2)
@@ -56,7 +56,10 @@ def _softmax_rows(z, mask):
 
 @triton.jit
 def _divide(m, COLUMNS: tl.constexpr, eps, mask):
-    """One step of Sinkhorn's iteration, and the sums: of columns, or of rows."""
+    """One normalization of Sinkhorn's iteration, by the sums of columns or of rows, and those sums.
+
+    The sums have the shape of m and are 1 where masked.
+    """
     if COLUMNS:
         total = (tl.sum(m, axis=1) + eps)[:, None, :] + tl.zeros_like(m)
     else:
@@ -67,7 +70,7 @@ def _divide(m, COLUMNS: tl.constexpr, eps, mask):
 
 @triton.jit
 def _logits(m, bias_ptr, scale_ptr, at, mask, PART: tl.constexpr):
-    """Bias + m scale, of one of the three parts that have a scale each."""
+    """Logits bias + m * scale of one of the three parts, and the part's scale."""
     scale = tl.load(scale_ptr + PART).to(tl.float32)
     return tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32) + m * scale, scale
 
@@ -77,6 +80,13 @@ def _sinkhorn_kernel(
     m_ptr, bias_ptr, scale_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale,
     N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Coefficients pre, post and mix of some rows.
+
+    Program: ROWS rows of N (N + 2) numbers, the matrix padded from N to TALL.
+    Reads them, a bias for each and a scale for each part. Writes pre = sigmoid + eps, post =
+    sigmoid times ``post_scale``, and mix: the softmax plus eps, divided by its column sums, then
+    ``steps`` - 1 times by its row sums and column sums (Sinkhorn).
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
     inside = (first + row < rows)[:, None] & (i < N)[None, :]
@@ -104,7 +114,7 @@ def _sinkhorn_kernel(
 
 @triton.jit
 def _undivide(d, m, total, COLUMNS: tl.constexpr):
-    """The gradient of what one step was given, from the step's result and sums."""
+    """Gradient of the input of one normalization, from its result m and its sums."""
     if COLUMNS:
         share = tl.sum(d * m, axis=1)[:, None, :]
     else:
@@ -118,7 +128,15 @@ def _sinkhorn_backward_kernel(
     kept_ptr, rows, steps, eps, post_scale, length, wide_sums, N: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of m, times rstd; own; and the rows' part of those of bias and scale."""
+    """Gradients of m, times rstd; the norm's own term; and partial sums for bias and scale.
+
+    Program: ROWS rows. First pre and post, whose sigmoids are elementwise. Then mix: Sinkhorn's
+    iterates are computed again and stored in ``kept_ptr``, then read in reverse order, one
+    normalization at a time, and last the softmax. The barrier makes the iterates visible to all
+    threads.
+    ``own_ptr`` gets sum(d m) rstd^2 / length: the factor of x in the gradient through the norm.
+    ``sums_ptr`` gets one fp32 row a program: the gradients of the biases, then those of the scales.
+    """
     assume_cols(steps, LONGEST_ROW // (2 * ROWS * N * N))
     base = tl.program_id(0).to(tl.int64) * ROWS
     row, i = tl.arange(0, ROWS), tl.arange(0, TALL)
@@ -131,7 +149,7 @@ def _sinkhorn_backward_kernel(
     rstd = tl.load(rstd_ptr + base + row, mask=base + row < rows, other=0.0)
     own = tl.zeros([ROWS], tl.float32)
     pair, wide = row[:, None] * N + i[None, :], row[:, None] * (N * (N + 2)) + i[None, :]
-    for half in tl.static_range(2):
+    for half in tl.static_range(2):  # pre, then post
         m = tl.load(m_ptr + half * N + wide, mask=inside, other=0.0)
         z, scale = _logits(m, bias_ptr + half * N, scale_ptr, i[None, :], (i < N)[None, :], half)
         p = sigmoid(z)
@@ -160,7 +178,7 @@ def _sinkhorn_backward_kernel(
         first = _softmax_rows(z, mask)
         row = row[:, None, None]
         d = tl.load(dmix_ptr + base * (N * N) + (row * (N * N) + at), mask=mask, other=0.0)
-        # iterate t of a row stands at t N N of the row's part of the buffer
+        # iterate t of a row is at t N N of the row's part of the buffer
         kept_ptr += base * ((2 * steps - 1) * N * N)
         kept = kept_ptr + (row * ((2 * steps - 1) * N * N) + at)
         m = tl.where(mask, first + eps, 0.0)
@@ -195,7 +213,7 @@ def _sinkhorn_backward_kernel(
 
 
 class TritonParts:
-    """All launches."""
+    """Launches of the kernels for coefficients."""
 
     mixes = staticmethod(hyper_mixes.mixes)
     mixes_gradients = staticmethod(hyper_mixes.gradients)
@@ -207,7 +225,7 @@ class TritonParts:
         pre, post = m.new_empty(rows, count), m.new_empty(rows, count)
         mix = m.new_empty(rows, count, count)
         if rows:
-            k = launch_config("hyper_connections.forward", squash_config, m.device, streams=count)
+            k = launch_config("hyper_connections.forward", sinkhorn_config, m.device, streams=count)
             args = (m.contiguous(), bias.contiguous(), scale.contiguous(), pre, post, mix, rows)
             constants = (count, power_of_2(count), k.rows)
             launch(_sinkhorn_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
@@ -226,7 +244,7 @@ class TritonParts:
                 t.new_zeros(t.shape if n else 0) for t, n in zip((bias, scale), needs, strict=True)
             )
             return d, own, dbias, dscale
-        k = launch_config("hyper_connections.backward", squash_config, m.device, streams=count)
+        k = launch_config("hyper_connections.backward", sinkhorn_config, m.device, streams=count)
         checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
         programs = cdiv(rows, k.rows)
         wide = cdiv(outputs + 3, 16) * 16  # what is past them is not used
@@ -251,5 +269,5 @@ forward, backward = forward_and_backward(TritonParts())
 
 
 def supports(x: Tensor) -> str | None:
-    """Iterates are fp32."""
+    """No fp64: iterates are fp32."""
     return "its iterates are float32, got float64" if x.element_size() == 8 else None

@@ -1,10 +1,11 @@
-"""Logits of hyper-connections: a product whose output has a few columns, and its gradients.
+"""Logits of hyper-connections: a GEMM whose output has a few columns, and its gradients.
 
-It is bound by the streams that it reads, so forward takes the norm's sum of squares along, and
-backward reads them once for both gradients. Products are of bf16 parts, whose sum is the fp32
-factor: 8 of its bits each, so that a stream of bf16 is one part, and products of matrix units are
-exact. Rows are few for their length, so forward cuts them in chunks of columns, backward in chunks
-of rows: sums leave as one fp32 partial a chunk, added in a fixed order.
+It is bound by the streams that it reads. So forward adds up the norm's sum of squares in the same
+pass, and backward reads the streams once for both gradients. Factors are split into bf16 parts,
+whose sum is the fp32 number: each has 8 of its bits, so that a stream in bf16 is one part, and
+matrix units multiply parts exactly. Rows are few for their length, so forward cuts them into chunks
+of columns, and backward cuts the rows into chunks. Sums leave as one fp32 partial a chunk, added in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     assume_cols,
     assume_rows,
+    bf16_parts,
     cdiv,
     checked_cols,
     power_of_2,
@@ -41,7 +43,7 @@ MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 class MixConfig:
     """``rows`` rows by ``block`` columns a step; ``chunks`` parts of a row, backward of the rows.
 
-    ``library``: PyTorch's products, as in the reference.
+    ``library``: PyTorch's GEMMs, as in the reference.
     """
 
     rows: int
@@ -57,7 +59,7 @@ def _tall(outputs: int) -> int:
 
 
 def _stages(info: DeviceInfo, tile: int, outputs: int, block: int, most: int) -> int:
-    """Steps under way, of fp32 streams and weights, in half of the on-chip memory."""
+    """Steps in flight, of fp32 streams and weights, in half of the on-chip memory."""
     return max(1, min(most, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
 
 
@@ -95,23 +97,13 @@ def gradient_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: 
 
 
 @triton.jit
-def _parts(x):
-    """Three bf16 numbers whose sum is x: those past the digits of x's type are zeros."""
-    first = x.to(tl.bfloat16)
-    rest = x.to(tl.float32) - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-    return first, second, third
-
-
-@triton.jit
 def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr):
-    """``total + a @ b`` of A and B parts; products of parts i and j are left out past DEPTH.
+    """``total + a @ b`` from A and B parts, without the GEMMs of parts i and j where i + j > DEPTH.
 
-    What is left out is 2^-8 (DEPTH + 1) of a product.
+    What is left out is 2^(-8 (DEPTH + 1)) of the result. The small terms are added first.
     """
-    a0, a1, a2 = _parts(a)
-    b0, b1, b2 = _parts(b)
+    a0, a1, a2 = bf16_parts(a)
+    b0, b1, b2 = bf16_parts(b)
     if DEPTH > 1:
         if A > 2:
             total = dot(a2, b0, total)
@@ -132,7 +124,11 @@ def _mixes_kernel(
     X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of ``per`` columns of some rows: its part of the product and of the squares."""
+    """Partial sums of x w' and of squares of x, over a chunk of columns of some rows.
+
+    Program: ROWS rows and ``per`` columns, BLOCK at a time; reads x once for both sums. Writes one
+    fp32 partial of each, (chunks, rows, outputs) and (chunks, rows).
+    """
     assume_rows(x_ptr, x_stride, ROWS)
     assume_rows(w_ptr, cols, OUTPUTS)
     assume_rows(partial_ptr, outputs, ROWS)
@@ -167,7 +163,11 @@ def _mixes_sum_kernel(
     partial_ptr, squares_ptr, mixes_ptr, rstd_ptr, rows, cols, outputs, chunks, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Chunks in order, and the norm; rows without gaps are one long row here."""
+    """Add the chunks in order and apply the norm.
+
+    Program: BLOCK elements of (rows, outputs), taken as one long row; writes them times rstd. The
+    element of output 0 writes the row's rstd.
+    """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, mask = place // outputs, place < rows * outputs
     total = tl.zeros([BLOCK], tl.float32)
@@ -188,7 +188,12 @@ def _mixes_backward_kernel(
     col_steps, X: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of ``per`` rows and a block of columns: dx there, and its part of the weight's."""
+    """Gradient of x, and partial sums of the weight's, for a chunk of rows and a block of columns.
+
+    Program: ``per`` rows, ROWS at a time, by BLOCK columns; the weight's block stays in registers.
+    Reads x and d once for both gradients. Writes dx = d w - own x, the second term being that of
+    the norm, and one fp32 partial of the weight's gradient.
+    """
     assume_rows(x_ptr, x_stride, ROWS)
     assume_rows(w_ptr, cols, OUTPUTS)
     assume_rows(dx_ptr, cols, ROWS)
@@ -232,7 +237,7 @@ def _digits(x: Tensor) -> int:
 
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
-    """Whether kernels have room for the outputs of a row, and something to do."""
+    """Whether a tile holds the outputs of a row, and there is something to do."""
     small = weight.shape[0] <= MOST_OUTPUTS and rows.shape[1] <= MOST_COLS.value
     return small and rows.numel() > 0 and weight.element_size() <= 4
 
@@ -263,7 +268,7 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
 def gradients(
     rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients, of one reading of the streams."""
+    """Both gradients; the streams are read once."""
     if not _fits(rows, weight) or not (needs_x or needs_weight):
         return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
     (count, cols), outputs = rows.shape, weight.shape[0]

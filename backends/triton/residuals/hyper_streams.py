@@ -1,11 +1,11 @@
 """Residual streams before and after a block of hyper-connections (arXiv:2512.24880).
 
-A tile has all streams of some columns, which are read once each way, and a thread has the same
-columns of every stream, so that sums over streams stay within it. Forward gives a program one tile,
-backward one row. In ``y[i] = post[i] out + sum over j of mix[i, j] x[j]`` one stream after the
-other is added to all. The sums over columns that gradients of coefficients need stay in registers
-until the row ends: no atomic additions. The number of rows is a run-time number, that of streams a
-kernel's constant.
+A tile has all streams of some columns, which are read once in forward and once in backward. A
+thread has the same columns of every stream, so that sums over streams stay within it. Forward gives
+a program one tile, backward one row. In ``y[i] = post[i] out + sum over j of mix[i, j] x[j]``, one
+stream after the other is added to all. The sums over columns that gradients of coefficients need
+stay in registers until the row ends: no atomic additions. The number of rows is a run-time number,
+that of streams a kernel's constant.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stream_config(info: DeviceInfo, streams: int, cols: int, size: int) -> Strea
 
 @triton.jit
 def _partly(x, TALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of neighbors in a row, which one thread holds where WIDTH is the number of threads."""
+    """WIDTH sums of neighbors in a row; if there are WIDTH threads, each has its own neighbors."""
     return tl.sum(tl.reshape(x, [TALL, WIDTH, BLOCK // WIDTH]), axis=2)
 
 
@@ -60,6 +60,10 @@ def _streams_pre_kernel(
     x_ptr, pre_ptr, y_ptr, x_stride, stream_stride, cols, pieces, N: tl.constexpr,
     TALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Weighted sum of the streams before a block: y = sum over i of pre[i] x[i].
+
+    Program: BLOCK columns of one row, of all N streams (padded to TALL); reads x, writes y.
+    """
     row = (tl.program_id(0) // pieces).to(tl.int64)
     start, i = (tl.program_id(0) % pieces) * BLOCK, tl.arange(0, TALL)
     assume_rows(x_ptr, stream_stride, TALL)
@@ -78,6 +82,11 @@ def _streams_pre_backward_kernel(
     dy_ptr, x_ptr, pre_ptr, dx_ptr, dpre_ptr, dy_stride, x_stride, stream_stride, cols,
     N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of the weighted sum: dx[i] = pre[i] dy, dpre[i] = sum over columns of x[i] dy.
+
+    Program: one row, in steps of BLOCK columns of all streams; reads dy, and x if dpre is wanted.
+    The sums for dpre are reduced over lanes once, at the row's end.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     pre = tl.load(pre_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)
@@ -108,6 +117,11 @@ def _streams_post_kernel(
     x_ptr, out_ptr, post_ptr, mix_ptr, y_ptr, x_stride, stream_stride, out_stride, cols, pieces,
     N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Streams after a block: y[i] = post[i] out + sum over j of mix[i, j] x[j].
+
+    Program: BLOCK columns of one row. All outputs i stay in registers while the streams j are
+    loaded one after the other.
+    """
     row = (tl.program_id(0) // pieces).to(tl.int64)
     start, i = (tl.program_id(0) % pieces) * BLOCK, tl.arange(0, TALL)
     assume_rows(y_ptr, cols, TALL)
@@ -133,6 +147,13 @@ def _streams_post_backward_kernel(
     dy_stream_stride, x_stride, stream_stride, out_stride, cols, N: tl.constexpr,
     TALL: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of the streams, of the block's output, and of post and mix.
+
+    Program: one row, in steps of BLOCK columns. Each step reads dy of all streams, out, and x of
+    one stream j after the other; it writes dout and dx[j].
+    The sums for dpost and dmix keep WIDTH lanes each in registers and are reduced once, at the
+    row's end. ``tl.where`` picks row j of dmix, since registers cannot be indexed by a number.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TALL)
     post = tl.load(post_ptr + row * N + i, mask=i < N, other=0.0).to(tl.float32)

@@ -6,9 +6,9 @@ For a pair of channels (a, b) of a token, which the values of cos and sin need n
 
 Backward is the transposed matrix: the same with sin_a and sin_b exchanged and negated.
 
-A program takes some tokens and iterates over blocks of heads, those of q first; cos and sin of its
-tokens stay in registers. Strides say where everything stands, so no layout is copied. The two
-channels of a pair are loaded as two tiles, or, where they are neighbors, as one that is split in
+A program owns some tokens and loops over blocks of heads, those of q first; cos and sin of its
+tokens stay in registers. Strides say where everything is, so that no layout is copied. The two
+channels of a pair are loaded as two tiles or, where they are neighbors, as one that is split in
 registers. Sizes of batch and sequence are plain arguments: a new length compiles nothing.
 """
 
@@ -24,14 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import assume_rows, cdiv, power_of_2, round_to, warps
+from liger_multi.backends.triton.common.rows import assume_rows, cdiv, power_of_2, warps
 from liger_multi.backends.triton.rope.rope_tiles import (
-    assume_tile,
+    load_pairs,
     near_angles,
     near_channels,
     near_tile,
     place,
+    rotate_both,
     strides,
+    tokens_of,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.rope.rope import dense, output_dtype
@@ -39,7 +41,7 @@ from liger_multi.reference.rope.rope import dense, output_dtype
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Tiles of ``heads`` x ``tokens``; a program takes ``share`` of them with its tokens."""
+    """Tiles of ``heads`` x ``tokens``; a program loops over ``share`` of them with its tokens."""
 
     tokens: int
     heads: int
@@ -50,7 +52,7 @@ class RopeConfig:
 def rope_config(
     info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, plain: bool
 ) -> RopeConfig:
-    """Tiles of 4096 elements; many programs a core before long passes.
+    """Tiles of 4096 elements; many programs per core rather than long loops.
 
     32 elements a thread keep more loads on their way than 16. Where a call is not plain (pairs
     side by side, one angle for both channels, channels that pass), the compiler then trades a few
@@ -69,84 +71,17 @@ def rope_config(
 
 
 @triton.jit
-def _load_pairs(
-    ptr, at, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """Both channels of every pair in fp32; places and mask are [heads, tokens, 1]."""
-    if INTERLEAVED:
-        channel = tl.arange(0, 2 * HALF)[None, None, :]
-        x = tl.load(place(ptr, at, channel * stride), mask=mask & (channel < ROTARY), other=0.0)
-        return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
-    else:
-        pair = tl.arange(0, HALF)[None, None, :]
-        mask = mask & (pair < ROTARY // 2)
-        a = tl.load(place(ptr, at, pair * stride), mask=mask, other=0.0)
-        b = tl.load(place(ptr, at, (pair + ROTARY // 2) * stride), mask=mask, other=0.0)
-        return a.to(tl.float32), b.to(tl.float32)
-
-
-@triton.jit
 def _load_angles(
     ptr, at, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Angles (cos or sin) of both channels of every pair; PAIRS: one value is stored for both."""
+    """Angles (cos or sin) of both channels of every pair; PAIRS: one number is stored for both."""
     if PAIRS:
         pair = tl.arange(0, HALF)[None, None, :]
         angle = tl.load(place(ptr, at, pair), mask=mask & (pair < ROTARY // 2), other=0.0)
         return angle.to(tl.float32), angle.to(tl.float32)
     else:
-        return _load_pairs(ptr, at, 1, mask, ROTARY, HALF, INTERLEAVED)
-
-
-@triton.jit
-def _store_pairs(
-    ptr, at, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    a = round_to(a, ptr.dtype.element_ty)
-    b = round_to(b, ptr.dtype.element_ty)
-    if INTERLEAVED:
-        channel = tl.arange(0, 2 * HALF)[None, None, :]
-        x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
-        tl.store(place(ptr, at, channel), x, mask=mask & (channel < ROTARY))
-    else:
-        pair = tl.arange(0, HALF)[None, None, :]
-        mask = mask & (pair < ROTARY // 2)
-        tl.store(place(ptr, at, pair), a, mask=mask)
-        tl.store(place(ptr, at, (pair + ROTARY // 2)), b, mask=mask)
-
-
-@triton.jit
-def _rotate_heads(
-    x_ptr, out_ptr, batch_stride, head_stride, token_stride, stride,
-    out_batch_stride, out_head_stride, out_token_stride, first, last, heads, batch, start, mask,
-    cos_a, cos_b, sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
-):  # fmt: skip
-    """Rotate the blocks of heads from first to last, of the tokens from ``start``."""
-    assume_tile(x_ptr, head_stride, token_stride, stride, HEADS, TOKENS, WIDTH)
-    assume_tile(out_ptr, out_head_stride, out_token_stride, 1, HEADS, TOKENS, WIDTH)
-    x_ptr += batch * batch_stride + start.to(tl.int64) * token_stride
-    out_ptr += batch * out_batch_stride + start.to(tl.int64) * out_token_stride
-    head = tl.arange(0, HEADS)[:, None, None]
-    token = tl.arange(0, TOKENS)[None, :, None]
-    at, out_at = head * head_stride + token * token_stride, head * out_head_stride
-    out_at += token * out_token_stride
-    for step in tl.range(0, last - first):
-        block = first + step
-        here = (block * HEADS + head < heads) & mask
-        x = x_ptr + (block * HEADS).to(tl.int64) * head_stride
-        out = out_ptr + (block * HEADS).to(tl.int64) * out_head_stride
-        a, b = _load_pairs(x, at, stride, here, ROTARY, HALF, INTERLEAVED)
-        turned_a = a * cos_a - b * sin_a
-        turned_b = b * cos_b + a * sin_b
-        _store_pairs(out, out_at, turned_a, turned_b, here, ROTARY, HALF, INTERLEAVED)
-        if PASS:
-            channel = ROTARY + tl.arange(0, PASS)[None, None, :]
-            here = here & (channel < WIDTH)
-            value = tl.load(place(x, at, channel * stride), mask=here, other=0.0).to(tl.float32)
-            value = round_to(value, out_ptr.dtype.element_ty)
-            tl.store(place(out, out_at, channel), value, mask=here)
+        return load_pairs(ptr, at, 1, mask, ROTARY, HALF, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
@@ -161,10 +96,14 @@ def _rope_kernel(
     INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     PASS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0) // groups
-    batch, start = (tile // tiles).to(tl.int64), (tile % tiles) * TOKENS
-    token = tl.arange(0, TOKENS)[None, :, None]
-    mask = start + token < seq
+    """Rotate the heads of q and k of some tokens.
+
+    Program: TOKENS tokens of one sequence, and ``share`` blocks of HEADS heads, q's before k's;
+    ``groups`` programs share the heads of a tile of tokens.
+    Reads cos and sin of its tokens once, then a tile of heads by tokens a step; writes it rotated,
+    with the channels past ROTARY copied. INVERSE: the transposed rotation, for backward.
+    """
+    batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
     at = token * angle_token_stride
@@ -172,21 +111,12 @@ def _rope_kernel(
     sin_a, sin_b = _load_angles(sin_ptr + angle, at, mask, ROTARY, HALF, INTERLEAVED, PAIRS)
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
-    blocks = tl.cdiv(q_heads, HEADS)
-    first = (tl.program_id(0) % groups) * share
-    last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
-    _rotate_heads(
-        q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-        q_out_batch_stride, q_out_head_stride, q_out_token_stride, first, tl.minimum(last, blocks),
-        q_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
-        WIDTH, ROTARY, HALF, INTERLEAVED, TOKENS, HEADS, PASS,
-    )  # fmt: skip
-    _rotate_heads(
-        k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_stride,
-        k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-        tl.maximum(first, blocks) - blocks, last - blocks,
-        k_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
-        WIDTH, ROTARY, HALF, INTERLEAVED, TOKENS, HEADS, PASS,
+    rotate_both(
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
+        k_batch_stride, k_head_stride, k_token_stride, k_stride, q_out_batch_stride,
+        q_out_head_stride, q_out_token_stride, k_out_batch_stride, k_out_head_stride,
+        k_out_token_stride, q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b,
+        sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -234,7 +164,7 @@ def forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
     casting: str, q_order: str, k_order: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate q and k; products and sums in fp32, rounded once."""
+    """Rotate q and k in fp32, rounded once."""
     made = (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),
         dense(k, k_order, output_dtype(k, cos, sin, casting)),

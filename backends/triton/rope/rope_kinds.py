@@ -26,7 +26,7 @@ ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class KindConfig:
-    """Tiles of ``heads`` x ``tokens``; a program takes ``share`` of them with its tokens."""
+    """Tiles of ``heads`` x ``tokens``; a program loops over ``share`` of them with its tokens."""
 
     tokens: int
     heads: int
@@ -37,7 +37,7 @@ class KindConfig:
 def kind_config(
     info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, element_bytes: int
 ) -> KindConfig:
-    """Tiles of 4096 elements, 16 a thread; many programs a core before long passes.
+    """Tiles of 4096 elements, 16 per thread; many programs per core rather than long loops.
 
     ``element_bytes`` of queries and keys is for launch tables.
     """
@@ -53,15 +53,15 @@ def kind_config(
 
 @dataclass(frozen=True)
 class Angles:
-    """Where the angles of a call stand, and how they are read.
+    """Where the angles of a call are, and how they are read.
 
     Attributes:
         kind: ``channel``, ``pair``, ``complex`` or ``positions``.
         first: cos, complex numbers or positions, with the axes grids, batch, tokens and perhaps
             channels.
         second: sin, or frequencies.
-        rotary: How many channels turn.
-        beside: Whether the two channels of a pair stand side by side in cos and sin.
+        rotary: How many channels are rotated.
+        beside: Whether the two channels of a pair are neighbors in cos and sin.
         sections: Numbers of pairs of each grid, comma-joined, or empty.
         chunked: Whether a section is a run of pairs.
         scaling: Of cos and sin that are made of positions.
@@ -108,7 +108,7 @@ def rotate(
     dtypes: tuple[torch.dtype, torch.dtype], head_axis: int, turning: Angles,
     beside: tuple[bool, bool], inverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate q and k, either of which may be absent; ``beside`` says how pairs come and go."""
+    """Rotate q and k, either of which may be absent; ``beside``: how pairs come and go."""
     made = [
         turning.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
         for x, order, dtype in zip(given, orders, dtypes, strict=True)

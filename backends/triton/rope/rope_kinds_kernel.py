@@ -1,13 +1,13 @@
-"""The kernel of the rotary kinds beside the plain one, whose maths and pass over heads it shares.
+"""The kernel of the rotary kinds beside the plain one, whose maths and loop over heads it shares.
 
     a' = a cos_a - b sin_a,  b' = b cos_b + a sin_b
 
-Backward is the transposed matrix. Here the pairs may come in side by side and go out as halves, or
+Backward is the transposed matrix. Here the pairs may come in interleaved and go out half-split, or
 the other way round, and the angles of a token may be
 
     channel, pair   numbers for each channel, or for both of a pair
     complex         real and imaginary part side by side for each pair
-    positions       cos and sin of position * frequency, made here
+    positions       cos and sin of position * frequency, computed here
 
 With several grids, each pair has its own row of angles, or its own position.
 """
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.common.rows import assume_rows, round_to
-from liger_multi.backends.triton.rope.rope_tiles import assume_tile, place
+from liger_multi.backends.triton.rope.rope_tiles import place, rotate_both, tokens_of
 
 TWO_OVER_PI: tl.constexpr = tl.constexpr(0.6366197723675814)
-# pi / 2 in parts of eight bits, whose products with fewer than 2^16 quarter turns are exact
+# pi / 2 in parts of eight bits: their multiples by fewer than 2^16 quarter turns are exact
 HALF_PI_1: tl.constexpr = tl.constexpr(1.5703125)
 HALF_PI_2: tl.constexpr = tl.constexpr(0.0004825592041015625)
 HALF_PI_3: tl.constexpr = tl.constexpr(1.2665987014770508e-06)
@@ -30,7 +30,11 @@ HALF_PI_4: tl.constexpr = tl.constexpr(9.920935796805404e-10)
 
 @triton.jit
 def cos_and_sin(turn):
-    """Both of an fp32 angle in radians, to an ulp or two of 1."""
+    """Cosine and sine of an fp32 angle in radians, to an ulp or two of 1.
+
+    The nearest multiple of pi / 2 is subtracted in four parts, whose multiples are exact. A series
+    gives both in |x| <= pi / 4, and the quarter turn says which is which and its sign.
+    """
     quarters = tl.floor(turn * TWO_OVER_PI + 0.5)
     x = tl.fma(-quarters, HALF_PI_1, turn)
     x = tl.fma(-quarters, HALF_PI_2, x)
@@ -52,42 +56,8 @@ def cos_and_sin(turn):
 
 
 @triton.jit
-def _load_pairs(
-    ptr, at, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, BESIDE: tl.constexpr
-):
-    """Both channels of every pair in fp32; places and mask are [heads, tokens, 1]."""
-    if BESIDE:
-        channel = tl.arange(0, 2 * HALF)[None, None, :]
-        x = tl.load(place(ptr, at, channel * stride), mask=mask & (channel < ROTARY), other=0.0)
-        return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
-    else:
-        pair = tl.arange(0, HALF)[None, None, :]
-        mask = mask & (pair < ROTARY // 2)
-        a = tl.load(place(ptr, at, pair * stride), mask=mask, other=0.0)
-        b = tl.load(place(ptr, at, (pair + ROTARY // 2) * stride), mask=mask, other=0.0)
-        return a.to(tl.float32), b.to(tl.float32)
-
-
-@triton.jit
-def _store_pairs(
-    ptr, at, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, BESIDE: tl.constexpr
-):
-    a = round_to(a, ptr.dtype.element_ty)
-    b = round_to(b, ptr.dtype.element_ty)
-    if BESIDE:
-        channel = tl.arange(0, 2 * HALF)[None, None, :]
-        x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
-        tl.store(place(ptr, at, channel), x, mask=mask & (channel < ROTARY))
-    else:
-        pair = tl.arange(0, HALF)[None, None, :]
-        mask = mask & (pair < ROTARY // 2)
-        tl.store(place(ptr, at, pair), a, mask=mask)
-        tl.store(place(ptr, at, pair + ROTARY // 2), b, mask=mask)
-
-
-@triton.jit
 def _grid(pair, GRIDS: tl.constexpr, CHUNKED: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr):
-    """Which grid a pair belongs to; ONE and TWO are where sections 1 and 2 begin, or end."""
+    """The grid that a pair belongs to; ONE and TWO are where sections 1 and 2 begin, or end."""
     if CHUNKED:
         return tl.where(pair >= ONE, 1, 0) + tl.where(pair >= TWO, 1, 0)
     else:
@@ -100,7 +70,11 @@ def _load_angles(
     cos_ptr, sin_ptr, token, mask, scaling, ANGLES: tl.constexpr,
     BESIDE: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Cos and sin of both channels of every pair; ``token`` has the offsets of rows."""
+    """Cos and sin of both channels of every pair; ``token`` has the offsets of rows.
+
+    "positions": ``cos_ptr`` holds positions and ``sin_ptr`` frequencies; the result is rounded to
+    the dtype (ROUND) that stored angles would have. "complex": ``cos_ptr`` holds both parts.
+    """
     pair = tl.arange(0, HALF)[None, None, :]
     mask = mask & (pair < ROTARY // 2)
     if ANGLES == "positions":
@@ -135,39 +109,6 @@ def _load_angles(
         return cos_a, cos_b, sin_a, sin_b
 
 
-@triton.jit
-def _rotate_heads(
-    x_ptr, out_ptr, batch_stride, head_stride, token_stride, stride, out_batch_stride,
-    out_head_stride, out_token_stride, first, last, heads, batch, start, mask, cos_a, cos_b, sin_a,
-    sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr,
-):  # fmt: skip
-    """Rotate the blocks of heads from first to last, of the tokens from ``start``."""
-    assume_tile(x_ptr, head_stride, token_stride, stride, HEADS, TOKENS, WIDTH)
-    assume_tile(out_ptr, out_head_stride, out_token_stride, 1, HEADS, TOKENS, WIDTH)
-    x_ptr += batch * batch_stride + start.to(tl.int64) * token_stride
-    out_ptr += batch * out_batch_stride + start.to(tl.int64) * out_token_stride
-    head = tl.arange(0, HEADS)[:, None, None]
-    token = tl.arange(0, TOKENS)[None, :, None]
-    at, out_at = head * head_stride + token * token_stride, head * out_head_stride
-    out_at += token * out_token_stride
-    for step in tl.range(0, last - first):
-        block = first + step
-        here = (block * HEADS + head < heads) & mask
-        x = x_ptr + (block * HEADS).to(tl.int64) * head_stride
-        out = out_ptr + (block * HEADS).to(tl.int64) * out_head_stride
-        a, b = _load_pairs(x, at, stride, here, ROTARY, HALF, BESIDE_IN)
-        turned_a = a * cos_a - b * sin_a
-        turned_b = b * cos_b + a * sin_b
-        _store_pairs(out, out_at, turned_a, turned_b, here, ROTARY, HALF, BESIDE_OUT)
-        if PASS:
-            channel = ROTARY + tl.arange(0, PASS)[None, None, :]
-            here = here & (channel < WIDTH)
-            value = tl.load(place(x, at, channel * stride), mask=here, other=0.0).to(tl.float32)
-            value = round_to(value, out_ptr.dtype.element_ty)
-            tl.store(place(out, out_at, channel), value, mask=here)
-
-
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kinds_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride,
@@ -180,10 +121,15 @@ def _rope_kinds_kernel(
     CHUNKED: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, INVERSE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0) // groups
-    batch, start = (tile // tiles).to(tl.int64), (tile % tiles) * TOKENS
-    token = tl.arange(0, TOKENS)[None, :, None]
-    mask = start + token < seq
+    """Rotate the heads of q and k of some tokens, with angles of any kind.
+
+    Program: TOKENS tokens of one sequence, and ``share`` blocks of HEADS heads, q's before k's, as
+    in the plain kernel.
+    Reads or computes the angles of its tokens once; with GRIDS > 1, a pair's angles come from its
+    grid, whose tensors are ``grid_stride`` apart. BESIDE_IN and BESIDE_OUT: pairs are interleaved
+    where they are read, and where they are written.
+    """
+    batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
     row, cos_ptr = token * angle_token_stride, cos_ptr + angle
@@ -200,18 +146,10 @@ def _rope_kinds_kernel(
     )
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
-    blocks = tl.cdiv(q_heads, HEADS)
-    first = (tl.program_id(0) % groups) * share
-    last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
-    _rotate_heads(
-        q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-        q_out_batch_stride, q_out_head_stride, q_out_token_stride, first, tl.minimum(last, blocks),
-        q_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS,
-        HEADS, PASS, BESIDE_IN, BESIDE_OUT,
-    )  # fmt: skip
-    _rotate_heads(
-        k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_stride,
-        k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-        tl.maximum(first, blocks) - blocks, last - blocks, k_heads, batch, start, mask, cos_a,
-        cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
+    rotate_both(
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
+        k_batch_stride, k_head_stride, k_token_stride, k_stride, q_out_batch_stride,
+        q_out_head_stride, q_out_token_stride, k_out_batch_stride, k_out_head_stride,
+        k_out_token_stride, q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b,
+        sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
     )  # fmt: skip

@@ -172,7 +172,7 @@ class LigerDyT(nn.Module):
         self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Squash."""
+        """Apply dynamic tanh."""
         return ops.dyt(x, self.alpha, self.gamma, self.beta)
 
 

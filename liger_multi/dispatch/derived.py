@@ -25,7 +25,7 @@ Rule = Callable[..., tuple[Tensor, ...]]
 
 def differentiable(op: Op) -> list[str]:
     """The visible outputs of forward that have a gradient."""
-    hidden = {*op.residuals, *op.constants}
+    hidden = {*op.residuals, *op.non_differentiable}
     return [name for name in op.fwd.returns if name not in hidden]
 
 
