@@ -433,7 +433,7 @@ def test_a_file_that_is_refused(name, tmp_path, monkeypatch):
         (b"# nothing\n", {}),
         (b"---\n", {}),
         (b"null\n", {}),
-        (b"ops:\ndevices:\nchunk_bytes:\nhead_products:\n", {}),
+        (b"ops:\ndevices:\nchunk_bytes:\nhead_gemms:\n", {}),
         (b"devices: {cuda: }\n", {}),
         ("\ufeffchunk_bytes: 4096\n".encode(), {"chunk_bytes": 4096}),
         (b"chunk_bytes: 0512\n", {"chunk_bytes": 512}),
