@@ -20,7 +20,7 @@ ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables bench docs site
+.PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables baseline bench docs site
 .PHONY: tune format clean env pins test-portable test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
@@ -182,24 +182,28 @@ check: lint  ## lint and the fast tests, under two minutes
 static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print what they cost there
 	$(RUN) -m ci.static --store build/static.txt $(ARGS)
 
+baseline: $(ENV)  ## write ci/baseline again; git diff shows what a change of a kernel costs
+	$(RUN) -m ci.static --write $(ARGS)
+
 static-full: $(ENV)  ## compile every launch in every variant (many minutes)
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
-	$(RUN) -m ci.tune_table $(ARGS)
+	$(RUN) -m benchmarks.tune_table $(ARGS)
 
 static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
 	$(RUN) -m ci.static --tables $(ARGS)
 
-bench: $(ENV)  ## time and memory of every operator on this machine
-	$(RUN) -m ci.bench $(ARGS)
+bench: $(ENV)  ## time and memory of every operator on this machine, into benchmarks/results
+	$(RUN) -m benchmarks.operators --store $(ARGS)
 
-docs: $(ENV)  ## regenerate the pages that are made of contracts and results
+docs: $(ENV)  ## refresh what committed pages quote of contracts and results
 	$(RUN) -m ci.docs
 
-site: docs  ## the pages as a website, in build/site
+site: $(ENV)  ## the website in build/site: committed pages, and those made of contracts and results
 	$(RUN) -m pip install --quiet $(CONSTRAINT:%=-c %) "mkdocs>=1.6"
-	$(RUN) -m mkdocs build --quiet --strict -f ci/mkdocs.yml
+	$(RUN) -m ci.docs --site build/pages
+	$(RUN) -m mkdocs build --quiet --strict -f build/pages/mkdocs.yml
 
 format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff check --fix-only .

@@ -1,11 +1,12 @@
-"""Measured figures that pages have by hand, and whether a text in ``benchmarks/`` has them.
+"""Measured figures that pages have by hand, and whether the notes of a result have them.
 
 A measured figure is a number with a unit of time, rate, size or share (``1.4 ms``, ``3 x``), every
 number of a list that ends in one (``83 and 80 %``), and every number with a decimal part. No
 figures, by their form: code (options, limits, commands), versions, shapes (``8192x4096``), names
-with digits (``Llama-3.2-1B``), and a table's column of targets. What comes from JSON is a quote
-(:mod:`ci.measured`), which is none by hand either; what comes from a text stands in a paragraph,
-list item or table row that names this text, and in the text with the same digits.
+with digits (``Llama-3.2-1B``), and a table's column of targets. What comes from a measured row is
+a quote (:mod:`benchmarks.measured`), which is none by hand either. What comes from notes stands in
+a paragraph, list item or table row that names them (```benchmarks/results/cpu.json#lora-host```),
+and in the notes with the same digits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ci import measured
+from benchmarks import measured, store
 
 GENERATED = re.compile(r"<!-- ([\w-]+):(?!end)\w+ -->.*?<!-- \1:end -->", re.S)
 CODE = re.compile(r"^```.*?^```|^ {4}(?! *\|)[^\n]*(?=\n)", re.S | re.M)  # blocks
 SPAN = re.compile(r"`([^`\n]*)`")
-TEXT = re.compile(r"`(benchmarks/[\w./-]+\.txt)`")
+NOTES = re.compile(r"`benchmarks/results/([\w-]+)\.json#([\w-]+)`")
 COMMENT = re.compile(r"<!--.*?-->|\]\([^)\s]*\)", re.S)
 
 NUMBER = re.compile(r"(?<![\w.])(?<!\w[-:/])\d+(?:,\d{3})*(?:\.\d+)?(?!\.?\d)")
@@ -33,12 +34,13 @@ VERSION = re.compile(
 )
 
 
-def unsupported(text: str, root: Path = measured.ROOT) -> list[str]:
-    """Figures of a page that no text has which their block names, with the block's beginning."""
+def unsupported(text: str, folder: Path | None = None) -> list[str]:
+    """Figures of a page that no notes have which their block names, with the block's beginning."""
     found = []
     for block in _blocks(_written(text)):
-        named = TEXT.findall(block)
-        known = _numbers(root / named[0]) if len(named) == 1 else set()
+        named = NOTES.findall(block)
+        noted = [line for card, name in named[:1] for line in lines(card, name, folder)]
+        known = _numbers(noted) if len(named) == 1 else set()
         found += [f"{n} in: {block[:60]}" for n in figures(block) if _value(n) not in known]
     return found
 
@@ -92,8 +94,19 @@ def _cell(head: str, cell: str) -> str:
     return "" if head.startswith("target") else f"{cell} {unit[1].strip() if unit else ''}"
 
 
-def _numbers(path: Path) -> set[float]:
-    text = path.read_text(encoding="utf-8")
+def lines(card: str, name: str, folder: Path | None = None) -> list[str]:
+    """The notes of a card with a name; none where there are no such."""
+    runs = store.read("notes", folder)
+    return [
+        line
+        for run in runs
+        if (store.card(run), run["name"]) == (card, name)
+        for line in run["rows"]
+    ]
+
+
+def _numbers(noted: list[str]) -> set[float]:
+    text = "\n".join(noted)
     return {_value(n) for n in re.findall(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?", text)}
 
 

@@ -2,7 +2,7 @@
 
 ``python -m ci.regressions [NUMBER ...]`` takes each fix out of a copy of the sources and runs its
 tests there: they must fail. A change that moves a fix makes its entry here stale, which the run
-says. ``docs/regressions.md`` is generated from this table.
+says. The page of regressions is made of this table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("liger_multi", "backends", "reference", "tests", "ci", "pyproject.toml", "Makefile")
+COPIED = (
+    "liger_multi", "backends", "reference", "tests", "benchmarks", "ci",
+    "pyproject.toml", "Makefile",
+)  # fmt: skip
 ECOSYSTEM = "tests/patching/test_patching_ecosystem.py"
 REPOSITORIES = {
     "LK": "linkedin/Liger-Kernel",
@@ -482,7 +485,7 @@ CASES = (
 
 
 def page() -> str:
-    """``docs/regressions.md``."""
+    """The page of regressions."""
     head = """\
 # Regressions that users reported elsewhere
 

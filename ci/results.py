@@ -1,8 +1,9 @@
 """What a run of the suite leaves: one JSON file, which the page on verification is made of.
 
-``make test BACKEND=cuda RESULTS=benchmarks/suites/nvidia-h200-2026-11-21`` writes ``cuda.json``
-there (and ``cuda.xml`` in the form of JUnit). Without a backend there are three files: ``native``,
-``interpreted`` and ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table;
+``make test BACKEND=cuda RESULTS=build/results`` writes ``cuda.json`` there (and ``cuda.xml`` in the
+form of JUnit). Without a backend there are three files: ``native``, ``interpreted`` and
+``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table; ``--keep NAME`` merges
+them into ``benchmarks/results/suite-NAME.json``, which has the newest result of every part;
 ``--not-run REASON FILE`` leaves a part that this machine cannot run, which the table then says.
 """
 
@@ -15,13 +16,13 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "benchmarks" / "suites"
+KEPT = ROOT / "benchmarks" / "results"
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -128,8 +129,8 @@ def write(
     path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
 
 
-def read(folder: Path = FOLDER) -> list[Result]:
-    """Every result below a folder, the newest first.
+def read(folder: Path) -> list[Result]:
+    """Every result that runs left below a folder, the newest first.
 
     Raises:
         ValueError: A file is not a result; it is named.
@@ -140,7 +141,50 @@ def read(folder: Path = FOLDER) -> list[Result]:
             found.append(Result(**json.loads(path.read_text(encoding="utf-8"))))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the result of a suite: {error}") from error
+    return newest_first(found)
+
+
+def newest_first(found: Iterable[Result]) -> list[Result]:
+    """Results by their dates."""
     return sorted(found, key=lambda result: result.date, reverse=True)
+
+
+# --- results that the repository keeps ---
+
+
+def kept(folder: Path = KEPT) -> list[Result]:
+    """Every result that the repository keeps, the newest first."""
+    return newest_first(one for path in sorted(folder.glob("suite-*.json")) for one in _load(path))
+
+
+def _load(path: Path) -> list[Result]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return [Result(**one) for one in data["results"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of suite results: {error!r}") from error
+
+
+def newest(found: Iterable[Result]) -> list[Result]:
+    """The newest result of every part, and the newest green one behind a red one."""
+    chosen: list[Result] = []
+    parts: dict[str, bool] = {}
+    for one in newest_first(found):
+        if one.part not in parts or (one.green and not parts[one.part]):
+            chosen.append(one)
+            parts[one.part] = one.green
+    return chosen
+
+
+def keep(name: str, found: Iterable[Result], folder: Path = KEPT) -> Path:
+    """Merge results into the file of a suite, a line each; what did not run is left out."""
+    path = folder / f"suite-{name}.json"
+    old = _load(path) if path.exists() else []
+    ran = [one for one in found if one.ran]
+    lines = [f" {json.dumps(asdict(one), ensure_ascii=False)}" for one in newest([*ran, *old])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"results": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    return path
 
 
 def table(found: Sequence[Result]) -> str:
@@ -158,18 +202,23 @@ def table(found: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    """Print the results below a folder; 1 where there is none. Or leave why a part did not run."""
+    """Print results, keep them, or leave why a part did not run; 1 where there is no result."""
     parser = argparse.ArgumentParser(description="Results of the suite.")
-    parser.add_argument("path", type=Path, nargs="?", default=FOLDER, help="folder, or file")
+    parser.add_argument("path", type=Path, nargs="?", help="folder, or file; default: the kept")
+    parser.add_argument("--keep", metavar="NAME", help="merge into benchmarks/results/suite-NAME")
     parser.add_argument("--not-run", metavar="REASON", help="write to the file that it did not run")
     given = parser.parse_args()
+    if (given.not_run or given.keep) and given.path is None:
+        parser.error("--not-run wants a file, --keep a folder")
     if given.not_run:
         import torch
 
         write(given.path, [], torch.device("cpu"), {}, 0.0, f"not run: {given.not_run}")
         return 0
-    folder, found = given.path, read(given.path)
-    print(table(found) if found else f"no results below {folder}")
+    found = kept() if given.path is None else read(given.path)
+    print(table(found) if found else f"no results below {given.path or KEPT}")
+    if found and given.keep:
+        print(f"merged into {keep(given.keep, found)}")
     return 0 if found else 1
 
 

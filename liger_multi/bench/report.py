@@ -208,18 +208,18 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
         written.append(path)
     path = folder / f"{unique}.json"
     with whole(path) as temporary:
-        text = json.dumps(_plain(result), indent=1, allow_nan=False)
+        text = json.dumps(plain(result), indent=1, allow_nan=False)
         temporary.write_text(text + "\n", encoding="utf-8")
     return [path, *written]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers that JSON has no word for, as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def chart(title: str, rows: Sequence[Row], path: Path) -> None:

@@ -111,7 +111,7 @@ class Op:
         or empty where nobody needs it.
 
         Args:
-            reads: Names of all arguments; ``x?`` for an input that ``not_saved`` may leave out. Flags
+            reads: Names of all arguments; ``x?`` for an input that ``not_saved`` may omit. Flags
                 of several gradients are added where none is named.
             returns: Names of the gradients, ``d`` and the name of an input of forward.
             shapes: For inputs that backward does not read: the argument whose shape and dtype the

@@ -14,7 +14,8 @@ from liger_multi.dispatch import launch as numbers
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from ci import bench_models, host_time, tune, tune_table
+from benchmarks import host_time, tune, tune_table
+from benchmarks import models as bench_models
 from liger_multi.backends.triton.common import launching
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
 
 @pytest.mark.slow
 def test_host_time_of_operators_and_steps():
-    command = [sys.executable, "-m", "ci.host_time", "tiny:1x16", "--steps", "1"]
+    command = [sys.executable, "-m", "benchmarks.host_time", "tiny:1x16", "--steps", "1"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

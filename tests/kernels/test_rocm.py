@@ -102,7 +102,7 @@ def launches(card):
     if harness.interpreted():
         pytest.skip("interpreted kernels have no launches to record")
     from ci.static import static_cases
-    from ci.static_cases import calls
+    from ci.static.cases import calls
 
     return card, static_cases(launch.device_info(DEVICE), calls())
 

@@ -12,7 +12,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton's code generators")
 
-from ci import static_launch, static_rows, static_table
 from ci.kernel_source import statements
 from ci.static import (
     TARGETS,
@@ -23,10 +22,13 @@ from ci.static import (
     static_cases,
     variants,
 )
-from ci.static_cases import calls
-from ci.static_code import CORES, Code, resident
-from ci.static_rows import FAMILIES, Ask, Row, full, launches, rows_of, suite, turn
-from ci.static_table import failures, page, verdicts
+from ci.static import launch as static_launch
+from ci.static import rows as static_rows
+from ci.static import table as static_table
+from ci.static.cases import calls
+from ci.static.code import CORES, Code, resident
+from ci.static.rows import FAMILIES, Ask, Row, full, launches, rows_of, suite, turn
+from ci.static.table import block, failures, page, verdicts
 
 ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
 
@@ -56,23 +58,25 @@ def test_every_kernel_has_its_turn_in_every_family():
 
 
 def test_every_kernel_has_a_case():
-    assert set(kernels()) == {c.name for c in launches("sm90")}, "see ci/static_cases.py"
+    assert set(kernels()) == {c.name for c in launches("sm90")}, "see ci/static/cases.py"
 
 
 def test_every_kernel_has_its_rows():
     """The committed table is made of today's kernels and launches."""
     stale = static_table.stale()
     said = "\n".join(f"{name}: {why}" for name, why in stale.items())
-    assert not stale, f"run `python -m ci.static --write`:\n{said}"
+    assert not stale, f"run `make baseline`:\n{said}"
 
 
 def test_the_committed_table_has_every_target_and_variant():
-    for name in kernels():
-        text = (static_table.BASELINE / f"{name}.txt").read_text()
-        for arch in TARGETS:
+    for arch in TARGETS:
+        blocks = static_table.blocks_of(arch)
+        assert set(blocks) == set(kernels())
+        for name in kernels():
             wanted = {(c.identity, v) for c, v in suite(arch) if c.name == name}
-            lines = re.findall(rf"^  {arch} .*$", text, re.MULTILINE)
+            lines = blocks[name][1:]
             assert len(lines) == len({identity for identity, _ in wanted}), f"{name} on {arch}"
+            assert all(re.match(r"  \S.* +\d+ threads ", line) for line in lines), name
             assert sum(line.count(";") for line in lines) == len(wanted) - len(lines)
 
 
@@ -201,7 +205,7 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
     if missing(TARGETS["gfx942"]):
         pytest.skip(missing(TARGETS["gfx942"]))
     from ci.static import build
-    from ci.static_code import read
+    from ci.static.code import read
 
     seen = set()
     for arch in ("gfx942", "gfx1100"):
@@ -220,11 +224,33 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
 def test_a_page_says_what_differs():
     case = dataclasses.replace(CASE, kernel=next(iter(kernels().values())))
     other = dataclasses.replace(GOOD, registers=70, instructions=400, spills=4)
-    text = page(case.name, [Row(case, "gfx942", Variant(), GOOD),
-                            Row(case, "gfx942", Variant(False), other)])  # fmt: skip
-    first = "  gfx942    256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
+    rows = [Row(case, "gfx942", Variant(), GOOD), Row(case, "gfx942", Variant(False), other)]
+    text = page("gfx942", {case.name: block(case.name, rows)})
+    first = f"  {'a call':<48}  256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
     rest = "300 instructions; unaligned 70 r, 100 %, 400 i, 4 B spilled"
-    assert text.splitlines()[-2:] == ["a call", f"{first}  {rest}"]
+    named = f"{case.name} {static_table.sources(case.name)}"
+    assert text.splitlines()[1:] == ["", named, f"{first}  {rest}"]
+
+
+def test_a_part_of_a_baseline_is_written_by_the_triton_of_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(static_table, "BASELINE", tmp_path)
+    monkeypatch.setattr(static_table, "ROOT", tmp_path)
+    names = sorted(kernels())[:2]
+
+    def rows(*chosen, registers=64):
+        code = dataclasses.replace(GOOD, registers=registers)
+        cases = [dataclasses.replace(CASE, kernel=kernels()[name]) for name in chosen]
+        return [Row(case, arch, Variant(), code) for arch in TARGETS for case in cases]
+
+    static_table.write_baseline(rows(*names))
+    static_table.write_baseline(rows(names[0], registers=65))
+    kept = static_table.blocks_of("sm90")
+    assert [" 65 registers" in kept[name][1] for name in names] == [True, False]
+    stale = static_table.stale()
+    assert set(stale) == set(kernels()) - set(names)
+    monkeypatch.setattr(static_table.triton, "__version__", "0.0.1")
+    with pytest.raises(ValueError, match=r"this is 0\.0\.1: write every kernel"):
+        static_table.write_baseline(rows(names[0]))
 
 
 def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):

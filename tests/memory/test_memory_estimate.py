@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 import liger_multi
-from ci.memory import EXPLAINED, STORIES
-from ci.memory_cases import CPU, Case
+from benchmarks import store
+from benchmarks.memory import STORIES
+from benchmarks.memory_cases import CPU, Case
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, measure
 from liger_multi.memory.meta_implementations import MetaImplementations
@@ -21,8 +21,6 @@ from liger_multi.memory.recorder import Recorder
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import SIZES, config_of
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def small(kind="dense"):
@@ -67,13 +65,11 @@ def test_a_configuration_gives_what_its_model_gives(kind):
 
 def committed():
     """Rows of devices with their name."""
-    for path in sorted(BENCHMARKS.glob("memory-*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if "device" in data and "CPU" not in data["device"]["name"]:
-            for row in data["rows"]:
-                case = Case(**row["case"])
-                marks = [pytest.mark.slow] if case.batch * case.sequence > 4096 else []
-                yield pytest.param(data["device"]["name"], row, id=str(case), marks=marks)
+    for run, row in store.rows("memory"):
+        if store.card(run) != "cpu":
+            case = Case(**row["case"])
+            marks = [pytest.mark.slow] if case.batch * case.sequence > 4096 else []
+            yield pytest.param(store.device(run), row, id=str(case), marks=marks)
 
 
 @pytest.mark.parametrize(("device", "row"), list(committed()))
@@ -88,7 +84,7 @@ def test_within_ten_percent_of_a_device(device, row):
 
 
 def test_the_page_quotes_what_is_estimated():
-    rows = json.loads((BENCHMARKS / EXPLAINED).read_text(encoding="utf-8"))["rows"]
+    rows = [row for _, row in store.rows("memory-estimates")]
     assert [(r["model"], r["batch"], r["sequence"]) for r in rows] == [s[:3] for s in STORIES]
     row = rows[0]
     found = estimate(config_of(row["model"]), row["batch"], row["sequence"]).as_data()

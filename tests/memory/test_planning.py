@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from ci.memory_cases import Case
+from benchmarks.memory_cases import Case
 from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.errors import ConfigurationError, PlanError

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 pytest.importorskip("transformers")
 
 import liger_multi
-from ci.memory_cases import Case
+from benchmarks.memory_cases import Case
 from liger_multi.memory import (
     POLICIES,
     Cost,
@@ -504,7 +504,7 @@ def test_patched_before_or_after():
 @pytest.mark.parametrize("limit", [300, 5000, 100_000, 130_000])
 @pytest.mark.parametrize("start", [100, 20_000, 128_000])
 def test_the_search_for_the_longest_sequence(limit, start):
-    from ci.longest import STEP, search
+    from benchmarks.longest import STEP, search
 
     tries = list(search(lambda n: n <= limit, start, 0.02, lambda: 1.0))
     longest = max((n for n, good in tries if good), default=0)

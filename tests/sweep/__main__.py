@@ -116,8 +116,10 @@ def keep(result: dict[str, Any], known: list[tuple[str, str, str]]) -> None:
         pair = one["kind"], one["type"], one["cls"]
         if pair not in found or not one["why"].startswith(("ImportError", "ModuleNotFoundError")):
             found[pair] = {k: v for k, v in one.items() if k != "seconds"}
+    from sweep.pairs import as_lines
+
     pairs = [found[pair] for pair in known if pair in found]
-    RESULTS.write_text(json.dumps({**result, "pairs": pairs}, indent=1, sort_keys=True) + "\n")
+    RESULTS.write_text(as_lines({**result, "pairs": pairs}))
 
 
 if __name__ == "__main__":

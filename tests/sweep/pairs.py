@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 KINDS = {
     "causal": "CAUSAL_LM",
@@ -38,3 +40,10 @@ def registered() -> list[Pair]:
             for cls in (classes,) if isinstance(classes, str) else classes:
                 found.setdefault((model_type, cls), Pair(kind, model_type, cls))
     return list(found.values())
+
+
+def as_lines(result: dict[str, Any]) -> str:
+    """A result as JSON, one pair a line."""
+    head = json.dumps({k: v for k, v in result.items() if k != "pairs"}, sort_keys=True)[:-1]
+    lines = ",\n".join(f"  {json.dumps(one, sort_keys=True)}" for one in result["pairs"])
+    return f'{head}, "pairs": [\n{lines}\n]}}\n'

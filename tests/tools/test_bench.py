@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from ci import bench, results
+from benchmarks import operators as bench
+from ci import results
 from liger_multi import samples
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import formulas as bench_formulas
@@ -30,7 +31,7 @@ def few_objects():
 
 def run(folder, *arguments):
     """The exit code, the result file and everything else in the folder."""
-    code = bench.main([*QUICK, "--unchecked", "--out", str(folder), *arguments])
+    code = bench.main([*QUICK, "--unchecked", "--output", str(folder), *arguments])
     (file,) = folder.glob("*.json")
     return code, json.loads(file.read_text()), sorted(p.name for p in folder.iterdir())
 
@@ -224,14 +225,14 @@ SWIGLU = ["--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"]
 
 @pytest.mark.parametrize(("passed", "failed"), [(5, 1), (0, 0)])
 def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
-    arguments = [*QUICK, *SWIGLU, "--out", str(tmp_path)]
+    arguments = [*QUICK, *SWIGLU, "--output", str(tmp_path)]
     assert bench.main(arguments, suite_of(passed, failed)) == bench.RED
     assert "refused: the suite is red here" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_result_says_what_the_suite_said(tmp_path):
-    assert bench.main([*QUICK, *SWIGLU, "--out", str(tmp_path)], suite_of(5, 0)) == 0
+    assert bench.main([*QUICK, *SWIGLU, "--output", str(tmp_path)], suite_of(5, 0)) == 0
     (file,) = tmp_path.glob("*.json")
     result = json.loads(file.read_text())
     assert result["suite"]["counts"]["passed"] == 5

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from ci import compare, docs_benchmarks, measured
+from benchmarks import compare, store
+from ci.docs import benchmarks as docs_benchmarks
 
 ROW = {
     "op": "rms_norm",
@@ -73,36 +74,34 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     assert "share no row of 'ours'" in capsys.readouterr().err
 
 
-def kept(folder, name, date, rows):
-    folder.mkdir(exist_ok=True)
-    data = FILE | {"rows": rows, "commit": name[-2:]} | ({"date": date} if date else {})
-    (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+def taken(commit, date, rows):
+    return {"kind": "operators", **FILE, "rows": rows, "commit": commit, "date": date}
 
 
-def test_the_page_shows_the_newest_rows_whatever_files_are_called(tmp_path, monkeypatch):
+def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path, monkeypatch):
     """They were sorted by what follows the day in their names."""
-    folder = tmp_path / "benchmarks"
     liger = ROW | {"provider": "liger", "both_ms": 2.0}
-    for name, hour, ms, rows in (
-        ("card-2026-01-02", "23", 4.0, [liger]),
-        ("card-2026-01-02-10", "09", 1.0, [liger]),
-        ("card-2026-01-02-side-by-side", "10", 3.0, [liger]),
-        ("card-2026-01-03", "05", 5.0, []),
+    for commit, moment, ms, rows in (
+        ("aa", "2026-01-02T23", 4.0, [liger]),
+        ("bb", "2026-01-03T05", 5.0, []),
+        ("cc", "2026-01-02T10", 3.0, [liger]),
+        ("dd", "2026-01-02T09", 1.0, [liger]),
     ):
-        date = f"{name[5:15]}T{hour}:00:00+00:00"
-        kept(folder, name, date, [ROW | {"both_ms": ms}, *rows])
-    monkeypatch.setattr(measured, "ROOT", tmp_path)
+        run = taken(commit, f"{moment}:00:00+00:00", [ROW | {"both_ms": ms}, *rows])
+        (path,) = store.add([run], tmp_path)
+    assert [run["commit"] for run in store.load(path)] == ["aa", "bb"]
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
     page = docs_benchmarks.page()
     assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 |" in page
     # what was not measured again stands beside ours of its own run
     assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 |" in page
-    assert "`card-2026-01-02.json`" in page
-    assert "`card-2026-01-03.json`" in page
-    assert "-side-by-side" not in page
+    assert "Measured 2026-01-02, aa (torch 2); 2026-01-03, bb (torch 2)." in page
 
 
 @pytest.mark.parametrize("date", ["2026-01-02", "", "yesterday", "2026-01-02T10:00:00"])
 def test_a_result_without_a_time_is_refused(tmp_path, date):
-    kept(tmp_path, "card-2026-01-02", date, [ROW])
-    with pytest.raises(ValueError, match=r"card-2026-01-02\.json has the date"):
-        measured.read(folder=tmp_path)
+    (tmp_path / "a-card.json").write_text(store.text([taken("aa", date, [ROW])]))
+    with pytest.raises(ValueError, match=r"a-card\.json has the date"):
+        store.read("operators", tmp_path)
+    with pytest.raises(ValueError, match="has the date"):
+        store.add([taken("aa", date, [ROW])], tmp_path)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from ci import convergence, curves
+from benchmarks import convergence, curves, store
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "benchmarks").glob("convergence-*.json"))
+RUNS = store.read("convergence")
 CPU = torch.device("cpu")
 SHARE = ("llama", "gemma2", "qwen3_moe", "glm4")  # norms, offsets, experts, packed layers
 
@@ -73,26 +71,25 @@ def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     assert curves.judge(row).good
     assert not curves.judge(row, "bug-gradient").good
     row |= {"model": "llama", "steps": case.steps}
-    data = {"device": {"name": "cpu"}, "rows": [row]}
-    convergence.save(data, tmp_path / "curves.json")
-    given = ["--of", str(tmp_path / "curves.json"), "--draw", str(tmp_path / "curves.png")]
-    assert json.loads((tmp_path / "curves.json").read_text()) == data
+    data = {"kind": "convergence", "date": store.now(), "device": {"name": "cpu"}}
+    data |= {"batch": case.batch, "tokens": case.tokens}
+    (path,) = store.add([{**data, "rows": [row]}], tmp_path)
+    given = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
+    assert store.newest_of("convergence", path)["rows"] == json.loads(json.dumps([row]))
     assert convergence.main(given) == 0
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_committed_curves_are_within_bounds(path):
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    for row in rows:
+@pytest.mark.parametrize("run", RUNS, ids=[store.card(run) for run in RUNS])
+def test_committed_curves_are_within_bounds(run):
+    for row in run["rows"]:
         found = curves.judge(row)
         assert found.good, f"{row['model']} {row['dtype']}: {found}"
         assert row["steps"] >= 100
 
 
 def test_ten_architectures_are_committed():
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
-    rows = [r for data in found if data["device"]["type"] == "cpu" for r in data["rows"]]
+    rows = [row for run in RUNS if store.card(run) == "cpu" for row in run["rows"]]
     for dtype in ("float32", "bfloat16"):
         assert len({row["model"] for row in rows if row["dtype"] == dtype}) >= 10
 

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -12,15 +11,42 @@ import pytest
 import yaml
 
 import liger_multi
-from ci import docs, docs_status, figures, measured
+from benchmarks import measured, store
+from ci import docs, figures
+from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config_file
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-EVERY = [*(ROOT / n for n in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")), *PAGES]
+EVERY = [
+    *ROOT.glob("README.md"),
+    *ROOT.glob("CONTRIBUTING.md"),
+    ROOT / "benchmarks" / "README.md",
+    *PAGES,
+]
 NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
 RUN = ("losses.md", "concepts.md", "dispatch.md", "configuration.md")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The sources of the site."""
+    folder = tmp_path_factory.mktemp("site")
+    docs.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    """Files of the repository; what git ignores is not among them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip("a source package has no list of files")
+    return {(ROOT / name).resolve() for name in listed.stdout.splitlines()}
 
 
 def without_code(text):
@@ -46,18 +72,52 @@ def links(path):
     return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
-@pytest.mark.parametrize("path", EVERY, ids=NAMES)
-def test_links_lead_somewhere(path):
+def lead_somewhere(path, root):
     for link in links(path):
         if re.match(r"[a-z]+:", link):
             assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", link), link
             continue
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
-        assert target.exists(), f"{link}: {target} is absent"
-        assert ROOT in target.parents, f"{link} leads out of the repository"
+        assert target.exists(), f"{path.name}: {link}: {target} is absent"
+        assert root in target.parents, f"{path.name}: {link} leads out"
         if anchor:
-            assert anchor in anchors(target), f"{link}: no such heading"
+            assert anchor in anchors(target), f"{path.name}: {link}: no such heading"
+        yield target
+
+
+@pytest.mark.parametrize("path", EVERY, ids=NAMES)
+def test_links_lead_to_what_the_repository_has(path, tracked):
+    """Where pages are read in the repository, those that are made for the site are not there."""
+    for target in lead_somewhere(path, ROOT):
+        has = target in tracked or any(target in file.parents for file in tracked)
+        assert has, f"{target} is not in the repository"
+
+
+def test_links_of_the_site_lead_to_its_pages(site):
+    pages = sorted((site / "docs").rglob("*.md"))
+    assert len(pages) > len(PAGES) + len(docs.public_operators())
+    assert sum(len(list(lead_somewhere(path, (site / "docs").resolve()))) for path in pages) > 200
+
+
+def test_links_of_committed_pages_become_links_of_the_site(site):
+    known = docs.site.sources(docs.public_operators())
+    for source, page in known.items():
+        assert (ROOT / source.partition("#")[0]).exists(), source
+        assert (site / "docs" / page).exists(), page
+        assert page in docs.whole(), f"{page} is committed"
+    text = "[a](../liger_multi/ops/rope.py), [b](../README.md#x), [c](memory.md#d), [e](../a.py)"
+    made = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
+    assert docs.site.linked(text, "docs", known) == made
+    for code in ("`[a](../README.md)`", "```\n[a](../README.md)\n```"):
+        assert docs.site.linked(code, "docs", known) == code
+    front = (site / "docs" / "index.md").read_text(encoding="utf-8")
+    assert "[`rope`](ops/rope.md)" in front
+    assert "](docs/" not in front
+
+
+def test_a_page_that_is_made_whole_is_not_committed():
+    assert not [name for name in docs.whole() if (ROOT / "docs" / name).exists()]
 
 
 @pytest.mark.parametrize("path", EVERY, ids=NAMES)
@@ -66,16 +126,8 @@ def test_files_that_are_named_exist(path):
         pytest.skip("speaks of files that its reader will write")
     text = path.read_text(encoding="utf-8")
     folders = "docs|ci|tests|benchmarks|backends|liger_multi|reference"
-    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|yaml|yml|txt|sh))`", text):
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:md|py|yaml|yml|txt|sh|json))\b", text):
         assert (ROOT / name).exists(), name
-
-
-def test_a_page_of_the_site_links_to_pages_of_the_site():
-    for path in PAGES:
-        for link in links(path):
-            if not re.match(r"[a-z]+:|#", link):
-                target = (path.parent / link.partition("#")[0]).resolve()
-                assert (ROOT / "docs") in target.parents, f"{path.name}: {link}"
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -102,32 +154,31 @@ def test_configurations_of_a_page_are_well_formed(name):
 
 def test_every_python_block_is_python():
     for path in EVERY:
-        signatures = path.parent.name == "ops" or path.name == "nn.md"  # generated, no statements
-        for block in blocks(path, "python") if not signatures else ():
+        for block in blocks(path, "python"):
             compile(block, path.name, "exec")
 
 
 # --- the site ---
 
 
-def nav():
+def nav(site):
     def pages(entry):
         if isinstance(entry, str):
             return [entry]
         children = entry if isinstance(entry, list) else list(entry.values())
         return [page for child in children for page in pages(child)]
 
-    return pages(yaml.safe_load((ROOT / "ci" / "mkdocs.yml").read_text())["nav"])
+    return pages(yaml.safe_load((site / "mkdocs.yml").read_text())["nav"])
 
 
-def test_every_page_is_in_the_list_of_pages_once():
-    listed = nav()
-    assert sorted(listed) == sorted(p.relative_to(ROOT / "docs").as_posix() for p in PAGES)
+def test_every_page_is_in_the_list_of_pages_once(site):
+    pages = (site / "docs").rglob("*.md")
+    assert sorted(nav(site)) == sorted(p.relative_to(site / "docs").as_posix() for p in pages)
 
 
-def test_every_operator_has_a_page_with_every_section():
+def test_every_operator_has_a_page_with_every_section(site):
     for name in docs.public_operators():
-        text = (ROOT / "docs" / "ops" / f"{name}.md").read_text()
+        text = (site / "docs" / "ops" / f"{name}.md").read_text()
         for heading in ("Math", "Shapes", "Dtypes", "Memory", "Backends", "Tolerance"):
             assert f"## {heading}\n" in text, f"{name}: {heading}"
 
@@ -136,16 +187,21 @@ def test_what_is_generated_is_current():
     assert [str(path) for path in docs.stale()] == []
 
 
-def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch):
+def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch, tmp_path):
+    docs.build(tmp_path)
     known = docs.public_operators()
     left = {name: function for name, function in known.items() if name != "rms_norm"}
     monkeypatch.setattr(docs, "public_operators", lambda: left)
-    assert docs.stale()[ROOT / "docs" / "ops" / "rms_norm.md"][1] == ""
+    page = tmp_path / "docs" / "ops" / "rms_norm.md"
+    assert page.exists()
+    docs.build(tmp_path)
+    assert not page.exists()
+    assert "rms_norm:" not in (tmp_path / "mkdocs.yml").read_text().replace("_rms_norm:", "")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed")
-def test_the_site_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "ci/mkdocs.yml"]
+def test_the_site_builds_without_a_warning(site, tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", site / "mkdocs.yml"]
     done = subprocess.run(
         [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
@@ -214,10 +270,10 @@ def test_pages_agree_on_every_number_that_they_quote():
     assert measured.quoted(other) == texts[0]
 
 
-def test_the_page_of_benchmarks_shows_what_others_quote():
+def test_the_page_of_benchmarks_shows_what_others_quote(site):
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+        for line in (site / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| ")
     ]
     quoted = {key for path in EVERY for key, _ in measured.quotes(path.read_text("utf-8"))}
@@ -250,8 +306,6 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
     pages = handwritten()
     names = {path.name for path in pages}
     assert {"README.md", "performance.md", "peft.md", "recompute.md", "memory.md"} <= names
-    assert "benchmarks.md" not in names
-    assert "index.md" not in names
     by_hand = {path.name: figures.unsupported(text) for path, text in pages.items()}
     assert not {name: found for name, found in by_hand.items() if found}
 
@@ -289,21 +343,23 @@ def test_figures_are_told_by_their_form(block, found):
 @pytest.mark.parametrize(
     ("page", "wrong"),
     [
-        ("`benchmarks/a.txt`: 3.5 ms\n\n* and 4.5 ms (`benchmarks/a.txt`)", 0),
-        ("`benchmarks/a.txt`: 3.5 ms\n\n* and 4.5 ms", 1),
-        ("`benchmarks/a.txt`: 3.6 ms", 1),
-        ("`benchmarks/a.txt`, `benchmarks/b.txt`: 3.5 ms", 1),
-        ("`benchmarks/a.json`: 3.5 ms", 1),
+        ("`R#a`: 3.5 ms\n\n* and 4.5 ms (`R#a`)", 0),
+        ("`R#a`: 3.5 ms\n\n* and 4.5 ms", 1),
+        ("`R#a`: 3.6 ms", 1),
+        ("`R#a`, `R#b`: 3.5 ms", 1),
+        ("`R#c`: 3.5 ms", 1),
+        ("`R`: 3.5 ms", 1),
         ("| a | target, ms | ours, MiB | from |\n|---|---|---|---|\n| b | 9.5 | 7 | x |", 1),
-        ("| a | MiB |\n|---|---|\n| `benchmarks/a.txt` | 1,234 |\n| b | 1,234 |", 1),
+        ("| a | MiB |\n|---|---|\n| `R#a` | 1,234 |\n| b | 1,234 |", 1),
         ("<!-- x:start -->\n9.5 ms\n<!-- x:end -->\n```\n9.5 ms\n```\n    9.5 ms\n\nend", 0),
         ("<!-- = a b c ms -->9.5<!-- / --> ms", 0),
     ],
 )
 def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "a.txt").write_text("x3.50 ms, 4.5ms, 1234 MiB")
-    (tmp_path / "benchmarks" / "b.txt").write_text("3.5")
+    head = {"kind": "notes", "date": "2026-01-01T00:00:00+00:00", "device": {"name": "A card"}}
+    notes = {"a": ["x3.50 ms, 4.5ms", "1234 MiB"], "b": ["3.5"]}
+    store.add([{**head, "name": name, "rows": rows} for name, rows in notes.items()], tmp_path)
+    page = page.replace("`R", "`benchmarks/results/a-card.json")
     assert len(figures.unsupported(page, tmp_path)) == wrong
 
 
@@ -317,14 +373,12 @@ def test_a_quote_of_nothing_is_refused(key):
 
 
 def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
     for hour, speeds in ((1, {"ours": 4.0, "liger": 2.0}), (2, {"ours": 5.0})):
         rows = [
             {"run": "m:1x2", "variant": n, "tokens_per_second": 1e3 * s} for n, s in speeds.items()
         ]
-        data = {"device": {"name": measured.DEVICE}, "date": f"2026-01-01T0{hour}:00:00+00:00"}
-        (folder / f"models-{9 - hour}.json").write_text(json.dumps(data | {"rows": rows}))
-    monkeypatch.setattr(measured, "ROOT", tmp_path)
+        head = {"kind": "models", "date": f"2026-01-01T0{hour}:00:00+00:00", "limit_gb": None}
+        store.add([{**head, "device": {"name": measured.DEVICE}, "rows": rows}], tmp_path)
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
     assert measured.value("models m:1x2 ours tokens") == "5.0k"
     assert measured.value("models m:1x2 ours/liger tokens") == "2.00"

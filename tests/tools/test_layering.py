@@ -293,7 +293,9 @@ def test_every_public_name_resolves_and_is_documented(package):
             )
 
 
-@pytest.mark.parametrize("folder", ["liger_multi", "reference", "backends", "ci", "tests"])
+@pytest.mark.parametrize(
+    "folder", ["liger_multi", "reference", "backends", "benchmarks", "ci", "tests"]
+)
 def test_nothing_stands_behind_a_return(folder):
     """A message wrapped without parentheses ends early, and its rest is a statement of its own."""
     for file in (ROOT / folder).rglob("*.py"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci import longest
+from benchmarks import longest
 
 
 @pytest.mark.parametrize("room", [90_000, 110_000, 300_000, 1_000_000])

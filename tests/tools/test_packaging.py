@@ -50,7 +50,7 @@ for name in ("backends.triton", "backends.cuda", "reference.rms_norm", "patching
 assert importlib.resources.files("liger_multi").joinpath("py.typed").is_file()
 launch = importlib.resources.files("liger_multi.backends.cuda").joinpath("launch")
 assert launch.joinpath("packaging-test.yaml").is_file()
-for name in ("backends", "reference", "ci", "tests"):
+for name in ("backends", "reference", "benchmarks", "ci", "tests"):
     assert importlib.util.find_spec(name) is None, name + " is installed at the top"
 print("complete")
 """

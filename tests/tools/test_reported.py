@@ -1,6 +1,6 @@
 """Defects that users of other libraries reported, where no other file holds them already.
 
-``docs/regressions.md`` lists every case with its threads, its tests and what makes them fail.
+``ci/regressions.py`` lists every case with its threads, its tests and what makes them fail.
 """
 
 import models

@@ -1,0 +1,1 @@
+"""Scripts that measure: ``python -m benchmarks.<name>``. Their results stand in ``results/``."""

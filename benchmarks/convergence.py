@@ -1,0 +1,326 @@
+"""Training curves of stock and patched models: ``python -m benchmarks.convergence``.
+
+Every provider trains the same weights on the same batches of Python's own sources; the loss and
+the norm of the gradient of every step are kept, and held against the bounds of
+:mod:`benchmarks.curves`.
+``stock`` is Hugging Face's model, ``ours`` a patched one, ``liger`` one that Liger-Kernel patched,
+``seed`` stock from other weights; ``control-N`` is stock, disturbed by as much as rounding is
+(there are ``--controls`` of them). ``--models`` takes names of this module, or NAME:BATCHxTOKENS of
+a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture, also of a file
+(``--of``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import store
+from benchmarks.curves import CURVES, Curves, draw, judge
+from liger_multi.bench import report
+from liger_multi.demo import corpus
+from liger_multi.memory.sizes import SIZES, config_of
+
+ROOT = Path(__file__).parent.parent
+
+WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
+TINY: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": None, "use_cache": False,
+}  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
+SLIDING = {"query_pre_attn_scalar": 16, "sliding_window": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {**SLIDING, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**SLIDING, "sliding_window_pattern": 2},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
+    "qwen3_moe": {**ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+    "gpt_oss": {
+        **ROUTED, "num_local_experts": 4, "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a model, its precision, and the size of the run."""
+
+    model: str
+    dtype: str
+    batch: int
+    tokens: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str, dtype: str, steps: int) -> Case:
+        """From the command line's ``NAME`` or ``NAME:BATCHxTOKENS``."""
+        name, _, size = text.partition(":")
+        batch, _, tokens = (size or "4x32").partition("x")
+        known = [*KINDS, *SIZES]
+        if name not in known or not (batch.isdigit() and tokens.isdigit()):
+            raise ValueError(
+                f"a model is NAME or NAME:BATCHxTOKENS with a name of {', '.join(known)}; "
+                f"got {text!r}"
+            )
+        return cls(name, dtype, int(batch), int(tokens), steps)
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the tokenizer; a wide model's own has more, which stay unused."""
+        return TINY["vocab_size"] if self.model in KINDS else 32768
+
+
+# --- providers ---
+
+
+def _ours(model: Any) -> None:
+    import liger_multi
+
+    liger_multi.patch(model, strict=True)
+
+
+def _liger(model: Any) -> None:
+    peer = importlib.import_module("liger_kernel.transformers")
+    peer._apply_liger_kernel_to_instance(model=model)
+
+
+def _norms(model: Any) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if type(module).__name__.endswith("RMSNorm"))
+
+
+def _wrong_eps(model: Any) -> None:
+    for norm in list(_norms(model)):
+        for name in {"eps", "variance_epsilon"} & set(vars(norm)):
+            setattr(norm, name, 10 * getattr(norm, name))
+    _ours(model)
+
+
+def _wrong_gradient(model: Any) -> None:
+    _ours(model)
+    layer = next(module for name, module in model.named_modules() if name.endswith(".mlp"))
+    layer.register_full_backward_pre_hook(lambda _, dys: tuple(1.01 * dy for dy in dys))
+
+
+def _wrong_weights(model: Any) -> None:
+    for norm in _norms(model):
+        norm.requires_grad_(False)
+    _ours(model)
+
+
+# what must be found: a norm's eps ten times too large, the gradient of one MLP 1 % too large, and
+# weights of norms that get none
+BUGS: dict[str, Callable[[Any], None]] = {
+    "bug-eps": _wrong_eps, "bug-gradient": _wrong_gradient, "bug-weights": _wrong_weights,
+}  # fmt: skip
+PROVIDERS: dict[str, Callable[[Any], None]] = {
+    "stock": lambda model: None, "ours": _ours, "liger": _liger, "seed": lambda model: None, **BUGS,
+}  # fmt: skip
+
+
+# --- training ---
+
+
+def text(case: Case) -> Tensor:
+    """Token ids, steps x batch x tokens; no network is asked."""
+    count = case.steps * case.batch
+    found = corpus.read(min(9_000_000, 6 * count * case.tokens + 200_000))
+    learnt = corpus.learn_tokenizer(found, case.vocabulary)
+    cut = corpus.blocks(found, learnt, count, case.tokens, 0).tokens
+    return cut.view(case.steps, case.batch, case.tokens)
+
+
+def build(case: Case, device: torch.device, seed: int) -> Any:
+    """The model with random weights, made on its device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if case.model in SIZES:
+        config = config_of(case.model, case.tokens)
+        config.use_cache = False
+    else:
+        sizes = {**TINY, "max_position_embeddings": max(64, case.tokens), **KINDS[case.model]}
+        config = AutoConfig.for_model(case.model, **sizes)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
+    return model.train()
+
+
+@torch.no_grad()
+def disturb(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
+    """Move every number by at most one unit in its last place."""
+    for x in tensors:
+        shift = torch.rand(x.shape, generator=generator, device=x.device).mul_(2).sub_(1)
+        x.copy_(torch.addcmul(x.float(), x.float(), shift, value=torch.finfo(x.dtype).eps))
+
+
+def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curves:
+    """Loss, and norm of the gradient before it is clipped, of every step."""
+    kind, _, number = provider.partition("-")
+    model = build(case, device, seed=1 if provider == "seed" else 0)
+    parameters, noise = list(model.parameters()), None
+    if kind == "control":
+        noise = torch.Generator(device).manual_seed(int(number))
+        disturb(parameters, noise)
+    else:
+        PROVIDERS[provider](model)
+    rate = RATE if case.model in KINDS else WIDE_RATE
+    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=device.type == "cuda")
+    found: dict[str, list[Tensor]] = {name: [] for name in CURVES}
+    for step, some in enumerate(ids.to(device)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / WARM_STEPS)
+        loss = model(input_ids=some, labels=some).loss
+        loss.backward()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if noise is not None:
+            disturb(grads, noise)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found["loss"].append(loss.detach().float())
+        found["gradient_norm"].append(norm)
+    rounded = {name: torch.stack(values).tolist() for name, values in found.items()}
+    return {name: [float(f"{x:.9g}") for x in values] for name, values in rounded.items()}
+
+
+# --- the command ---
+
+
+def child(case: Case, provider: str, file: Path, device: torch.device) -> Curves:
+    """Train in a process of its own, since a peer patches modules of the whole process."""
+    command = [sys.executable, "-m", "benchmarks.convergence", "--child", json.dumps(asdict(case))]
+    command += ["--providers", provider, "--of", str(file), "--device", str(device)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not done.returncode:
+        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    if provider != "liger":
+        raise RuntimeError(f"{case.model} {case.dtype} {provider}: {last[:300]}")
+    print(f"{case.model} {case.dtype} liger failed: {last[:300]}", flush=True)
+    return {}
+
+
+def rows_of(
+    cases: Sequence[Case], providers: Sequence[str], device: torch.device, jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Every case's curves; with jobs, in so many processes at once."""
+    from rich.progress import track
+
+    for case in track(cases, "models", disable=not sys.stderr.isatty()):
+        ids = text(case)
+        if jobs:
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+                file = Path(folder) / "ids.pt"
+                torch.save(ids, file)
+                found = pool.map(lambda p: child(case, p, file, device), providers)  # noqa: B023
+                curves = {p: c for p, c in zip(providers, found, strict=True) if c}
+        else:
+            curves = {p: train(case, p, ids, device) for p in providers}
+        digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
+        yield {**asdict(case), "text": digest, "curves": curves}
+
+
+def line(row: Mapping[str, Any], provider: str) -> str:
+    """What was found, as a row of the table."""
+    found, curves = judge(row, provider), row["curves"][provider]["loss"]
+    word = "within" if found.good else f"BEYOND, from step {found.beyond}"
+    return (
+        f"{row['model']:12s} {row['dtype']:8s} {provider:12s} {curves[0]:.3f} to {curves[-1]:.3f}, "
+        f"last {100 * found.final:+.4f} %, of what is allowed: loss {found.shares['loss']:.2f}, "
+        f"gradient {found.shares['gradient_norm']:.2f}  {word}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
+    made.add_argument("--models", default=",".join(KINDS))
+    made.add_argument("--providers", default="stock,ours,seed", help=", ".join(PROVIDERS))
+    made.add_argument("--controls", type=int, default=2)
+    made.add_argument("--dtype", default="float32,bfloat16", help="also fp32, bf16")
+    made.add_argument("--steps", type=int, default=120)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--jobs", type=int, help="processes at once; 0: this one (CPU's default)")
+    made.add_argument("--draw", type=Path, help="the picture")
+    made.add_argument("--of", type=Path, help="draw the newest run of this file, train nothing")
+    store.add_options(made)
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and judge; 1 where a curve of ours is out of bounds."""
+    options = parser()
+    given = options.parse_args(arguments)
+    device, providers = torch.device(given.device), given.providers.split(",")
+    if given.child:
+        case = Case(**json.loads(given.child))
+        print(json.dumps(train(case, providers[0], torch.load(given.of), device)))
+        return 0
+    if given.of:
+        draw(store.newest_of("convergence", given.of), given.draw)
+        return 0
+    short = {"fp32": "float32", "bf16": "bfloat16"}
+    dtypes = [short.get(name, name) for name in given.dtype.split(",")]
+    try:
+        models = given.models.split(",")
+        cases = [Case.parse(name, dtype, given.steps) for name in models for dtype in dtypes]
+    except ValueError as wrong:
+        options.error(str(wrong))
+    if "stock" not in providers or given.controls < 1:
+        options.error("curves are held against stock and at least one control")
+    return run(cases, providers, device, given)
+
+
+def run(
+    cases: Sequence[Case], providers: Sequence[str], device: torch.device, given: argparse.Namespace
+) -> int:
+    """Train everything, and write, draw and print what was found."""
+    if "liger" in providers and importlib.util.find_spec("liger_kernel") is None:
+        print("liger-kernel is not installed and left out", flush=True)
+        providers = [name for name in providers if name != "liger"]
+    everybody = [*providers, *(f"control-{n + 1}" for n in range(given.controls))]
+    jobs = given.jobs if given.jobs is not None else 4 * (device.type != "cpu")
+    versions = {**report.versions(), "transformers": importlib.metadata.version("transformers")}
+    data: dict[str, Any] = {"kind": "convergence", "date": store.now(), "commit": given.commit}
+    data |= {"device": report.device_facts(device), "versions": versions, "rows": []}
+    bad = 0
+    for row in rows_of(cases, everybody, device, jobs):
+        data["rows"].append(row)
+        for provider in providers:
+            if provider != "stock" and provider in row["curves"]:
+                print(line(row, provider), flush=True)
+                bad += provider == "ours" and not judge(row, provider).good
+        store.keep(data, given)
+    if given.draw:
+        draw(data, given.draw)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

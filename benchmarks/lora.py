@@ -1,0 +1,209 @@
+"""LoRA as PEFT runs it and as a patched model does: ``python -m benchmarks.lora``.
+
+Time of forward and backward, and the peak beside what was there, of the MLP and of the projections
+to q, k and v of a decoder layer of Llama-3-8B (8192 tokens, r = 16), layer by layer and as one
+operator, and of a training step of a small model, in bf16 with fp32 adapters (PEFT's default) and
+under autocast. ``--tiny`` tries it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import store
+from liger_multi import patch
+from liger_multi.bench import report
+from liger_multi.memory import peak_memory
+from liger_multi.patching.replace.swap import Patched
+
+QKV = ("q_proj", "k_proj", "v_proj")
+TARGETS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYER = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 1,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+FORMS = ("fp32 adapters", "autocast")
+
+
+def adapted(config: dict[str, Any], device: torch.device, rank: int) -> Any:
+    """A Llama with frozen bf16 weights and fp32 adapters whose second factors are not zero."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    made = transformers.LlamaConfig(max_position_embeddings=8192, use_cache=False, **config)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM._from_config(made, dtype=torch.bfloat16)
+    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS))
+    wrapped = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+    return wrapped.train()
+
+
+class Projections(nn.Module):
+    """The projections of an attention module, which a patch has computed together."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for name, layer in zip(QKV, layers, strict=True):
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """What the layers give."""
+        return [getattr(self, name)(x) for name in QKV]
+
+
+def parts(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """What is measured, by name: functions that give a scalar to differentiate."""
+    layer = model.base_model.model.model.layers[0]
+    shape = (1, tokens, model.config.hidden_size)
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layers = [getattr(layer.self_attn, name) for name in QKV]
+
+    def projections() -> Tensor:
+        found = [projection(x).sum(dtype=torch.float32) for projection in layers]
+        return torch.stack(found).sum()
+
+    one = Projections(layers)
+    if isinstance(layers[0], Patched):
+        patch(one)
+
+    return {
+        "mlp": lambda: layer.mlp(x).sum(dtype=torch.float32),
+        "qkv": projections,
+        "qkv as one": lambda: torch.stack([y.sum(dtype=torch.float32) for y in one(x)]).sum(),
+    }
+
+
+def steps(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """A training step without its optimizer."""
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
+    return {"step": lambda: model(input_ids=ids, labels=ids).loss}
+
+
+def measured(
+    run: Callable[[], Tensor],
+    model: nn.Module,
+    scope: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    rounds: int,
+) -> dict[str, float]:
+    """Median milliseconds of forward and backward, the peak beside the start, and the value."""
+
+    def once() -> Tensor:
+        with scope():
+            value = run()
+        value.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return value.detach()
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+
+    value, times = once(), []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        once()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    peak = peak_memory(once, device=device)[1]
+    return {
+        "milliseconds": statistics.median(times),
+        "added_bytes": peak.added_bytes,
+        "value": float(value),
+    }
+
+
+def compare(
+    config: dict[str, Any],
+    make: Callable[[Any, int, torch.device], dict[str, Callable[[], Tensor]]],
+    tokens: int,
+    device: torch.device,
+    rank: int,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Rows of stock and of ours, in both forms of precision."""
+    rows = []
+    stock = adapted(config, device, rank)
+    for variant in ("stock", "ours"):
+        model = stock if variant == "stock" else copy.deepcopy(stock)
+        if variant == "ours":
+            patch(model)
+        torch.manual_seed(1)
+        for name, run in make(model, tokens, device).items():
+            for form in FORMS:
+
+                def scope(form: str = form) -> AbstractContextManager[Any]:
+                    asked = form == "autocast"
+                    return torch.autocast(device.type, torch.bfloat16) if asked else nullcontext()
+
+                found = measured(run, model, scope, device, rounds)
+                rows.append({"part": name, "form": form, "variant": variant, **found})
+    return rows
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for every part and form, ours beside stock."""
+    lines = [
+        f"{'part':10} {'form':14} {'stock ms':>9} {'ours ms':>9} {'stock MiB':>10} {'ours MiB':>9}"
+    ]
+    by = {(r["part"], r["form"], r["variant"]): r for r in rows}
+    for part, form, variant in by:
+        if variant == "stock":
+            pair = [by[part, form, v] for v in ("stock", "ours")]
+            times, bytes_ = ([r[k] for r in pair] for k in ("milliseconds", "added_bytes"))
+            lines.append(
+                f"{part:10} {form:14} {times[0]:9.3f} {times[1]:9.3f} "
+                f"{bytes_[0] / 2**20:10.1f} {bytes_[1] / 2**20:9.1f}"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    store.add_options(parser)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
+    given = parser.parse_args(arguments)
+    found = None if given.tiny else torch.accelerator.current_accelerator(check_available=True)
+    device = found or torch.device("cpu")
+    tokens = 256 if given.tiny else given.tokens
+    common = (tokens, device, given.rank, given.rounds)
+    rows = compare({**LAYER, **(TINY if given.tiny else {})}, parts, *common)
+    tiny = {**TINY, "num_hidden_layers": 2} if given.tiny else {}
+    rows += compare({**SMALL, **tiny}, steps, *common)
+    print(shown(rows))
+    run: dict[str, Any] = {"kind": "lora", "date": store.now(), "commit": given.commit}
+    run |= {"device": report.device_facts(device), "versions": report.versions()}
+    store.keep({**run, "tokens": tokens, "rank": given.rank, "rows": rows}, given)
+
+
+if __name__ == "__main__":
+    main()

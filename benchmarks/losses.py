@@ -1,0 +1,427 @@
+"""Whole losses beside peers, forward with backward: ``python -m benchmarks.losses``.
+
+A loss is a function of a student's or policy's hidden states and head. Its floor is the products
+that it cannot do without (three of the head; one more, without gradients, where a teacher or a
+reference has a head too). Time and memory are measured as for the operators: interleaved rounds,
+and the peak without inputs, gradients, and an fp32 gradient of the weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import store
+from liger_multi import losses
+from liger_multi.bench import report
+from liger_multi.bench.cases import error
+from liger_multi.bench.formulas import TABLE
+from liger_multi.bench.measure import (
+    Clock,
+    Runner,
+    host_us,
+    interleave,
+    memory_bytes,
+    release,
+)
+from liger_multi.bench.providers import Provider
+from liger_multi.memory.measure import format_bytes, resolve_device
+
+ROOT = Path(__file__).parent.parent
+TOKENS = 1024  # of an answer
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a batch, width of the hidden states, classes."""
+
+    tokens: int
+    width: int
+    classes: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.width}x{self.classes}"
+
+
+def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Inputs of every loss; answers of equal length, of which a tenth is padding."""
+    g = torch.Generator(device).manual_seed(0)
+    length = min(TOKENS, shape.tokens // 2)
+    rows = shape.tokens // length
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=g, device=device) * scale).to(dtype)
+
+    target = torch.randint(shape.classes, (rows, length), generator=g, device=device)
+    target[:, length - length // 10 :] = -100
+    made = {
+        "hidden": normal(rows, length, shape.width).requires_grad_(),
+        "weight": normal(shape.classes, shape.width, scale=shape.width**-0.5).requires_grad_(),
+        "target": target,
+        "other": normal(rows, length, shape.width),
+        "other_weight": normal(shape.classes, shape.width, scale=shape.width**-0.5),
+        "advantages": torch.randn(rows, generator=g, device=device),
+    }
+    with torch.no_grad():  # log-probabilities that an earlier step has computed
+        near = losses.Head(made["hidden"] + 0.01 * made["other"], made["weight"])
+        made["old"] = losses.tokens(near, target).log_prob  # type: ignore[assignment]
+    return made
+
+
+# --- ours ---
+
+
+def _head(hidden: Tensor, weight: Tensor, **options: Any) -> losses.Head:
+    return losses.Head(hidden, weight, **options)
+
+
+def dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor, **o: Any) -> Tensor:
+    """DPO with log-probabilities of the reference from before."""
+    return losses.dpo_loss(_head(hidden, weight, **o), target, old)[0]
+
+
+def dpo_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor, **o: Any
+) -> Tensor:
+    """DPO with a second model's head."""
+    reference = losses.Head(other, other_weight)
+    return losses.dpo_loss(_head(hidden, weight, **o), target, reference)[0]
+
+
+def grpo(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor, **o: Any
+) -> Tensor:
+    """GRPO of tokens, clipped, with the divergence from the old policy."""
+    passes = o.pop("passes", "auto")
+    return losses.policy_loss(
+        _head(hidden, weight, **o), target, advantages, old=old, reference=old, beta=0.04,
+        passes=passes, metrics=(),
+    )[0]  # fmt: skip
+
+
+def gspo(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor, **o: Any
+) -> Tensor:
+    """GSPO: ratios of whole answers."""
+    return losses.policy_loss(
+        _head(hidden, weight, **o), target, advantages, old=old, loss_type="gspo", metrics=()
+    )[0]
+
+
+def jsd(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor, **o: Any
+) -> Tensor:
+    """Distillation from a teacher's head."""
+    teacher = losses.Head(other, other_weight)
+    return losses.distillation_loss(_head(hidden, weight, **o), teacher, target)[0]
+
+
+# --- plain PyTorch ---
+
+
+def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    log_p = torch.log_softmax((hidden @ weight.mT).float(), -1)
+    found = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(target >= 0, found, 0)
+
+
+def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
+    """The same, eager."""
+    ratio = (_rows(hidden, weight, target) - old).sum(-1)
+    chosen, rejected = ratio.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def torch_dpo_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+) -> Tensor:
+    """The same, eager."""
+    with torch.no_grad():
+        before = _rows(other, other_weight, target)
+    return torch_dpo(hidden, weight, target, before)
+
+
+def torch_grpo(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
+) -> Tensor:
+    """The same, eager."""
+    own, mask, a = _rows(hidden, weight, target), target >= 0, advantages.unsqueeze(1)
+    ratio = torch.exp(own - old)
+    each = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    each = each + 0.04 * (torch.exp(old - own) - (old - own) - 1)
+    return ((each * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def torch_gspo(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
+) -> Tensor:
+    """The same, eager."""
+    own, mask = _rows(hidden, weight, target), target >= 0
+    ratio = torch.exp(((own - old) * mask).sum(-1) / mask.sum(-1))
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def torch_jsd(
+    hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+) -> Tensor:
+    """The same, eager."""
+    q = torch.log_softmax((hidden @ weight.mT).float(), -1)
+    p = torch.log_softmax((other @ other_weight.mT).float(), -1)
+    m = torch.log(0.5 * p.exp() + 0.5 * q.exp())
+    each = 0.5 * (p.exp() * (p - m)).sum(-1) + 0.5 * (q.exp() * (q - m)).sum(-1)
+    return (each * (target >= 0)).sum() / (target >= 0).sum()
+
+
+# --- Liger's chunked losses ---
+
+
+def _peer(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"liger_kernel.chunked_loss.{module}"), name)
+
+
+def liger_dpo() -> Loss:
+    """Its DPO, which wants the reference's hidden states and weight."""
+    loss = _peer("dpo_loss", "LigerFusedLinearDPOLoss")(compute_nll_loss=False)
+
+    def call(
+        hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+    ) -> Tensor:
+        return loss(  # type: ignore[no-any-return]
+            weight, hidden, target, ref_input=other, ref_weight=other_weight
+        )[0]
+
+    return call
+
+
+def nobody() -> Loss:
+    """No such loss."""
+    raise ImportError("has no such loss (its DPO wants the reference's head)")
+
+
+def liger_grpo() -> Loss:
+    """Its GRPO, whose chunk is an answer."""
+    loss = _peer("grpo_loss", "LigerFusedLinearGRPOLoss")(beta=0.04, loss_type="grpo")
+
+    def call(
+        hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
+    ) -> Tensor:
+        mask = (target >= 0).to(torch.float32)
+        return loss(  # type: ignore[no-any-return]
+            hidden, weight, target.clamp(min=0), mask, advantages, ref_per_token_logps=old,
+            old_per_token_logps=old,
+        )[0]  # fmt: skip
+
+    return call
+
+
+def liger_gspo() -> Loss:
+    """Its GRPO with ratios of whole answers."""
+    loss = _peer("grpo_loss", "LigerFusedLinearGRPOLoss")(
+        beta=0.0, loss_type="grpo", importance_sampling_level="sequence", use_ref_model=False
+    )
+
+    def call(
+        hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
+    ) -> Tensor:
+        mask = (target >= 0).to(torch.float32)
+        return loss(  # type: ignore[no-any-return]
+            hidden, weight, target.clamp(min=0), mask, advantages, old_per_token_logps=old
+        )[0]
+
+    return call
+
+
+def liger_jsd() -> Loss:
+    """Its distillation, without labels."""
+    loss = _peer("jsd_loss", "LigerFusedLinearJSDLoss")(weight_hard_loss=0.0, weight_soft_loss=1.0)
+
+    def call(
+        hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
+    ) -> Tensor:
+        rows = target.numel()
+        return loss(  # type: ignore[no-any-return]
+            hidden.reshape(rows, -1), weight, other.reshape(rows, -1), other_weight,
+            target.reshape(rows),
+        )  # fmt: skip
+
+    return call
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss: ours, plain PyTorch, a peer, and the inputs that it takes beside a head."""
+
+    ours: Loss
+    torch: Loss
+    liger: Callable[[], Loss]
+    beside: tuple[str, ...]
+    teacher: bool = False
+
+
+CASES: dict[str, Case] = {
+    "dpo": Case(dpo, torch_dpo, nobody, ("target", "old")),
+    "dpo-reference": Case(
+        dpo_reference, torch_dpo_reference, liger_dpo, ("target", "other", "other_weight"), True
+    ),
+    "grpo": Case(grpo, torch_grpo, liger_grpo, ("target", "advantages", "old")),
+    "gspo": Case(gspo, torch_gspo, liger_gspo, ("target", "advantages", "old")),
+    "jsd": Case(jsd, torch_jsd, liger_jsd, ("target", "other", "other_weight"), True),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-1GiB": {"keep": "996MiB", "chunk": "256MiB"},
+    "ours-two": {"keep": 0},
+}
+
+
+def floor(case: Case) -> Loss:
+    """The products alone."""
+    products = TABLE["fused_linear_cross_entropy"]["products"]
+
+    def call(hidden: Tensor, weight: Tensor, **beside: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if case.teacher:
+            with torch.no_grad():
+                other = beside["other"]
+                torch.mm(other.reshape(-1, other.shape[-1]), beside["other_weight"].mT)
+        return products(flat, weight, beside["target"])  # type: ignore[no-any-return]
+
+    return call
+
+
+def providers(case: Case, names: Sequence[str]) -> list[Provider]:
+    """Who is measured."""
+    found = []
+    for name in names:
+        if name in VARIANTS:
+            options = dict(VARIANTS[name])
+            if name == "ours-two" and case.ours is grpo:
+                options["passes"] = "two"
+            found.append(Provider(name, _with(case.ours, options)))
+        elif name == "products":
+            found.append(Provider(name, floor(case), floor=True))
+        elif name == "torch":
+            found.append(Provider(name, case.torch))
+        elif name == "liger":
+            found.append(Provider(name, case.liger()))
+    return found
+
+
+def _with(function: Loss, options: Mapping[str, Any]) -> Loss:
+    return lambda **tensors: function(**tensors, **options)
+
+
+def measured(
+    case: Case, tensors: dict[str, Tensor], names: Sequence[str], seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Rows by provider: error against fp32, memory, time."""
+    device = tensors["hidden"].device
+    clock, given = Clock(device), {"hidden", "weight", *case.beside}
+    inputs = {name: x for name, x in tensors.items() if name in given}
+    rows: dict[str, dict[str, Any]] = {}
+    runners: dict[str, tuple[Runner, int]] = {}
+    right = _right(case, inputs)
+    for provider in _available(case, names, rows):
+        release(device)
+        runner = Runner.make(provider, inputs, (torch.ones((), device=device),))
+        row = rows[provider.name] = {"status": "ok"}
+        try:
+            row |= _alone(runner, right, tensors["weight"].numel(), device)
+            flushes = clock.flushes(host_us(runner, clock, 3)[1])
+        except Exception as failure:
+            row |= {"status": f"{type(failure).__name__}: {str(failure).splitlines()[0][:120]}"}
+            continue
+        runners[provider.name] = (runner, flushes)
+    release(device)
+    for name, times in interleave(runners, clock, seconds, 2).items():
+        rows[name] |= times.summary()
+    return rows
+
+
+def _available(case: Case, names: Sequence[str], rows: dict[str, dict[str, Any]]) -> list[Provider]:
+    found = []
+    for name in names:
+        try:
+            found += providers(case, [name])
+        except ImportError as failure:
+            rows[name] = {"status": str(failure)}
+    return found
+
+
+def _right(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients in fp32 of the same rounded inputs."""
+    wide = {
+        n: (x.detach().float() if x.is_floating_point() else x).requires_grad_(x.requires_grad)
+        for n, x in inputs.items()
+    }
+    loss = case.ours(**wide, chunk=512, keep=0)
+    grads = torch.autograd.grad(loss, (wide["hidden"], wide["weight"]))
+    return loss.detach(), {"hidden": grads[0], "weight": grads[1]}
+
+
+def _alone(
+    runner: Runner, right: tuple[Tensor, dict[str, Tensor]], weight: int, device: torch.device
+) -> dict[str, Any]:
+    (loss,), grads = runner.both()
+    found: dict[str, Any] = {}
+    if not runner.provider.floor:
+        found["loss"], found["right"] = float(loss), float(right[0])
+        kind = runner.tensors["weight"].dtype
+        found["error"] = max(error(g, right[1][n], kind)[0] for n, g in grads.items())
+    del loss, grads
+    release(device)
+    found["extra_bytes"], found["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
+    return found
+
+
+def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | None) -> str:
+    """A row of the table."""
+    if row["status"] != "ok":
+        return f"{name:24s} {provider:10s} {row['status']}"
+    ratio = f"{row['both_ms'] / floor_ms:6.3f}" if floor_ms else "     -"
+    wrong = f"error {row['error']:8.2f}" if "error" in row else " " * 14
+    return (
+        f"{name:24s} {provider:10s} {row['both_ms']:9.3f} ms  {ratio} x products  "
+        f"extra {format_bytes(row['extra_bytes']):>10s}  {wrong}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--shape", default="", help="TOKENSxWIDTHxCLASSES")
+    parser.add_argument("--providers", default="products,ours,ours-1GiB,ours-two,torch,liger")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    store.add_options(parser)
+    given = parser.parse_args(arguments)
+    device = resolve_device(None)
+    text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
+    shape = Shape(*map(int, text.split("x")))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tensors, rows = draw(shape, device, dtype), []
+    for name in given.cases:
+        found = measured(CASES[name], tensors, given.providers.split(","), given.seconds)
+        floor_ms = found.get("products", {}).get("both_ms")
+        for provider, row in found.items():
+            print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
+            rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
+    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
+    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
+    store.keep(run, given)
+    ours = [row for row in rows if row["provider"].startswith("ours")]
+    return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Measured and estimated memory of training steps: ``python -m benchmarks.memory``.
+
+On an accelerator every case of :mod:`benchmarks.memory_cases` trains some steps in its process, the
+allocator's peak is taken, and ``--store`` keeps one row a case with
+the estimate beside it, what the chunked loss leaves in the allocator over steps, and how it comes
+through a shortage. ``--cpu`` does the small cases by tracking storages, and ``--explain`` writes
+the estimates that ``docs/memory.md`` quotes; both need no accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import store
+from benchmarks.memory_cases import ACCELERATOR, CPU, Case
+from liger_multi.bench import report
+from liger_multi.memory import estimate, measure, profile
+from liger_multi.memory.sizes import config_of
+
+ROOT = Path(__file__).parent.parent
+# model, batch, sequence, and how the training is spread
+STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("qwen2-0.5b", 2, 128, {}),
+    ("qwen2-0.5b", 8, 256, {}),
+    ("qwen2-0.5b", 8, 512, {}),
+    ("qwen2-0.5b", 8, 512, {"dtype": "float16-autocast"}),
+    ("qwen2-0.5b", 8, 512, {"dtype": "float32"}),
+    ("llama-3.2-1b", 8, 2048, {}),
+    ("qwen2.5-7b", 4, 2048, {"dtype": "bfloat16-mixed", "fsdp": True, "world": 8}),
+    ("qwen2.5-14b", 1, 4096, {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8}),
+    (
+        "qwen2.5-14b", 1, 4096,
+        {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
+    ),
+    (
+        "qwen2.5-14b", 1, 32768,
+        {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
+    ),
+]  # fmt: skip
+
+
+def explained() -> list[dict[str, Any]]:
+    """The stories' estimates, stock and patched."""
+    rows = []
+    for model, batch, sequence, options in STORIES:
+        row: dict[str, Any] = {"model": model, "batch": batch, "sequence": sequence, **options}
+        for name, patched in (("stock", False), ("patched", True)):
+            made = estimate(
+                config_of(model, sequence), batch, sequence, patched=patched, **options
+            ).as_data()
+            del made["profile"]
+            row[name] = made
+        rows.append(row)
+    return rows
+
+
+def on_cpu(case: Case) -> dict[str, Any]:
+    """Measure a small case by tracking storages."""
+    model = case.build("cpu")
+    optimizer, step = case.step(model)
+    step()
+    states = [t for s in optimizer.state.values() for t in s.values()]
+    with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
+        step()
+    return {"measured_bytes": peak.peak_bytes}
+
+
+def on_device(case: Case, steps: int) -> dict[str, Any]:
+    """Measure a case with the allocator of this process."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    module = torch.get_device_module(device)
+    if case.limit_gb is not None:
+        total = module.get_device_properties(0).total_memory
+        module.set_per_process_memory_fraction(case.limit_gb * 1e9 / total)
+    model = case.build(device)
+    _, step = case.step(model)
+    for _ in range(3):
+        step()
+    module.synchronize()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    loss = torch.zeros(())
+    for _ in range(steps):
+        loss = step()
+    module.synchronize()
+    stats = module.memory_stats()
+    return {
+        "measured_bytes": module.max_memory_allocated(),
+        "reserved_bytes": module.max_memory_reserved(),
+        "growth_bytes": module.memory_allocated() - before,
+        "alloc_retries": stats.get("num_alloc_retries", 0),
+        "loss": loss.item(),
+    }
+
+
+def profiled(pictures: Path | None) -> dict[str, Any]:
+    """Stock and patched timelines from the allocator's history, and how well they were named."""
+    from liger_multi.memory import compare
+
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    profiles = []
+    for patched in (False, True):
+        case = Case("qwen2-0.5b", 8, 512, patched=patched)
+        model = case.build(device)
+        optimizer, step = case.step(model)
+        step()
+        with measure(device) as peak:
+            step()
+        made = profile(step, model=model, optimizer=optimizer, warm=0, title=str(case))
+        made.allocator["peak without recording"] = peak.peak_bytes
+        profiles.append(made)
+        del model, optimizer, step
+        gc.collect()  # a model holds itself
+        torch.get_device_module(device).empty_cache()
+    both = compare(*profiles)
+    if pictures is not None:
+        both.draw(pictures / "memory-timeline.png")
+    return {"profiles": [{**p.as_data(), "timeline": []} for p in profiles], "text": str(both)}
+
+
+def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> dict[str, Any]:
+    """What the chunked loss leaves in the allocator over steps, and how it survives a shortage."""
+    from liger_multi import ops
+
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    module = torch.get_device_module(device)
+    hidden = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16) / width**0.5
+    weight.requires_grad_()
+    target = torch.randint(vocabulary, (rows,), device=device)
+
+    def step(chunk: int | str = "auto") -> torch.Tensor:
+        loss: Any = ops.fused_linear_cross_entropy(hidden, weight, target, chunk=chunk)
+        loss.backward()
+        hidden.grad = weight.grad = None
+        return loss.detach()  # type: ignore[no-any-return]
+
+    seen = []
+    plain = step()
+    for _ in range(10):
+        step()
+        stats = module.memory_stats()
+        seen.append(
+            {
+                "allocated": module.memory_allocated(),
+                "reserved": module.memory_reserved(),
+                "inactive_split": stats.get("inactive_split_bytes.all.current", 0),
+                "segments": stats.get("segment.all.current", 0),
+                "retries": stats.get("num_alloc_retries", 0),
+            }
+        )
+    module.empty_cache()
+    total = module.get_device_properties(0).total_memory
+    # everything but the logits of so many rows fits
+    room = module.memory_reserved() + 6 * vocabulary * width + 4 * rows * width
+    chunk = rows // 2
+    limit = room + chunk * vocabulary
+    module.set_per_process_memory_fraction(min(1.0, limit / total))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        short = step(chunk)
+    return {
+        "steps": seen,
+        "shortage": {
+            "limit_bytes": limit,
+            "logits_bytes": chunk * vocabulary * 2,
+            "said": [str(w.message) for w in said],
+            "loss_difference": (short - plain).abs().item(),
+        },
+    }
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    """One measurement in a process of its own; a failure is a row too."""
+    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])  # type: ignore[no-any-return]
+    memory = "out of memory" in done.stderr or "OutOfMemoryError" in done.stderr
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"failure": "out of memory" if memory else last[:300]}
+
+
+def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[str, Any]]:
+    """Measured beside estimated, with progress on the screen."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console, rows = Console(), []
+    for case in track(cases, "memory", console=console):
+        if device_type == "cpu":
+            found = on_cpu(case)
+        else:
+            found = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
+        guess = case.estimated(device_type).peak_bytes
+        row = {"case": case.as_data(), **found, "estimated_bytes": guess}
+        got = found.get("measured_bytes")
+        said = found.get("failure", "")
+        if got:
+            row["error_percent"] = 100 * (guess / got - 1)
+            said = f"{got / 2**30:9.3f} GiB measured, {row['error_percent']:+.2f} %"
+        console.print(
+            f"{case!s:60s} {guess / 2**30:9.3f} GiB estimated, {said}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, estimate and write; 1 where an estimate is off by more than a tenth."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("--cpu", action="store_true", help="the small cases, storages tracked")
+    parser.add_argument("--explain", action="store_true", help="only the estimates of the page")
+    parser.add_argument("--only", default="", help="cases whose name contains this, nothing else")
+    parser.add_argument("--parts", default="cases,reuse,profile", help="what to do")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--pictures", type=Path, help="folder of the profile's pictures")
+    store.add_options(parser)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("reuse", "profile"), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.case or given.part:
+        if given.case:
+            found = on_device(Case(**json.loads(given.case)), given.steps)
+        else:
+            found = reused() if given.part == "reuse" else profiled(given.pictures)
+        sys.stdout.write(json.dumps(found) + "\n")
+        return 0
+    head: dict[str, Any] = {"date": store.now(), "commit": given.commit}
+    head["versions"] = report.versions()
+    if given.explain:
+        run = {"kind": "memory-estimates", **head, "device": store.ESTIMATED, "rows": explained()}
+        said(store.keep(run, given))
+        return 0
+    device = torch.device("cpu")
+    if not given.cpu:
+        device = torch.accelerator.current_accelerator() or device
+    cases = CPU if device.type == "cpu" else ACCELERATOR
+    head["device"] = report.device_facts(device)
+    if device.type == "cpu":  # storages are counted, whatever processor runs
+        head["device"] = {"name": "CPU, storages tracked"}
+    parts = given.parts.split(",")
+    chosen = [c for c in cases if given.only in str(c)] if "cases" in parts else []
+    rows = rows_of(chosen, device.type, given.steps)
+    runs = [{"kind": "memory", **head, "rows": rows}]
+    if device.type != "cpu" and not given.only:
+        pictures = ["--pictures", str(given.pictures)] if given.pictures else []
+        for part in sorted({"reuse", "profile"} & set(parts)):
+            found = child("--part", part, *pictures)
+            own = found.get("profiles", [found])
+            runs.append({"kind": f"memory-{part}", **head, "rows": own})
+    said(store.keep([run for run in runs if run["rows"]], given))
+    return int(any(abs(row.get("error_percent", 0)) > 10 for row in rows))
+
+
+def said(paths: list[Path]) -> None:
+    """Name the files that were written."""
+    for path in paths:
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Plans that are executed: ``python -m benchmarks.plans [--only NAME]``.
+
+For each of some models a plan is made for a part of this device's memory, and some of its
+candidates train a few steps, each in a process of its own that gets no more than that part: the
+best one, the slowest that fits, one of the middle, and those between while there is time. Peaks are
+compared with the allocator's, and the order of times with the measured one. What is known is
+written after every candidate. ``--write-plans F`` plans and stops, which needs no device;
+``--explain`` makes the plan that ``docs/planning.md`` shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import store
+from benchmarks.plan_runs import ROOT, Case, Worker
+from liger_multi.bench import report
+from liger_multi.memory import Candidate, Space, TrainingPlan, plan
+from liger_multi.memory.planning.cards import CARDS
+from liger_multi.memory.sizes import config_of
+
+PICTURE = ROOT / "docs" / "plan-example.png"
+LAYOUTS = ((1, 1), (2, 1), (1, 4))  # of the page's plan
+TIE = 0.04  # times nearer than this have no order
+HOST_BYTES = 24 * 2**30  # candidates that need more of the host's memory are not executed
+CASES = (
+    Case("qwen2-0.5b", 2048, 16, "15GiB"),
+    Case("qwen2-0.5b", 2048, 16, "24GiB", "amp"),
+    Case("llama-3.2-1b", 4096, 8, "24GiB"),
+    Case("llama-3.2-1b", 16384, 2, "24GiB"),
+    Case("qwen2.5-7b", 4096, 4, "72GiB"),
+    Case("moe-1b", 2048, 16, "16GiB"),
+)
+
+
+def planned(case: Case, card: str, device: str = "cuda") -> dict[str, Any]:
+    """A case and its candidates that fit, the fastest first, as plain data."""
+    begin = time.perf_counter()
+    made = case.plan(card, device)
+    return {
+        "case": vars(case),
+        "plan_seconds": time.perf_counter() - begin,
+        "ways": len(made.candidates),
+        "fit": len(made.fitting),
+        "candidates": [one.as_data() for one in made.fitting],
+    }
+
+
+def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The best, the slowest, one of the middle, then those between, as the host's memory allows."""
+    those = [one for one in fitting if one.host_bytes <= HOST_BYTES]
+    if not those:
+        return []
+    last = len(those) - 1
+    places = dict.fromkeys([0, last, last // 2, last // 4, (3 * last + 1) // 4])
+    return [those[i] for i in list(places)[:most]]
+
+
+def in_order(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether no pair that was told to differ is measured the other way round."""
+    timed = [r for r in rows if "measured_seconds" in r]
+    for i, a in enumerate(timed):
+        for b in timed[i + 1 :]:
+            told = b["predicted_seconds"] / a["predicted_seconds"] - 1
+            seen = b["measured_seconds"] / a["measured_seconds"] - 1
+            if abs(told) > TIE and abs(seen) > TIE and (told > 0) != (seen > 0):
+                return False
+    return True
+
+
+def execute(
+    plans: Sequence[dict[str, Any]],
+    worker: Callable[[], Worker],
+    given: argparse.Namespace,
+    write: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """Run candidates in rounds over the cases, so that little time means fewer of each.
+
+    Args:
+        plans: Of :func:`planned`.
+        worker: Starts a process; one is always waiting.
+        given: ``steps``, ``most``, ``limit`` and ``until`` (of ``time.monotonic``).
+        write: Called with the rows after every candidate.
+    """
+    rows: list[dict[str, Any]] = []
+    picks: list[list[Candidate]] = []
+    for data in plans:
+        row = {name: value for name, value in data.items() if name != "candidates"}
+        rows.append({**row, "runs": [], "order_agrees": True})
+        fitting = [Candidate.from_data(one) for one in data["candidates"]]
+        picks.append(chosen(fitting, given.most))
+    queue = [(i, own[n]) for n in range(given.most) for i, own in enumerate(picks) if n < len(own)]
+    waiting = worker() if queue else None
+    for place, (i, one) in enumerate(queue):
+        left = given.until - time.monotonic()
+        assert waiting is not None
+        if left < min(15.0, given.limit):
+            print(f"{len(queue) - place} candidates are left: the time is over", flush=True)
+            break
+        current, waiting = waiting, worker() if place + 1 < len(queue) else None
+        run: dict[str, Any] = {
+            "settings": one.settings.as_data(),
+            "name": str(one.settings),
+            "predicted_bytes": one.peak_bytes,
+            "predicted_seconds": one.seconds,
+        }
+        case = Case(**rows[i]["case"])
+        run |= current.run(case, one.settings, given.steps, min(given.limit, left))
+        if "measured_bytes" in run:
+            run["error_percent"] = 100 * (one.peak_bytes / run["measured_bytes"] - 1)
+        rows[i]["runs"].append(run)
+        rows[i]["order_agrees"] = in_order(rows[i]["runs"])
+        write(rows)
+        print(f"{case}: {told(one, run)}", flush=True)
+    if waiting is not None:
+        waiting.end()
+    return rows
+
+
+def told(one: Candidate, run: dict[str, Any]) -> str:
+    """A finished candidate in a line."""
+    said, got = run.get("failure", ""), run.get("measured_bytes")
+    if got:
+        said = f"{got / 2**30:.2f} GiB ({run['error_percent']:+.1f} %), "
+        said += f"{run['measured_seconds']:.3f} s (told {one.seconds:.3f}), "
+        said += f"loss {run['loss']:.3f}, process {run['process_seconds']:.0f} s"
+    size = f"{one.settings.micro_batch} x {one.settings.accumulation}"
+    return f"{one.settings}, {size}: {one.peak_bytes / 2**30:.2f} GiB told; {said}"
+
+
+def explained() -> TrainingPlan:
+    """The plan that the page shows."""
+    space = Space(("bf16", "amp"), policies=("none", "norms_and_mlp", "full"), layouts=LAYOUTS)
+    config = config_of("llama-3-8b", 8192)
+    return plan(config, "h100", 4, 16, 8192, space=space)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``until`` is when the time is over."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--card", default="h200", choices=CARDS, help="whose rates are used")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--most", type=int, default=5, help="candidates of a case")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds of a candidate")
+    parser.add_argument("--seconds", type=float, default=500.0, help="of everything")
+    parser.add_argument("--device", help="device type; cpu tracks storages and limits nothing")
+    parser.add_argument("--plans", type=Path, help="what --write-plans wrote, instead of planning")
+    parser.add_argument("--write-plans", type=Path, help="plan into this file, nothing else")
+    parser.add_argument("--explain", action="store_true", help="the plan of the page, nothing else")
+    store.add_options(parser)
+    given = parser.parse_args(arguments)
+    given.until = time.monotonic() + given.seconds
+    return given
+
+
+def plans_of(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Read plans, or make them."""
+    if given.plans is not None:
+        known = json.loads(given.plans.read_text(encoding="utf-8"))["plans"]
+        return [one for one in known if given.only in str(Case(**one["case"]))]
+    made = []
+    for case in CASES:
+        if given.only in str(case):
+            made.append(planned(case, given.card, given.device or "cuda"))
+            ways, seconds = (made[-1][name] for name in ("ways", "plan_seconds"))
+            fit = f"{made[-1]['fit']} of {ways} ways fit"
+            print(f"{case}: {fit}, planned in {seconds:.0f} s", flush=True)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
+    given = parsed(arguments)
+    if given.explain:
+        made = explained()
+        whole = made.as_data()
+        run = {"kind": "plan-example", "date": store.now(), "commit": given.commit}
+        run |= {"device": store.ESTIMATED, "versions": report.versions()}
+        store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, given)
+        made.draw(PICTURE)
+        print(made)
+        return 0
+    data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": given.commit}
+    data |= {"versions": report.versions(), "card": given.card}
+    if given.write_plans is not None:
+        data["plans"] = plans_of(given)
+        given.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        return 0
+    found = torch.accelerator.current_accelerator() if given.device is None else None
+    if found is None and given.device is None:
+        raise SystemExit("plans are executed on an accelerator, and there is none")
+    device = found or torch.device(given.device)
+    data["device"] = report.device_facts(device)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        store.keep({**data, "rows": rows}, given)
+
+    rows = execute(plans_of(given), lambda: Worker(device.type), given, write)
+    runs = [run for row in rows for run in row["runs"]]
+    bad = [run for run in runs if abs(run.get("error_percent", 100)) > 10]
+    agreed = sum(row["order_agrees"] for row in rows)
+    print(f"{len(runs) - len(bad)} of {len(runs)} peaks within a tenth; order of speeds agrees for")
+    print(f"{agreed} of {len(rows)} cases")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

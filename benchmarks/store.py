@@ -1,0 +1,329 @@
+"""The committed results: ``benchmarks/results/<card>.json``, the newest row of every measurement.
+
+A file has *runs*: when, where and of which commit rows were measured, and the rows. Of older runs
+only those rows stay that no later run measured again, beside the implementations that they are
+compared with, and these (:class:`Kind`). Runs are ordered by kind and by the date that they carry.
+
+Every command in this folder has ``--store``, which merges what it measured into the file of the
+card, and ``--out FILE``, which writes the run alone. ``python -m benchmarks.store FILE...`` merges
+such files, for a card whose results were copied from another machine. With ``--notes NAME --device
+CARD`` a file is what a command printed, and its lines are kept, for figures of pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ci import results
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+ESTIMATED = {"name": "estimates"}  # the device of what no device measured
+HEAD = ("kind", "name", "date", "commit", "device", "versions")  # of a run, in this order
+Run = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What makes two rows of one kind the same measurement.
+
+    Attributes:
+        names: Fields of a row, or of its run, that say what was measured; without any, a newer run
+            replaces all rows of the older one.
+        who: The field that says which implementation was measured, if there are several.
+        bases: Implementations that stay beside every row which was measured in their run.
+        whole: A field without which a row is a part of a measurement and replaces no older row.
+    """
+
+    names: tuple[str, ...]
+    who: str = ""
+    bases: tuple[str, ...] = ()
+    whole: str = ""
+
+
+KINDS = {
+    "operators": Kind(("op", "sample", "dtype"), "provider", ("ours", "products")),
+    "models": Kind(("run", "limit_gb"), "variant", ("ours", "stock")),
+    "losses": Kind(("case", "shape"), "provider", ("ours", "products")),
+    "float8": Kind(("shape",)),
+    "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
+    # a search that nothing stopped goes on where an older one ended
+    "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
+    "memory": Kind(("case",)),
+    "memory-reuse": Kind(()),
+    "memory-profile": Kind(()),
+    "memory-estimates": Kind(()),
+    "recompute": Kind(("run", "patched"), "variant"),
+    "recompute-estimates": Kind(("run", "patched"), "variant"),
+    "plans": Kind(("case",)),
+    "plan-example": Kind(()),
+    "convergence": Kind(("model", "dtype", "batch", "tokens", "steps"), "seeded"),
+    # lines of a measurement that no page reads by its fields: figures of a page are looked up here
+    "notes": Kind(("name",)),
+}
+
+
+def now() -> str:
+    """The date of a result that is written now."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """The commit of this checkout, short; ``+`` after it stands for uncommitted changes."""
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]{33}", r"\1", results.commit())
+
+
+def moment(run: Mapping[str, Any], where: object = "a run") -> datetime.datetime:
+    """When a run was taken.
+
+    Raises:
+        ValueError: It does not say so, or only the day, by which runs of one day have no order.
+    """
+    try:
+        found = datetime.datetime.fromisoformat(str(run["date"]))
+    except (KeyError, ValueError):
+        raise ValueError(f"{where} has the date {run.get('date')!r}, wanted ISO 8601") from None
+    if found.tzinfo is None:
+        raise ValueError(f"{where} has the date {run['date']!r}, wanted one with time and zone")
+    return found
+
+
+def device(run: Mapping[str, Any]) -> str:
+    """Name of the device of a run."""
+    return str(run["device"]["name"])
+
+
+def card(run: Mapping[str, Any]) -> str:
+    """The name of the file that a run belongs to; all processors share one."""
+    name = re.sub(r"[^a-z0-9]+", "-", device(run).lower()).strip("-")
+    return "cpu" if re.match(r"cpu\b", name) else name
+
+
+def path_of(run: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """The file that a run belongs to."""
+    return (folder or RESULTS) / f"{card(run)}.json"
+
+
+# --- reading ---
+
+
+def load(path: Path) -> list[Run]:
+    """The runs of a file.
+
+    Raises:
+        ValueError: It is no file of results, or a run lacks its date.
+    """
+    state = path.stat()
+    return _loaded(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(path: Path, *_: int) -> list[Run]:
+    """A file as it was at some moment; nobody writes into what this returns."""
+    try:
+        runs: list[Run] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of results: {error!r}") from error
+    for run in runs:
+        if run.get("kind") not in KINDS:
+            raise ValueError(f"{path} has a run of kind {run.get('kind')!r}; known: {list(KINDS)}")
+        moment(run, path)
+    return runs
+
+
+def read(kind: str, folder: Path | None = None) -> list[Run]:
+    """The runs of one kind in all files, the oldest first."""
+    paths = [p for p in sorted((folder or RESULTS).glob("*.json")) if _has_runs(p)]
+    found = [run for path in paths for run in load(path) if run["kind"] == kind]
+    return sorted(found, key=moment)
+
+
+def newest_of(kind: str, path: Path) -> Run:
+    """The newest run of a kind in a file.
+
+    Raises:
+        ValueError: It has none.
+    """
+    found = [run for run in load(path) if run["kind"] == kind]
+    if not found:
+        raise ValueError(f"{path} has no run of kind {kind!r}")
+    return max(found, key=moment)
+
+
+def _has_runs(path: Path) -> bool:
+    return not path.name.startswith("suite-")
+
+
+def rows(kind: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any]]]:
+    """Every row of a kind with its run, the oldest first."""
+    return [(run, row) for run in read(kind, folder) for row in run["rows"]]
+
+
+# --- merging ---
+
+
+def measurement(run: Run, row: Any) -> tuple[str, str]:
+    """What a row measured, and of whom, as text to compare by."""
+    kind = KINDS[run["kind"]]
+    fields = {**run, **row} if isinstance(row, Mapping) else run
+    if run["kind"] == "convergence":
+        fields["seeded"] = any(name.startswith("bug") for name in row["curves"])
+    names = [fields.get(name) for name in kind.names]
+    return json.dumps([device(run), *names], sort_keys=True), str(fields.get(kind.who, ""))
+
+
+def newest(runs: Iterable[Run]) -> list[Run]:
+    """The same runs with the newest row of every measurement and of every comparison with a base.
+
+    Args:
+        runs: Of one kind.
+    """
+    seen: set[tuple[str, ...]] = set()
+    kept = []
+    ordered = sorted(runs, key=moment)
+    for run in reversed(ordered):
+        kind = KINDS[run["kind"]]
+        marked = [(*measurement(run, row), row) for row in run["rows"]]
+        present = {(what, who) for what, who, _ in marked if who in kind.bases}
+        groups, rows, done = set(), [], set()
+        for what, who, row in marked:
+            told = {(what, who), *((what, who, base) for at, base in present if at == what)}
+            if told - seen:
+                groups.add(what)
+                rows.append(id(row))
+            if not kind.whole or row.get(kind.whole) is not None:
+                done |= told
+        seen |= done
+        own = [
+            row
+            for what, who, row in marked
+            if id(row) in rows or (what in groups and who in kind.bases)
+        ]
+        if own:
+            kept.append({**run, "rows": own})
+    return kept[::-1]
+
+
+def merge(old: Iterable[Run], new: Iterable[Run]) -> list[Run]:
+    """Runs of a file after further ones; a run of the same date is the same run, written again."""
+    by_kind: dict[str, list[Run]] = {}
+    added = list(new)
+    again = {(run["kind"], run["date"], run.get("name")) for run in added}
+    for run in old:
+        if (run["kind"], run["date"], run.get("name")) not in again:
+            by_kind.setdefault(run["kind"], []).append(run)
+    for run in added:
+        by_kind.setdefault(run["kind"], []).append(run)
+    return [run for kind in KINDS for run in newest(by_kind.get(kind, []))]
+
+
+# --- writing ---
+
+
+def text(runs: Sequence[Run]) -> str:
+    """A file of results, one row a line."""
+    parts = []
+    for run in runs:
+        fields = [name for name in HEAD if name in run]
+        fields += [name for name in run if name not in (*HEAD, "rows")]
+        head = _line({name: run[name] for name in fields})[:-1]
+        lines = ",\n".join(f"  {_line(row)}" for row in run["rows"])
+        parts.append(f' {head}, "rows": [\n{lines}\n ]}}')
+    return '{"runs": [\n' + ",\n".join(parts) + "\n]}\n"
+
+
+def _line(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False)
+
+
+def add(runs: Iterable[Run], folder: Path | None = None) -> list[Path]:
+    """Merge runs into the files of their cards; returns the files.
+
+    Raises:
+        ValueError: A run has no date, no device or an unknown kind.
+    """
+    by_path: dict[Path, list[Run]] = {}
+    for run in runs:
+        if run.get("kind") not in KINDS:
+            raise ValueError(f"a run of kind {run.get('kind')!r}; known: {', '.join(KINDS)}")
+        moment(run)
+        by_path.setdefault(path_of(run, folder), []).append(run)
+    for path, new in by_path.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text(merge(load(path) if path.exists() else [], new)))
+    return list(by_path)
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a whole file or nothing."""
+    temporary = path.with_suffix(".part")
+    temporary.write_text(content, encoding="utf-8")
+    temporary.replace(path)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Where a command leaves what it measured."""
+    parser.add_argument("--store", action="store_true", help="merge into benchmarks/results")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured alone")
+    parser.add_argument("--commit", default=commit(), help="of what is measured")
+
+
+def keep(found: Run | Sequence[Run], given: argparse.Namespace) -> list[Path]:
+    """Write runs as the options say; a run may be written again while it grows."""
+    runs = [found] if isinstance(found, dict) else list(found)
+    written = add(runs) if given.store else []
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        _replace(given.out, text(runs))
+        written.append(given.out)
+    return written
+
+
+def taken(path: Path) -> list[Run]:
+    """The runs of a file that ``--out`` wrote, or ``liger-multi bench --output``."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if "ceilings" in data and "rows" in data:
+        return [{"kind": "operators", **data}]
+    return load(path)
+
+
+def notes(path: Path, name: str, device_name: str, commit: str) -> Run:
+    """What a command printed, as a run."""
+    lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
+    head = {"kind": "notes", "name": name, "date": now(), "commit": commit}
+    return {**head, "device": {"name": device_name}, "rows": [line for line in lines if line]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge files into ``benchmarks/results``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=main.__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--notes", metavar="NAME", help="keep the lines of one text by this name")
+    parser.add_argument("--device", metavar="CARD", help="whose notes they are")
+    parser.add_argument("--commit", default=commit(), help="of what the notes measured")
+    given = parser.parse_args(arguments)
+    if given.notes and (len(given.files) != 1 or not given.device):
+        parser.error("--notes wants one file, and --device")
+    try:
+        if given.notes:
+            found = [notes(given.files[0], given.notes, given.device, given.commit)]
+        else:
+            found = [run for file in given.files for run in taken(file)]
+        paths = add(found, given.into)
+    except (OSError, ValueError) as wrong:
+        parser.error(str(wrong))
+    for path in paths:
+        print(f"merged into {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Find launch numbers here: ``python -m benchmarks.tune KERNEL SAMPLE 'rows=1,2;stages=3'``.
+
+Times one direction of an operator under every combination of the given launch configuration beside
+the formula's, checks that the results agree, and prints an entry for
+``backends/<backend>/launch/<arch>.yaml``. People review the entry, widen its bounds and write it
+down; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import ops, samples
+from liger_multi.bench.cases import draw
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.op import OPS
+from liger_multi.errors import unknown
+from liger_multi.tolerance import excess
+
+REPEATS = 9
+FLUSH_BYTES = 2**28
+
+
+def grid(text: str) -> Iterator[dict[str, int]]:
+    """Combinations of ``name=value,value;name=value``, and of more such grids after a ``|``."""
+    for each in filter(str.strip, text.split("|")):
+        axes: dict[str, list[int]] = {}
+        for part in each.split(";"):
+            name, _, values = part.partition("=")
+            axes[name.strip()] = [int(v) for v in values.split(",")]
+        for combination in itertools.product(*axes.values()):
+            yield dict(zip(axes, combination, strict=True))
+
+
+def arguments(
+    op: str, direction: str, sample: samples.Sample, device: torch.device
+) -> tuple[Any, ...]:
+    """What a real call hands to one direction."""
+    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
+    seen: list[tuple[Any, ...]] = []
+    original = prim.call
+
+    def spy(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    prim.call = spy
+    try:
+        tensors = draw(sample, device, torch.bfloat16)
+        for name, spec in sample.tensors.items():
+            tensors[name].requires_grad_(spec.grad and tensors[name].is_floating_point())
+        if sample.options.get("inplace"):  # no leaf may be overwritten
+            tensors = {n: t * 1 if t.requires_grad else t for n, t in tensors.items()}
+        result = getattr(ops, op.removesuffix("_inplace"))(**tensors, **sample.options)
+        outs = [result] if isinstance(result, Tensor) else list(result)
+        outs = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.backward(outs, [torch.randn_like(t) for t in outs])
+    finally:
+        del prim.call
+    return tuple(a.detach() if isinstance(a, Tensor) else a for a in seen[0])
+
+
+class Forced:
+    """Launch tables that say one thing about one kernel, for as long as this is entered."""
+
+    def __init__(self, kernel: str, fields: Mapping[str, int] | None) -> None:
+        self.entries = {kernel: ({"when": {}, "config": dict(fields)},)} if fields else {}
+        self.real = launch.table
+
+    def __enter__(self) -> None:
+        launch._found.clear()
+        if self.entries:
+            launch.table = lambda backend, arch: self.entries  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        launch.table = self.real
+        launch._found.clear()
+
+
+def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
+    """Median device time of a direction with a cold cache, and what it returned."""
+    module = torch.get_device_module(device)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    found: list[float] = []
+    own = [
+        a.clone() if name in prim.mutates else a for name, a in zip(prim.params, args, strict=True)
+    ]
+    result = prim.call(*own)  # of inputs that no call before has overwritten
+    for _ in range(REPEATS):
+        begin, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        flush.zero_()
+        flush.zero_()
+        begin.record()
+        prim.call(*args)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(found), result
+
+
+def agrees(found: Any, right: Any) -> bool:
+    """Whether every tensor is that of the formula's launch, within the suite's table."""
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, right)), strict=True)
+    return all(excess(a, b, a.dtype) <= 1 for a, b in pairs if a.is_floating_point() and a.numel())
+
+
+def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
+    """Lines about one kernel and sample, the fastest combinations first."""
+    key, _, where = kernel.partition("@")
+    op, _, direction = (where or key).partition(".")
+    directions = [f"{o}.{h}" for o in OPS for h in ("forward", "backward")]
+    if f"{op}.{direction}" not in directions:
+        raise ValueError(unknown("direction of an operator", where or key, directions))
+    known = {s.name.replace(" ", "_"): s for s in samples.of(op) if s.size == "bench"}
+    if name not in known:
+        raise ValueError(unknown("sample", name, known))
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        raise ValueError("launch numbers are found on an accelerator; this machine has none")
+    device = torch.device(device.type, 0)
+    prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
+    args = arguments(op, direction, known[name], device)
+    with Forced(key, None):
+        base, right = time_us(prim, args, device)
+    rows: list[tuple[float, dict[str, int]]] = []
+    failed = []
+    for fields in grid(combinations):
+        with Forced(key, fields):
+            try:
+                spent, found = time_us(prim, args, device)
+            except Exception as wrong:  # a launch that does not fit is an answer
+                failed.append(f"    {fields}: {type(wrong).__name__} {str(wrong)[:80]}")
+                continue
+        rows.append((spent if agrees(found, right) else float("inf"), fields))
+    rows.sort(key=lambda row: row[0])
+    lines = [f"{kernel} {name}: now {base:.1f} us"]
+    return lines + [f"    {us:8.1f} us  {fields}" for us, fields in rows[:show]] + failed[:3]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune one kernel, or each line ``KERNEL SAMPLE GRID`` of a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
+    parser.add_argument(
+        "kernel",
+        help="key of a launch table, such as rms_norm.backward; KEY@OP.HALF where another operator "
+        "launches it; or @FILE with a line for each",
+    )
+    parser.add_argument("sample", nargs="?", default="", help="bench sample, such as 8192x4096")
+    parser.add_argument(
+        "grid", nargs="?", default="", help="launch configuration and values: 'rows=1,2;stages=3'"
+    )
+    parser.add_argument("--show", type=int, default=6, help="combinations to print")
+    given = parser.parse_args(arguments)
+    jobs = [(given.kernel, given.sample, given.grid)]
+    try:
+        if given.kernel.startswith("@"):
+            with open(given.kernel[1:], encoding="utf-8") as file:
+                jobs = [tuple(line.split(None, 2)) for line in file if line.strip()]  # type: ignore[misc]
+        for job in jobs:
+            sys.stdout.write("\n".join(tune(*job, given.show)) + "\n")
+            sys.stdout.flush()
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""Pages made of contracts, modules and results: ``python -m ci.docs [--check] [--site FOLDER]``.
+
+Committed are README, whose operator table is made (between its markers), and pages with made parts
+and quoted numbers (:mod:`benchmarks.measured`). One page an operator, the modules, the site's first
+page and list of pages, what :mod:`ci.docs.status` and :mod:`ci.regressions` say, and all that is
+made of results alone are written with the site (:mod:`ci.docs.site`). Backends are read as files,
+so the pages are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measured
+from ci import regressions
+from ci.docs import benchmarks as docs_benchmarks
+from ci.docs import convergence as docs_convergence
+from ci.docs import coverage as docs_coverage
+from ci.docs import losses as docs_losses
+from ci.docs import memory as docs_memory
+from ci.docs import planning as docs_planning
+from ci.docs import recompute as docs_recompute
+from ci.docs import site
+from ci.docs import status as docs_status
+from ci.npu import levels
+
+ROOT = Path(__file__).parent.parent.parent
+START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
+NOTE = "<!-- generated; edit the operators' docstrings instead -->"
+DIRECTIONS = ("forward", "backward")
+HEADING = re.compile(r"^([A-Z][A-Za-z ]*):$")
+
+
+def public_operators() -> dict[str, Callable[..., Any]]:
+    """The public function of every operator, by name."""
+    ops = importlib.import_module("liger_multi.ops")
+    return {n: getattr(ops, n) for n in sorted(ops.__all__) if inspect.isfunction(getattr(ops, n))}
+
+
+def backend_folders() -> dict[str, Path]:
+    """The folder of every backend in this repository, the reference and the shared layers first."""
+    found = {p.parent.name: p.parent for p in sorted((ROOT / "backends").glob("*/__init__.py"))}
+    shared = [name for name in found if not _record(name).device_type]
+    order = ["reference", *shared, *[name for name in found if name not in shared]]
+    return {name: found.get(name, ROOT / "reference") for name in order}
+
+
+def _record(backend: str) -> Any:
+    return importlib.import_module(f"liger_multi.backends.{backend}").BACKEND
+
+
+def directions(backend: str, op: str) -> tuple[str, ...]:
+    """Which directions of an operator a backend implements by itself."""
+    registry = importlib.import_module("liger_multi.dispatch.registry")
+    found = registry.module(backend, op)
+    return tuple(
+        direction for direction in DIRECTIONS if getattr(found, direction, None) is not None
+    )
+
+
+def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
+    """What a backend has of an operator; of one that nobody ran, also the level that it reached."""
+    text = halves_or_parent(backend, op, folders)
+    return f"{text}, level {levels.ROWS[op].level}" if backend == "npu" else text
+
+
+def halves_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
+    """A backend's own directions, or where it turns for them."""
+    own = directions(backend, op)
+    if own == DIRECTIONS:
+        return "yes"
+    if own:
+        return f"{own[0]} only"
+    if backend == "reference" or not _record(backend).device_type:
+        return "no"
+    lines = [parent for parent in _record(backend).parents if directions(parent, op)]
+    return f"by {lines[0] if lines else 'reference'}"
+
+
+def table() -> str:
+    """The operator table of the first page, in Markdown."""
+    folders = backend_folders()
+    rows = [["Operator", "What", "Kernels"], ["---"] * 3]
+    for name, function in public_operators().items():
+        own = [b for b in folders if b != "reference" and directions(b, name)]
+        text = summary(sections(function))
+        rows.append([f"[`{name}`]({site.contract(name)})", text, ", ".join(own)])
+    return _rows(rows)
+
+
+def full_table() -> str:
+    """The operator table with every backend and the dtypes."""
+    folders = backend_folders()
+    rows = [["Operator", "What", *folders, "Input dtypes"], ["---"] * (len(folders) + 3)]
+    for name, function in public_operators().items():
+        text = sections(function)
+        dtypes = re.search(r"(?:In: )?(.*?)\.(\s|$)", " ".join(text.get("Dtypes", "").split()))
+        cells = [cell(backend, name, folders) for backend in folders]
+        rows.append([f"[`{name}`]({name}.md)", summary(text), *cells, dtypes[1] if dtypes else ""])
+    return _rows(rows)
+
+
+def _rows(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(markdown(c) for c in row) + " |" for row in rows)
+
+
+def sections(function: Callable[..., Any]) -> dict[str, str]:
+    """A docstring's sections by heading; the summary stands under the empty name."""
+    lines = (inspect.getdoc(function) or "").splitlines()
+    found: dict[str, list[str]] = {"": []}
+    current = ""
+    for line in lines:
+        heading = HEADING.match(line)
+        if heading:
+            current = heading[1]
+            found[current] = []
+        else:
+            found[current].append(line)
+    return {k: textwrap.dedent("\n".join(v)).strip() for k, v in found.items()}
+
+
+def summary(text: dict[str, str]) -> str:
+    """The first paragraph of a docstring's sections in one line, as a cell of a table wants it."""
+    return " ".join(text[""].partition("\n\n")[0].split())
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """The call as the source writes it, one argument a line."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    arguments = re.sub(r", (?=\w+: |\*)", ",\n    ", ast.unparse(node.args))
+    arguments = re.sub(r"(: [^=\n]+)=", r"\1 = ", arguments)
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{node.name}(\n    {arguments},\n){returns}"
+
+
+def markdown(text: str) -> str:
+    """Docstring text as Markdown: code marks and references."""
+    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text.replace("``", "`"))
+
+
+def operator_page(name: str) -> str:
+    """The page of one operator."""
+    op = importlib.import_module("liger_multi.dispatch.op").OPS[name]
+    function, folders = public_operators()[name], backend_folders()
+    text = sections(function)
+    out = [NOTE, "", f"# {name}", "", markdown(text.pop("")), ""]
+    out += ["```python", signature(function), "```", ""]
+    for heading, body in text.items():
+        if heading in ("Raises", "Args"):
+            body = re.sub(r"^(\w+): ", r"- \1: ", body, flags=re.MULTILINE)
+        out += [f"## {heading}", "", markdown(body), ""]
+    out += ["## Backends", ""]
+    out += [f"- {backend}: {cell(backend, name, folders)}" for backend in folders]
+    out += ["", "What ran on which device: [verification](../verification.md).", ""]
+    out += ["## Tolerance", "", TOLERANCE, "", *_tolerances(), ""]
+    out += ["## Under a compiler, and sharded", "", _compiled(op), "", _sharded(op), ""]
+    return "\n".join([*out, "## Schema", "", "```", *_schemas(op), "```", ""])
+
+
+TOLERANCE = """\
+The suite compares results and gradients of every backend with fp64 on the same rounded inputs. An
+element may differ by the first number times its own size, and the second times the largest."""
+
+
+def _tolerances() -> list[str]:
+    tolerances = importlib.import_module("liger_multi.tolerance").TOLERANCES
+    rows = ["| dtype | of its own size | of the largest | because |", "|---|---|---|---|"]
+    for dtype, allowed in tolerances.items():
+        numbers = f"{allowed.relative:.2g} | {allowed.of_largest:.2g}"
+        rows.append(f"| {str(dtype).removeprefix('torch.')} | {numbers} | {allowed.reason} |")
+    return rows
+
+
+def _compiled(op: Any) -> str:
+    if op.compile == "trace":
+        return (
+            "`torch.compile` traces the reference and fuses it with its neighbors, unless a "
+            "configuration binds a backend."
+        )
+    return "One opaque call in the graph of `torch.compile`; a backend is chosen when that runs."
+
+
+def _sharded(op: Any) -> str:
+    if not op.rows:
+        return "DTensors are refused: pass local or full tensors."
+    rows = ", ".join(f"`{name}`" for name in op.rows if name in op.fwd.params)
+    whole = ", ".join(f"`{name}`" for name in op.replicated)
+    said = f"DTensors: rows of {rows} may be sharded on any axis but the last"
+    return f"{said}; {whole} is whole on every rank." if whole else f"{said}."
+
+
+def operators_page() -> str:
+    """The list of operators, and those without a page."""
+    operators = importlib.import_module("liger_multi.dispatch.op").OPS
+    out = [NOTE, "", "# Operators", "", full_table(), ""]
+    out += ["`by triton` and `by reference` name the backend that serves its tensors instead.", ""]
+    others = sorted(set(operators) - set(public_operators()))
+    if others:
+        out += ["## Behind options of others", "", "```"]
+        out += [line for name in others for line in _schemas(operators[name])] + ["```", ""]
+    return "\n".join(out)
+
+
+def modules_page() -> str:
+    """The page with every module."""
+    nn = importlib.import_module("liger_multi.nn")
+    modules = {name: getattr(nn, name) for name in nn.__all__}
+    texts = {name: sections(module) for name, module in modules.items()}
+    rows = [["Module", "What", "Like", "Operator"], ["---"] * 4]
+    for name, text in texts.items():
+        like, op = " ".join(text["Like"].split()), text["Operator"]
+        link = f"[`{op}`](ops/{op}.md)" if op in public_operators() else op
+        rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
+    out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", ""]
+    out += ["| " + " | ".join(markdown(c) for c in row) + " |" for row in rows] + [""]
+    for name, text in texts.items():
+        arguments = re.sub(r"^(\w+): ", r"- \1: ", text["Args"], flags=re.MULTILINE)
+        make, call = signature(modules[name].__init__), signature(modules[name].forward)
+        code = [
+            text.replace(f"{title}(\n    self,\n", f"{shown}(\n", 1)
+            for title, shown, text in (
+                ("__init__", name, make.removesuffix(" -> None")),
+                ("forward", "forward", call),
+            )
+        ]
+        out += [f"## {name}", "", "```python", *code, "```", "", markdown(arguments), ""]
+    return "\n".join(out)
+
+
+def _schemas(op: Any) -> list[str]:
+    return [f"liger_multi::{op.name}_{p.direction}{p.schema}" for p in op.primitives]
+
+
+def readme(old: str) -> str:
+    """README with the current table and numbers."""
+    if old.count(START) != 1 or old.count(END) != 1:
+        raise SystemExit(
+            f"README.md needs the lines {START} and {END}, once each, where the operator table goes"
+        )
+    before, rest = old.split(START)
+    return measured.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+
+
+def front() -> str:
+    """The site's first page: README, with links as they are from there."""
+    text = readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    return NOTE + "\n\n" + site.linked(text, "", site.sources(public_operators()))
+
+
+def pages() -> dict[Path, Callable[[str], str]]:
+    """Every committed page with generated parts: from its old text to its text."""
+    docs = ROOT / "docs"
+    made: dict[Path, Callable[[str], str]] = {
+        ROOT / "README.md": readme,
+        docs / "losses.md": docs_losses.page,
+        docs / "memory.md": docs_memory.page,
+        docs / "planning.md": docs_planning.page,
+        docs / "recompute.md": docs_recompute.page,
+    }
+    return made | {page: measured.quoted for page in docs.glob("*.md") if page not in made}
+
+
+def whole() -> dict[str, Callable[[], str]]:
+    """Every page that is made whole for the site, by its path there."""
+    made: dict[str, Callable[[], str]] = {
+        "index.md": front,
+        "ops/index.md": operators_page,
+        "convergence.md": docs_convergence.page,
+        "coverage.md": docs_coverage.page,
+        "nn.md": modules_page,
+        "regressions.md": regressions.page,
+        "verification.md": docs_status.page,
+        "benchmarks.md": docs_benchmarks.page,
+    }
+    return made | {f"ops/{name}.md": partial(operator_page, name) for name in public_operators()}
+
+
+def build(folder: Path) -> None:
+    """Write the sources of the site below a folder."""
+    site.write(folder, public_operators(), whole())
+
+
+def stale() -> Mapping[Path, tuple[str, str]]:
+    """The pages whose text differs from what they are made of: old and new text by path."""
+    found = {}
+    for path, make in pages().items():
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        new = make(old)
+        if new != old:
+            found[path] = (old, new)
+    return found
+
+
+def main() -> int:
+    """Write the pages, or with ``--check`` say which are stale."""
+    parser = argparse.ArgumentParser(prog="python -m ci.docs", description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
+    parser.add_argument("--site", type=Path, metavar="FOLDER", help="where the site's pages go")
+    given = parser.parse_args()
+    found = stale()
+    for path, (old, new) in found.items():
+        if given.check:
+            difference = difflib.unified_diff(
+                old.splitlines(True), new.splitlines(True), path.name, "generated", n=0
+            )
+            print("".join(difference))
+            print(f"{path.relative_to(ROOT)} is stale: run `make docs`")
+        else:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    if given.site:
+        build(given.site)
+    return int(given.check and bool(found))

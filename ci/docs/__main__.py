@@ -1,0 +1,5 @@
+"""``python -m ci.docs``."""
+
+from ci.docs import main
+
+raise SystemExit(main())

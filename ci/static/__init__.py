@@ -1,0 +1,243 @@
+"""Compile every Triton kernel for eight accelerators, without one, and read the machine code.
+
+Triton carries the code generators of both vendors, so this needs no driver. It says that code fits
+the hardware and what it costs there, not that it is right or fast. :mod:`ci.static.code` reads the
+machine code, :mod:`ci.static.rows` compiles what is asked for once, :mod:`ci.static.table` judges
+and prints, ``python -m ci.static`` runs it.
+
+The launches are those of the real launchers: each case of :mod:`ci.static.cases` calls an operator
+on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the launches are recorded
+instead of run. So formulas, launch tables, constants and types are never written down twice. Every
+launch is compiled as it stands and for the arguments nobody hopes for: nothing aligned, and on AMD
+tensors of more than 2 GiB, for which Triton compiles other code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ci.static.code import BINARIES, Code, read
+from liger_multi.dispatch.launch import DeviceInfo, simulate
+
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+# the oldest Triton whose code is judged: 3.3 spilled 16 bytes where this spills none, and had no
+# linker for AMD's
+JUDGED = (3, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One architecture: its limits, the code generator's name for it, and its shared memory."""
+
+    info: DeviceInfo
+    gpu: GPUTarget
+
+
+def _nvidia(arch: int, shared: int, cores: int) -> Target:
+    info = DeviceInfo("cuda", f"sm{arch}", 32, 1024, shared, cores)
+    return Target(info, GPUTarget("cuda", arch, 32))
+
+
+def _amd(arch: str, warp_size: int, shared: int, cores: int) -> Target:
+    info = DeviceInfo("rocm", arch, warp_size, 1024, shared, cores)
+    return Target(info, GPUTarget("hip", arch, warp_size))
+
+
+TARGETS = {
+    target.info.arch: target
+    for target in (
+        _nvidia(80, 166912, 108),
+        _nvidia(90, 232448, 132),
+        _nvidia(100, 232448, 148),
+        _amd("gfx90a", 64, 65536, 104),
+        _amd("gfx942", 64, 65536, 304),
+        _amd("gfx950", 64, 163840, 256),
+        _amd("gfx1100", 32, 65536, 48),
+        _amd("gfx1201", 32, 65536, 32),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticCase:
+    """One launch to compile.
+
+    Attributes:
+        label: Which call of which operator made it.
+        kernel: The jitted function.
+        signature: Type of every argument in Triton's spelling, ``constexpr`` for constants.
+        constants: Values of the constant arguments, None and 1 among them, as a launch makes them.
+        aligned: Arguments known to be multiples of 16.
+        large: Tensors of several axes, which may have more than 2 GiB.
+        options: ``num_warps`` and other options of the compiler.
+        streams: Whether the arguments are aligned enough for 16-byte loads to be demanded.
+    """
+
+    label: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...]
+    large: tuple[str, ...]
+    options: dict[str, Any]
+    streams: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        return str(self.kernel.__name__)
+
+    @property
+    def identity(self) -> str:
+        """All that a compiler is told beside the target and the source."""
+        told = (self.signature, self.constants, self.aligned, self.large, self.options)
+        return repr((self.name, *told))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Which arguments a launch is compiled for; the first variant is what the case recorded.
+
+    Attributes:
+        aligned: Pointers and sizes are multiples of 16, where the recorded call's were.
+        large: Tensors of several axes have more than 2 GiB (AMD compiles other code for them).
+    """
+
+    aligned: bool = True
+    large: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables say it."""
+        words = ["64-bit"] * self.large + ["unaligned"] * (not self.aligned)
+        return " ".join(words) or "aligned"
+
+
+def variants(target: Target) -> tuple[Variant, ...]:
+    """The variants that differ on a target."""
+    sizes = (False, True) if target.gpu.backend == "hip" else (False,)
+    return tuple(Variant(aligned, large) for large in sizes for aligned in (True, False))
+
+
+def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> StaticCase:
+    """Type the arguments of a launch as Triton's own launcher does."""
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    signature, constants, aligned = {}, {}, []
+    for name in kernel.arg_names:
+        value = values[name]
+        if name in constant or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                aligned.append(name)
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                aligned.append(name)
+        else:
+            signature[name] = "fp32"
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
+    streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
+    streams = streams and all(
+        n in aligned or signature[n] == "constexpr"
+        for n in values if n == "cols" or n.endswith("_stride")
+    )  # fmt: skip
+    large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
+    return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
+
+
+@contextlib.contextmanager
+def recorded(label: str, cases: list[StaticCase]) -> Iterator[None]:
+    """Collect the launches made inside, in place of running them."""
+    real = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        cases.append(_case(self, args, kwargs, label))
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = real
+
+
+def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) -> list[StaticCase]:
+    """The launches that labeled calls of operators make on a device with the limits ``info``."""
+    cases: list[StaticCase] = []
+    with simulate(info):
+        for label, call in calls.items():
+            with recorded(label, cases):
+                call()
+    return cases
+
+
+def build(case: StaticCase, target: Target, variant: Variant) -> Any:
+    """Compile a case."""
+    attrs: dict[tuple[int], list[list[object]]] = {}
+    for i, (name, kind) in enumerate(case.signature.items()):
+        known: list[list[object]] = []
+        if variant.aligned and name in case.aligned:
+            known.append(["tt.divisibility", 16])
+        small = not (variant.large and name in case.large)
+        if kind[0] == "*" and target.gpu.backend == "hip" and small:
+            known.append(["tt.pointer_range", 32])
+        if known:
+            attrs[i,] = known
+    source = ASTSource(case.kernel, case.signature, case.constants, attrs)
+    return triton.compile(source, target=target.gpu, options=dict(case.options))
+
+
+def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:
+    """Compile a case and read its machine code."""
+    return read(build(case, target, variant), target.info.arch, target.info.warp_size)
+
+
+def missing(target: Target) -> str | None:
+    """Why this installation of Triton cannot compile for a target, or None."""
+    from triton.backends import backends
+
+    vendor = {"hip": "amd", "cuda": "nvidia"}[target.gpu.backend]
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < JUDGED:
+        said = ".".join(map(str, JUDGED))
+        return f"code is judged as Triton {said} and later compile it, this is {triton.__version__}"
+    if vendor not in backends:
+        return f"this Triton was built without the code generator of {vendor}"
+    if vendor == "nvidia" and not (BINARIES / "nvdisasm").exists():
+        return "this Triton comes without NVIDIA's disassembler"
+    return None
+
+
+@functools.cache
+def kernels() -> dict[str, Any]:
+    """Every jitted ``_*_kernel`` of the shared Triton backend, by name."""
+    import importlib
+    import pkgutil
+
+    import liger_multi.backends.triton as package
+
+    found: dict[str, Any] = {}
+    for entry in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(entry.name)
+        for name, value in vars(module).items():
+            if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
+                continue
+            if found.setdefault(name, value) is not value:
+                raise RuntimeError(f"two kernels are called {name}")
+    return found

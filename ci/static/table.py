@@ -1,0 +1,349 @@
+"""The table of what every kernel costs on every target: made, judged, printed, kept.
+
+``ci/baseline/<target>.txt`` keeps what the suite compiles, one line a launch: a review sees what a
+change costs. A file says which Triton compiled it, and of which source the lines of a kernel are
+made, so that the suite finds stale ones without compiling anything. :mod:`ci.static.rows` compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import triton
+
+from ci.static import TARGETS, StaticCase, kernels, missing
+from ci.static.code import CORES, Code
+from ci.static.rows import Row, facts_of, formulas, pool, rows_of, suite, text_of
+
+ROOT = Path(__file__).parent.parent.parent
+BASELINE = ROOT / "ci" / "baseline"
+LABEL = 48  # width of what made a launch, in a line of the baseline
+BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
+
+
+def _given(name: str) -> Callable[[StaticCase], bool]:
+    """Whether a launch has a tensor of this name."""
+    return lambda case: case.signature.get(name, "")[:1] == "*"
+
+
+def _tile_of_rows(case: StaticCase) -> bool:
+    return int(case.constants.get("ROWS", 1)) > 1
+
+
+def _several_grids(case: StaticCase) -> bool:
+    return int(case.constants.get("GRIDS", 1)) > 1
+
+
+def _several_pairs(case: StaticCase) -> bool:
+    return int(case.constants.get("TOP_K", 1)) > 3
+
+
+# kernels, by how their names begin, whose launches may load from tensors of more than 2 GiB by 64
+# bits a thread: which of the launches, and why. Nothing may store so.
+ADDRESSED = {
+    "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
+    "_rope_kinds_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
+    "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of pairs says"),
+    "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
+    "_moe_combine_": (_several_pairs, "the rows of a token's pairs, 4 numbers for all threads"),
+    "_grouped_product_": (
+        lambda case: True,
+        "likewise; without an order, pointers pass by strides of the caller's",
+    ),
+    "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
+}
+# kernels, by how their names begin, that read a few numbers and stream nothing in
+NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_")
+
+
+# --- judging ---
+
+
+def streamed(case: StaticCase, code: Code) -> int:
+    """Bytes a thread that a streaming kernel loads at a time: 16, or all that its tile has."""
+    widths = [BYTES.get(kind, 16) for kind in case.signature.values() if kind[0] == "*"]
+    tile: int = case.constants.get("ROWS", 1) * case.constants.get("BLOCK", 2**20)
+    return max(1, min(16, tile * min(widths, default=16) // code.threads))
+
+
+def failures(row: Row) -> list[str]:
+    """What a row must not have."""
+    case, info, code = row.case, TARGETS[row.arch].info, row.code
+    if row.refused:
+        return [f"does not compile: {row.refused}"]
+    wrong = []
+    if code.threads > info.max_threads:
+        wrong.append(f"{code.threads} threads, at most {info.max_threads}")
+    if code.shared > info.shared_bytes:
+        wrong.append(f"{code.shared} bytes on chip, at most {info.shared_bytes}")
+    # formulas do not know alignment, and accesses of 2 bytes take the registers of some launches:
+    # the table shows what those spill
+    if code.spills and row.variant.aligned:
+        wrong.append(f"{code.spills} bytes of spilled registers")
+    wanted = streamed(case, code)
+    reads = not case.name.startswith(NOT_READ)
+    if reads and case.streams and row.variant.aligned and code.widest_load < wanted:
+        wrong.append(f"loads {code.widest_load} bytes at a time, wanted {wanted}")
+    if code.swaps:
+        wrong.append(f"{code.swaps} compare-and-swap instructions")
+    if code.narrow_atomics:
+        wrong.append(f"{code.narrow_atomics} atomic operations on 16 bits")
+    if row.variant.large and code.unbounded_stores:
+        wrong.append(f"{code.unbounded_stores} 16-byte stores lost their buffer operation")
+    if row.variant.large and code.unbounded_loads and not addressed(case):
+        wrong.append(f"{code.unbounded_loads} 16-byte loads lost their buffer operation")
+    return wrong
+
+
+def addressed(case: StaticCase) -> bool:
+    """Whether a launch gathers, so that its loads have no common base."""
+    return any(case.name.startswith(name) and which(case)
+               for name, (which, _) in ADDRESSED.items())  # fmt: skip
+
+
+def verdicts(rows: Iterable[Row]) -> list[str]:
+    """One line a failure."""
+    return [
+        f"{row.arch} {row.case.name} ({row.case.label}, {row.variant.name}): {text}"
+        for row in rows
+        for text in failures(row)
+    ]
+
+
+# --- writing ---
+
+
+def occupancy(row: Row) -> int:
+    """Threads that a core holds, in percent of what it could."""
+    return round(100 * row.code.resident / CORES[row.arch].threads)
+
+
+def _widths(widths: dict[int, int]) -> str:
+    return " ".join(f"{width}x{count}" for width, count in widths.items()) or "-"
+
+
+def line(row: Row) -> str:
+    """One row in full."""
+    code = row.code
+    facts = [
+        f"{code.threads:>5} threads", f"{code.registers:>4} registers",
+        f"{occupancy(row):>4} %", f"{code.shared:>6} B", f"ld {_widths(code.loads)}",
+        f"st {_widths(code.stores)}", f"{code.instructions} instructions",
+        *[f"mma {name}" for name in code.matrix], *_bad(code),
+    ]  # fmt: skip
+    return "  ".join(facts)
+
+
+def _bad(code: Code) -> list[str]:
+    said = [f"{code.spills} B spilled"] if code.spills else []
+    said += [f"{code.swaps} swaps"] if code.swaps else []
+    said += [f"{code.narrow_atomics} 16-bit atomics"] if code.narrow_atomics else []
+    lost = {"loads": code.unbounded_loads, "stores": code.unbounded_stores}
+    return said + [f"{count} unbounded {kind}" for kind, count in lost.items() if count]
+
+
+def _short(row: Row) -> str:
+    """A variant beside the first: what usually differs."""
+    facts = [f"{row.code.registers} r", f"{occupancy(row)} %", f"{row.code.instructions} i"]
+    return f"{row.variant.name} {', '.join([*facts, *_bad(row.code)])}"
+
+
+def block(name: str, rows: Sequence[Row]) -> list[str]:
+    """The lines of one kernel in the baseline of a target: its source, then a line a launch."""
+    launches: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        launches.setdefault((row.case.label, row.case.identity), []).append(row)
+    out = [f"{name} {sources(name)}"]
+    for (label, _), (first, *others) in launches.items():
+        out.append("; ".join([f"  {label:<{LABEL}}{line(first)}", *map(_short, others)]))
+    return out
+
+
+def page(arch: str, blocks: Mapping[str, Sequence[str]]) -> str:
+    """The baseline of a target, of the lines of its kernels."""
+    out = [f"# {arch}, triton {triton.__version__}: made by `make baseline`"]
+    for name in sorted(blocks):
+        out += ["", *blocks[name]]
+    return "\n".join(out) + "\n"
+
+
+def blocks_of(arch: str) -> dict[str, list[str]]:
+    """The lines of every kernel in the kept baseline of a target."""
+    found: dict[str, list[str]] = {}
+    path = BASELINE / f"{arch}.txt"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for part in text.split("\n\n")[1:]:
+        lines = part.strip("\n").split("\n")
+        found[lines[0].partition(" ")[0]] = lines
+    return found
+
+
+def compiled_by(arch: str) -> str:
+    """The Triton that compiled the kept baseline of a target; empty without one."""
+    path = BASELINE / f"{arch}.txt"
+    said = (
+        re.match(rf"# {arch}, triton (\S+): ", path.read_text("utf-8")) if path.exists() else None
+    )
+    return said[1] if said else ""
+
+
+@functools.cache
+def _told() -> dict[str, str]:
+    """For every kernel, the launches of its baseline."""
+    found: dict[str, list[str]] = {}
+    for arch in TARGETS:
+        for case, variant in suite(arch):
+            told = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
+            found.setdefault(case.name, []).append(told)
+    return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def sources(name: str) -> str:
+    """A hash of a kernel's statements, of those that it calls, and of its launches."""
+    text = text_of(kernels()[name]) + _told().get(name, "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def stale() -> dict[str, str]:
+    """Kernels whose baseline is absent or of another source, and baselines of no kernel."""
+    found: dict[str, str] = {}
+    for arch in TARGETS:
+        kept = blocks_of(arch)
+        for name in sorted(kernels()):
+            if name not in kept:
+                found[name] = f"absent for {arch}"
+            elif kept[name][0] != f"{name} {sources(name)}":
+                found[name] = f"of another source or other launches for {arch}"
+        found |= dict.fromkeys(kept.keys() - kernels(), "of a kernel that is no more")
+    targets = {path.stem for path in BASELINE.glob("*.txt")} - set(TARGETS)
+    return found | dict.fromkeys(targets, "of a target that is no more")
+
+
+def write_baseline(rows: Sequence[Row]) -> None:
+    """Write the lines of the kernels that have rows; remove those of kernels that are gone.
+
+    Raises:
+        ValueError: Lines that stay were compiled by another Triton.
+    """
+    BASELINE.mkdir(exist_ok=True)
+    names = {row.case.name for row in rows}
+    for arch in TARGETS:
+        own = [row for row in rows if row.arch == arch]
+        kept = {n: b for n, b in blocks_of(arch).items() if n in kernels() and n not in names}
+        if kept and compiled_by(arch) != triton.__version__:
+            raise ValueError(
+                f"{arch}.txt is of triton {compiled_by(arch)}, this is {triton.__version__}: "
+                "write every kernel, without --kernel"
+            )
+        made = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
+        path = BASELINE / f"{arch}.txt"
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        new = page(arch, {**kept, **made})
+        if old != new:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    for path in BASELINE.glob("*.txt"):
+        if path.stem not in TARGETS:
+            path.unlink()
+            print(f"removed {path.relative_to(ROOT)}")
+
+
+def write_table(arch: str) -> str:
+    """Write the launch table of one architecture from the static model."""
+    from ci.static.cases import calls
+    from ci.static.launch import entries, write
+
+    wanted = {label: call for label, call in calls().items() if "float32" not in label}
+    return str(write(TARGETS[arch].info, entries(arch, wanted, facts_of)).relative_to(ROOT))
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"wants a part such as 1/4, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _progress(every: float) -> Callable[[int, int], None]:
+    """Say on the terminal how far the compilers are, every so many seconds."""
+    began = said = time.monotonic()
+
+    def heard(done: int, of: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if done in (0, of) or now - said >= every:
+            said = now
+            print(f"compiled {done} of {of} rows, {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return heard
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
+    parser.add_argument("--full", action="store_true", help="every launch in every variant (hours "
+                        "of a core; stopped, it goes on where it was)")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
+                        help="only every Nth row, from the Ith")  # fmt: skip
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument("--store", type=Path, help="write the table to this file; with --full, "
+                        "print failures alone")  # fmt: skip
+    parser.add_argument("--failures", type=Path, help="write the failures to this file")
+    parser.add_argument("--tables", action="store_true", help="write the launch tables of the "
+                        "targets that nobody measured on, by a static model (minutes)")  # fmt: skip
+    options = parser.parse_args()
+    some = options.full or options.part != (1, 1) or options.target
+    if options.write and some:
+        parser.error("ci/baseline has what the suite compiles, for all targets: without --full, "
+                     "--part and --target")  # fmt: skip
+    return options
+
+
+def _write_lines(path: Path | None, lines: Sequence[str]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{text}\n" for text in lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Compile every Triton kernel for every target; print, judge and keep what it costs."""
+    options = _options()
+    archs = [arch for arch in options.target or TARGETS if missing(TARGETS[arch]) is None]
+    absent = [arch for arch in options.target or TARGETS if arch not in archs]
+    for arch in absent:
+        print(f"{arch}: {missing(TARGETS[arch])}")
+    if options.tables:
+        chosen = [a for a in archs if TARGETS[a].gpu.backend == "hip"]
+        with pool(options.jobs) as workers:
+            for path in workers.map(write_table, chosen):
+                print(f"wrote {path}")
+        return 0
+    which = "full" if options.full else "suite"
+    heard = _progress(15.0)
+    rows = rows_of(archs, which, options.kernel, options.part, options.jobs, heard)
+    wrong = verdicts(rows)
+    if options.write:
+        if absent or any(row.refused for row in rows):
+            print("\n".join([*wrong, "wrote nothing: some rows are missing"]))
+            return 1
+        write_baseline(rows)
+    table = [
+        f"{r.case.name:<44}{r.case.label:<40}{r.variant.name:<17}{r.arch:<8}{line(r)}" for r in rows
+    ]
+    _write_lines(options.store, table)
+    _write_lines(options.failures, wrong)
+    if not options.write and not (options.full and options.store):
+        print("\n".join([*table, ""]))
+    print("\n".join(wrong))
+    print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
+          f"{len(archs)} targets, {len(wrong)} failures")  # fmt: skip
+    return 1 if wrong or absent else 0
