@@ -132,8 +132,8 @@ CASES = (
             Break(
                 "`inplace=True` does not advance autograd's version counter",
                 "liger_multi/dispatch/autograd.py",
-                "            increment_version(args[dirty])\n",
-                "            pass\n",
+                "        increment_version(args[w.overwritten])\n",
+                "        pass\n",
                 (
                     "tests/kernels/test_triton_inplace.py::test_what_was_overwritten_raises_for_whoever_saved_it",
                     "--backend",
