@@ -6,8 +6,8 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
 from liger_multi.ops.swiglu_packed import even
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("geglu_packed", compile="trace", rows=("gate_up", "dy"))
 
