@@ -24,7 +24,6 @@ from benchmarks import store
 from liger_multi import losses
 from liger_multi.bench import report
 from liger_multi.bench.cases import error
-from liger_multi.bench.formulas import TABLE
 from liger_multi.bench.measure import (
     Clock,
     Runner,
@@ -33,6 +32,7 @@ from liger_multi.bench.measure import (
     memory_bytes,
     release,
 )
+from liger_multi.bench.peers import TABLE
 from liger_multi.bench.providers import Provider
 from liger_multi.memory.measure import format_bytes, resolve_device
 

@@ -9,15 +9,12 @@ red: their tests run first on the same device, and a number that comes without t
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -33,25 +30,15 @@ from liger_multi.bench import command, report
 from liger_multi.bench.cases import Case, differentiable
 from liger_multi.bench.runner import BenchConfig, run_plan
 from liger_multi.dispatch.registry import unavailable
+from liger_multi.testing import FORMULAS
 
 ROOT = Path(__file__).parent.parent
-ORACLES = ROOT / "tests" / "oracles.py"
 RED = 3  # exit code of a refusal
 
 
-@cache
-def _oracles() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("liger_multi_oracles", ORACLES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def oracle(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The formula that the tests hold the operator against."""
-    return differentiable(getattr(_oracles(), case.op)(**tensors, **case.sample.options))
+    """The formula that the tests compare the operator with."""
+    return differentiable(FORMULAS[case.op](**tensors, **case.sample.options))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namespace]:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import ops, samples
+from liger_multi import ops
 from liger_multi.bench.cases import draw
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.op import OPS
 from liger_multi.errors import unknown
-from liger_multi.tolerance import excess
+from liger_multi.testing import samples
+from liger_multi.testing.tolerance import excess
 
 REPEATS = 9
 FLUSH_BYTES = 2**28

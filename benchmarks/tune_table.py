@@ -19,10 +19,10 @@ import torch
 
 from benchmarks import tune
 from ci.static.launch import Asked, bounds, neighbors, write
-from liger_multi import samples
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import operators
+from liger_multi.testing import samples
 
 FASTER = 0.97
 

@@ -22,12 +22,13 @@ FOLDERS = {
     "reference": "liger_multi.reference",
 }
 SHARED_BACKENDS = ("triton",)  # layers that vendors inherit from, no vendors themselves
-# Parts of the package, lowest first. A file beside them belongs to the base.
+# Parts of the package, lowest first. A file beside them belongs to the base. A dotted name is a
+# module with a layer of its own: contracts are made of samples.
 LAYERS = (
-    ("base",),
+    ("base", "testing.samples"),
     ("dispatch",),
     ("ops",),
-    ("nn", "losses", "memory"),
+    ("nn", "losses", "memory", "testing"),
     ("patching",),
     ("compat", "integrations"),
     ("bench", "cli", "demo", "__main__", "__init__"),
@@ -46,8 +47,9 @@ LAZY = (
     "kernels",
     "lightning",
     "pytorch_lightning",
+    "pytest",
 )
-LAZY_EXEMPT = ("patching", "integrations", "bench", "cli", "demo")
+LAZY_EXEMPT = ("patching", "integrations", "bench", "cli", "demo", "testing.suite")
 PRINTERS = ("cli", "demo")
 VENDOR_WORDS = re.compile(
     r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",
@@ -107,6 +109,11 @@ class File:
         return self.module.split(".")[1] if "." in self.module else "__init__"
 
     @property
+    def room(self) -> str:
+        """The part and the name below it, as in ``testing.samples``."""
+        return ".".join(self.module.split(".")[1:3])
+
+    @property
     def vendor(self) -> str | None:
         """The folder below ``backends/``, if it stands in one."""
         return (
@@ -164,8 +171,9 @@ def _within(module: str, *packages: str) -> bool:
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
-def _layer(part: str) -> int:
-    return next((i for i, names in enumerate(LAYERS) if part in names), 0)
+def _layer(file: File) -> int:
+    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
+    return layers.get(file.room, layers.get(file.part, 0))
 
 
 def downwards(tree: Tree) -> Iterator[Finding]:
@@ -183,7 +191,7 @@ def downwards(tree: Tree) -> Iterator[Finding]:
                     f"imports {target.module}; backends are found by path",
                 )
                 continue
-            if _layer(target.part) > _layer(file.part):
+            if _layer(target) > _layer(file):
                 yield Finding(
                     file.path, found.line, "layer", f"{file.module} stands below {target.module}"
                 )
@@ -264,7 +272,7 @@ def vendors_apart(tree: Tree) -> Iterator[Finding]:
 def lazy_packages(tree: Tree) -> Iterator[Finding]:
     """Importing the package imports torch and nothing else that is large or optional."""
     for file in tree.of("liger_multi"):
-        if file.part in LAZY_EXEMPT:
+        if file.part in LAZY_EXEMPT or file.room in LAZY_EXEMPT:
             continue
         for found in file.imports:
             if found.eager and found.module.partition(".")[0] in LAZY:

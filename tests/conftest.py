@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import harness
+from liger_multi.testing.poison import poison_empty
 
 # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
 torch.backends.cudnn.allow_tf32 = False
@@ -80,7 +81,7 @@ def pytest_configure(config):
     parts.parse(config.getoption("--part"))  # refused before anything is collected
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(parts.Recorder(config))
-    harness.poison_empty()
+    poison_empty()
     if harness.interpreted() and importlib.util.find_spec("triton"):
         harness.interpret_faster()
     if config.getoption("--backend"):

@@ -8,7 +8,7 @@ another kernel, the sample says so (``Sample.path``).
 
 import functools
 
-from liger_multi import samples
+from liger_multi.testing import samples
 
 
 def form(sample):

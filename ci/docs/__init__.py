@@ -174,7 +174,7 @@ element may differ by the first number times its own size, and the second times 
 
 
 def _tolerances() -> list[str]:
-    tolerances = importlib.import_module("liger_multi.tolerance").TOLERANCES
+    tolerances = importlib.import_module("liger_multi.testing.tolerance").TOLERANCES
     rows = ["| dtype | of its own size | of the largest | because |", "|---|---|---|---|"]
     for dtype, allowed in tolerances.items():
         numbers = f"{allowed.relative:.2g} | {allowed.of_largest:.2g}"

@@ -153,7 +153,7 @@ def _own(name: str) -> str:
     said += [f"launch numbers for {', '.join(measured)}"] if measured else []
     modeled = [t for t in tables if t not in measured]
     said += [f"launch numbers of a static model for {', '.join(modeled)}"] if modeled else []
-    xfails = ROOT / "tests" / "xfails" / f"{name}.yaml"
+    xfails = ROOT / "tests" / "xfails" / f"{name}.txt"
     said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
     parents = _records()[name].parents
     floor = "" if name == "reference" or not _records()[name].device_type else "reference"

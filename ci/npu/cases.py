@@ -20,8 +20,8 @@ from liger_multi.dispatch import launch as launching
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS
 from liger_multi.ops.cross_entropy import EVERYTHING
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 ROWS = 4
 WIDTHS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

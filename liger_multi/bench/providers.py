@@ -16,11 +16,12 @@ import torch.nn.functional as F
 import liger_multi
 from liger_multi import ops
 from liger_multi.bench.cases import Case
-from liger_multi.bench.formulas import FLOORS, PEERS, TABLE, Formula
 from liger_multi.bench.liger import LIGER, LIGER_MODULE
+from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import packages
 from liger_multi.dispatch.resolution import candidate
+from liger_multi.testing.formulas import Formula
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
         return "has no such operator"
     if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
-    if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
-        return f"{PEERS[name]} is not installed"
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+        return f"{PACKAGES[name]} is not installed"
     if name == "compile":
         torch.compiler.reset()  # what one case compiled must not make the next one dynamic
         formula = _accepting(torch.compile(formula, dynamic=False), formula)

@@ -8,8 +8,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
 from liger_multi.ops._overwrite import share_memory, writable_rows
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 FORMS = ("log_prob", "prob", "logits")
 REDUCTIONS = ("mean", "sum", "none")

@@ -9,8 +9,8 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 VOCABULARIES = ("equal", "common")
 GRADIENTS = "hidden_gradient weight_gradient bias_gradient denominator"

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 
 def gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:

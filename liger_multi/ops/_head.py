@@ -9,8 +9,8 @@ from liger_multi import checks
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.dispatch.primitive import constant_in_graphs
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
 # gradients are in the dtype of the first, where they are in 8 bits at all

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Tensor as T
 
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")

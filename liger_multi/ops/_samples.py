@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 Given = Callable[..., dict[str, T]]
 Options = Mapping[str, Any]

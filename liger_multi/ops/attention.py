@@ -9,8 +9,8 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._ranges import from_lengths, in_graphs, key_ranges
 from liger_multi.ops._samples import each_frozen, frozen
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("attention", family="attention")
 

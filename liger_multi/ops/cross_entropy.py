@@ -8,8 +8,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
 from liger_multi.ops._overwrite import writable_rows
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")

@@ -7,7 +7,7 @@ from torch import Tensor
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.cross_entropy import RETURNS, shapes
 from liger_multi.ops.cross_entropy import SAMPLES as FUNCTIONAL
-from liger_multi.samples import Sample
+from liger_multi.testing.samples import Sample
 
 op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("embedding", family="embedding")
 NO_PADDING = -1

@@ -10,8 +10,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "fused_add_rms_norm", family="norms", rows=("x", "residual", "dy", "new_residual", "rstd"),

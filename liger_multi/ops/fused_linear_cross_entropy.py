@@ -19,8 +19,8 @@ from liger_multi.ops.cross_entropy import (
     options,
     shapes,
 )
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("fused_linear_cross_entropy", family="cross_entropy")
 

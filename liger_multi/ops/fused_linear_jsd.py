@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, heads, run, samples_of
-from liger_multi.samples import Sample
+from liger_multi.testing.samples import Sample
 
 op = Op("fused_linear_jsd", family="divergences")
 declare(op)

@@ -10,8 +10,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, strided
 from liger_multi.ops._samples import frozen
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
 op = Op("fused_linear_log_prob", family="cross_entropy")

@@ -11,8 +11,8 @@ from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
 from liger_multi.ops.rms_norm import CASTINGS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "fused_scaled_add_rms_norm", family="norms",

@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # traced: its products and its activation are then the compiler's to fuse

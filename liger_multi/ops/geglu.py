@@ -7,8 +7,8 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._gated import FP32_UP, LARGE, MLPS, gate_and_up, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 APPROXIMATIONS = ("tanh", "none")
 # traced as swiglu, whose traced form was measured; this one's was not

@@ -7,8 +7,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._gated import PACKED_MLPS, even, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("geglu_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import declare, pair, run, samples_of
-from liger_multi.samples import Sample
+from liger_multi.testing.samples import Sample
 
 op = Op("jsd", family="divergences")
 declare(op)

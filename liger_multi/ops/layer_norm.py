@@ -9,8 +9,8 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.rms_norm import EPS
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "layer_norm", family="norms", rows=("x", "dy", "mean", "rstd"), replicated=("weight", "bias")

@@ -10,8 +10,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a", "b"))

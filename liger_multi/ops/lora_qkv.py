@@ -9,8 +9,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 LAYERS = ("q", "k", "v")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b"))

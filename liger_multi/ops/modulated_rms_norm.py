@@ -11,8 +11,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("modulated_rms_norm", family="norms")
 

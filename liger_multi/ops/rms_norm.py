@@ -8,8 +8,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
 op = Op("rms_norm", family="norms", rows=("x", "dy", "rstd"), replicated=("weight",))

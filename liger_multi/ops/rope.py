@@ -17,8 +17,8 @@ from liger_multi.ops._rotary import (
     rotary_width,
 )
 from liger_multi.ops._samples import each_frozen
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")

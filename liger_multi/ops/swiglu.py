@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._gated import BOTH, FP32_UP, LARGE, MLPS, gate_and_up, multipliers, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
-from liger_multi.samples import Sample
+from liger_multi.testing.samples import Sample
 
 # H200, 8192x14336 bf16, 2026-11: forward + backward 0.439 ms under
 # torch.compile, 0.438 ms as a kernel; traced, it also fuses with its neighbors

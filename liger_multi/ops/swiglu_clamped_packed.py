@@ -9,8 +9,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._gated import even, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
-from liger_multi.samples import Sample
-from liger_multi.samples import Tensor as T
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
 
 op = Op("swiglu_clamped_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._gated import BOTH, PACKED_MLPS, even, multipliers, packed
 from liger_multi.ops._samples import HALVES, usual
-from liger_multi.samples import Sample
+from liger_multi.testing.samples import Sample
 
 op = Op("swiglu_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
 

@@ -13,7 +13,8 @@ import numpy
 import pytest
 import torch
 
-from liger_multi import losses, nn, ops, samples
+from liger_multi import losses, nn, ops
+from liger_multi.testing import samples
 
 NAN, INFINITY = float("nan"), float("inf")
 HUGE = 10**5000

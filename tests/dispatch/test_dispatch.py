@@ -20,8 +20,8 @@ from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.config_file import parse_bytes
 from liger_multi.dispatch.op import OPS, Op, inline_ops
 from liger_multi.dispatch.resolution import resolve
-from liger_multi.samples import of
-from liger_multi.tolerance import excess
+from liger_multi.testing.samples import of
+from liger_multi.testing.tolerance import excess
 
 
 def chosen(op="rms_norm", direction="forward", device="cpu"):
@@ -349,7 +349,7 @@ LINEAR = {"embedding", *(op for op in OPS if op.startswith("rope"))}
 @pytest.mark.parametrize("use", [torch.square, torch.clone], ids=["squares", "as they are"])
 def test_double_backward_raises(op, use):
     """Of the sum of the outputs as they are, the upstream gradient is a constant."""
-    from test_ops import call, outputs
+    from liger_multi.testing.checks import call, outputs
 
     sample = next(s for s in of(op) if s.size == "small")
     tensors = sample.make("cpu", torch.float32)

@@ -20,11 +20,12 @@ import liger_multi
 from ci.npu import blocks, calls, cases, execute, levels, vendor
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
-from liger_multi import ops, samples
+from liger_multi import ops
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import operators
 from liger_multi.errors import BackendUnavailableError
+from liger_multi.testing import samples
 
 NPU = torch.device("npu", 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

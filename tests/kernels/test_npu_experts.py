@@ -16,11 +16,12 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 from ci.npu.simulate import READ
-from liger_multi import ops, samples
+from liger_multi import ops
 from liger_multi.backends.npu.experts import fused_moe as ours
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.launch import device_info
 from liger_multi.reference.experts import fused_moe as theirs
+from liger_multi.testing import samples
 
 contract = importlib.import_module("liger_multi.ops.fused_moe")
 NPU = torch.device("npu", 0)

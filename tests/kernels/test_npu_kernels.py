@@ -19,8 +19,8 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from ci.npu import blocks, cases
 from liger_multi import ops
 from liger_multi.backends import npu
-from liger_multi.samples import Sample, Tensor
-from liger_multi.tolerance import excess
+from liger_multi.testing.samples import Sample, Tensor
+from liger_multi.testing.tolerance import excess
 
 NPU = torch.device("npu", 0)
 HOME = Path(npu.__file__).parent

@@ -9,7 +9,7 @@ import harness
 import liger_multi
 from liger_multi import losses
 from liger_multi.dispatch.op import inline_ops
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
        "fused_linear_jsd", "jsd")  # fmt: skip

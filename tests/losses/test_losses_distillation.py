@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import losses
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

@@ -13,7 +13,7 @@ from models import batch, build
 import harness
 import liger_multi
 from liger_multi import losses, ops
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

@@ -11,7 +11,7 @@ from liger_multi import losses
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.losses import one_pass
 from liger_multi.losses.policies import POLICY
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32

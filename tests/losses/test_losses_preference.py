@@ -10,7 +10,7 @@ import trl_eager
 
 from liger_multi import losses
 from liger_multi.losses.preference import DPO
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32

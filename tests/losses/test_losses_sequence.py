@@ -7,7 +7,7 @@ import trl_eager
 
 from liger_multi import losses
 from liger_multi.losses import reductions
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from liger_multi import ops
 from liger_multi.memory import measure
 from liger_multi.reference.common import chunking, retry
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 ROWS, WIDTH, VOCABULARY = 60, 4, 97
 

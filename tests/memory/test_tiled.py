@@ -8,7 +8,7 @@ import torch
 
 import harness
 from liger_multi import nn
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 WIDTH, INNER = 8, 24
 

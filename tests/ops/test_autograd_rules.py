@@ -6,16 +6,16 @@ import itertools
 from pathlib import Path
 
 import forms
-import oracles
 import pytest
 import torch
-from test_ops import outputs
 from torch import nn
 
 import liger_multi
-from liger_multi import errors, losses, ops, samples
+from liger_multi import errors, losses, ops
 from liger_multi.dispatch.registry import operators
 from liger_multi.losses.sources import tokens
+from liger_multi.testing import FORMULAS, samples
+from liger_multi.testing.checks import outputs
 
 WIDE = torch.float64
 SMALL = [
@@ -78,7 +78,7 @@ def test_a_second_derivative_raises_or_is_right(op, sample, leaves):
     total, wanted = made_of(op, sample, getattr(ops, op), leaves=leaves)
     if not wanted or not isinstance(total, torch.Tensor):
         pytest.skip("nothing is differentiable")
-    exact, right = made_of(op, sample, getattr(oracles, op), leaves=leaves)
+    exact, right = made_of(op, sample, FORMULAS[op], leaves=leaves)
     for of in wanted:
         penalized = penalty_on(total, wanted[of])
         for by in wanted:
@@ -229,7 +229,7 @@ def test_no_function_of_autograd_is_left_out():
                 if "@first_derivatives_only(" not in text:
                     left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
     inert = {  # nothing is computed in them, or nobody trains with them
-        "bench/divergences.py:_Products", "bench/formulas.py:_Products",
+        "bench/peers.py:_PairProducts", "bench/peers.py:_Products",
         "bench/measure.py:Identity",
         "compat/liger_kernel/chunked.py:LigerFusedLinearDistillationBase",
         "memory/planning/quantized.py:_Product", "memory/meta_implementations.py:_Attention",
@@ -277,7 +277,7 @@ def test_one_tensor_in_two_arguments(op):
     pairs = list(tied_arguments(op))
     assert pairs or op not in REPORTED
     for sample, a, b, found in pairs:
-        right = tied_results(op, sample, a, b, getattr(oracles, op))
+        right = tied_results(op, sample, a, b, FORMULAS[op])
         for got, want in zip(found, right, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.fx.experimental._config
 from test_autograd_rules import REPORTED, tied_arguments, tied_results
-from test_ops import grads, outputs
 
 import liger_multi
-from liger_multi import errors, ops, samples
+from liger_multi import errors, ops
 from liger_multi.dispatch.registry import operators
+from liger_multi.testing import samples
+from liger_multi.testing.checks import grads, outputs
 
 # equal sizes of different axes are no reason for another graph
 different_axes = torch.fx.experimental._config.patch(use_duck_shape=False)

@@ -6,13 +6,14 @@ import inspect
 import forms
 import pytest
 import torch
-from test_ops import call, grads, outputs
 
 import liger_multi
-from liger_multi import ops, samples
+from liger_multi import ops
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import module, operators
-from liger_multi.tolerance import excess
+from liger_multi.testing import samples
+from liger_multi.testing.checks import call, grads, outputs
+from liger_multi.testing.tolerance import excess
 
 SECTIONS = ("Math:", "Shapes:", "Dtypes:", "Memory:", "Raises:", "Source:")
 IDS = [(op, s) for op in operators() for s in samples.of(op) if s.size == "small"]

@@ -2,7 +2,6 @@
 
 import itertools
 
-import oracles
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +13,8 @@ from liger_multi.dispatch.op import inline_ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy import log_prob as rows_of
-from liger_multi.tolerance import excess
+from liger_multi.testing import FORMULAS
+from liger_multi.testing.tolerance import excess
 
 log_prob = ops.fused_linear_log_prob
 NAMES = ("log_prob", "entropy", "lse")
@@ -74,7 +74,7 @@ def test_policy_gradient(device, dtype, chunk):
     gaps = torch.tensor([-0.6, -0.1, 0.1, 0.6], device=device)
     beside = [gaps[torch.randint(4, (40,))] for _ in range(2)]
     xw, ww, bw = wide(x, w, b)
-    exact = oracles.fused_linear_log_prob(xw, ww, t, bw, **options)
+    exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw, **options)
     old, reference = (exact.log_prob.detach() + d for d in beside)
     advantage = torch.randn(40, device=device)
     right = policy_loss(exact, old, reference, advantage, valid)
@@ -111,7 +111,7 @@ def test_pairs_of_sequences(device):
     x3, t3 = x.view(4, 6, 16), t.view(4, 6)
     xw, ww = wide(x, w)
     sums = log_prob(x3, w, t3, outputs=("log_prob",)).log_prob.sum(-1)
-    exact = oracles.fused_linear_log_prob(xw.view(4, 6, 16), ww, t3).log_prob.sum(-1)
+    exact = FORMULAS["fused_linear_log_prob"](xw.view(4, 6, 16), ww, t3).log_prob.sum(-1)
     losses = [-torch.nn.functional.logsigmoid(0.1 * (s[:2] - s[2:])).mean() for s in (sums, exact)]
     compare(
         torch.autograd.grad(losses[0], (x, w)), torch.autograd.grad(losses[1], (xw, ww)), x.dtype
@@ -128,7 +128,7 @@ def test_every_subset_of_outputs_and_upstream_gradients(device, outputs):
     """What is not asked for is None; each set of used outputs has its own right gradient."""
     x, w, t, b = head(12, device=device)
     xw, ww, bw = wide(x, w, b)
-    exact = oracles.fused_linear_log_prob(xw, ww, t, bw)
+    exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw)
     out = log_prob(x, w, t, b, chunk=5, outputs=outputs)
     assert {n for n in out._fields if getattr(out, n) is not None} == set(outputs)
     smooth = [n for n in NAMES if n in outputs]
@@ -217,7 +217,7 @@ def test_gradients_of_fp16_logits_stay_in_range(device, upstream):
     xw, ww, bw = wide(x, w, b)
     with torch.autocast(device.type, torch.float16, enabled=x.dtype == torch.float32):
         out = log_prob(x, w, t, b, chunk=64)
-    exact = oracles.fused_linear_log_prob(xw, ww, t, bw)
+    exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw)
     totals = [((o.log_prob + o.entropy) * upstream).sum() for o in (out, exact)]
     ours = torch.autograd.grad(totals[0], (x, w, b))
     compare(ours, torch.autograd.grad(totals[1], (xw, ww, bw)), torch.float16)
@@ -283,7 +283,7 @@ def test_masked_vocabulary(device):
     few_w, few_b = wide(w[kept], b[kept])
     (xw,) = wide(x)
     out = log_prob(x, w, t, masked, chunk=16)
-    exact = oracles.fused_linear_log_prob(xw, few_w, position, few_b)
+    exact = FORMULAS["fused_linear_log_prob"](xw, few_w, position, few_b)
     compare([getattr(out, n).detach() for n in NAMES], [getattr(exact, n) for n in NAMES], x.dtype)
     totals = [o.log_prob.sum() + 2 * o.entropy.sum() - o.lse.sum() for o in (out, exact)]
     dx, dw, db = torch.autograd.grad(totals[0], (x, w, masked))
@@ -310,7 +310,7 @@ def test_certain_rows(device, size):
     x, w, t, b = head(device=device)
     x.data.mul_(size)
     xw, ww, bw = wide(x, w, b)
-    out, exact = log_prob(x, w, t, b), oracles.fused_linear_log_prob(xw, ww, t, bw)
+    out, exact = log_prob(x, w, t, b), FORMULAS["fused_linear_log_prob"](xw, ww, t, bw)
     assert (out.entropy - exact.entropy).abs().max() < 1e-3
     assert excess(out.lse.detach(), exact.lse.detach(), torch.float32) <= 1
     grads = torch.autograd.grad(out.entropy.sum() + out.log_prob.sum(), (x, w, b))
@@ -337,7 +337,7 @@ def test_targets_that_reach_no_class(device, compact, monkeypatch):
     xw, ww, bw = wide(x, w, b)
     fine = t.clone()
     fine[[1, 4, 5]] = -100
-    exact = oracles.fused_linear_log_prob(xw, ww, fine, bw)
+    exact = FORMULAS["fused_linear_log_prob"](xw, ww, fine, bw)
     right = torch.autograd.grad(sum(getattr(exact, n).sum() for n in NAMES), (xw, ww, bw))
     compare((dx, dw, db), right, x.dtype)
 
@@ -394,7 +394,7 @@ def test_frozen_inputs_cost_nothing(needs):
     assert ((501, 24) in seen) == (needs == "weight")
     xw, ww, bw = wide(x, w, b)
     wider = dict(zip(leaves, (xw, ww, bw), strict=True))[needs]
-    exact = oracles.fused_linear_log_prob(xw, ww, t, bw).log_prob.sum()
+    exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw).log_prob.sum()
     compare((found,), torch.autograd.grad(exact, (wider,)), x.dtype)
 
 

@@ -8,7 +8,7 @@ import harness
 import liger_multi
 from liger_multi import nn, ops
 from liger_multi.reference.embedding import embedding as reference
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ("embedding", "softmax", "sparsemax", "selective_log_softmax")

@@ -9,7 +9,7 @@ import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
 KINDS = {

@@ -5,8 +5,9 @@ import test_ops
 import torch
 
 import harness
-from liger_multi import samples
 from liger_multi.dispatch.registry import module, operators
+from liger_multi.testing import samples
+from liger_multi.testing.checks import DTYPES, call, grads, outputs
 
 pytestmark = pytest.mark.skipif(not harness.interpreted(), reason="counts interpreted launches")
 
@@ -15,10 +16,8 @@ def launches(op, sample, dtype, seen):
     """Kernels with one of their flags each, as a call and its backward launch them."""
     seen.clear()
     tensors = sample.make("cpu", dtype)
-    result, _ = test_ops.outputs(
-        test_ops.call(op, tensors, sample.options, **{op: test_ops.bound(op, "triton")})
-    )
-    test_ops.grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
+    result, _ = outputs(call(op, tensors, sample.options, **{op: test_ops.bound(op, "triton")}))
+    grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
     kind = "half" if dtype.itemsize == 2 else "single"  # bfloat16 stands for float16
     # without a tensor a kernel is the same in every dtype
     return {launch if launch[-1] is None else (*launch, kind) for launch in seen}
@@ -52,7 +51,7 @@ def test_first_samples_of_a_form_reach_every_kernel_flag_and_dtype(op, seen):
     every, kept = set(), set()
     for sample in samples.of(op):
         if sample.size == "small":
-            for dtype in test_ops.DTYPES:
+            for dtype in DTYPES:
                 found = launches(op, sample, dtype, seen)
                 every |= found
                 if not test_ops.seldom(op, sample, dtype, once=True):

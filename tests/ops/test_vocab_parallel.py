@@ -14,7 +14,7 @@ from liger_multi.nn.vocab_parallel import (
     vocab_parallel_cross_entropy, vocab_parallel_fused_linear_cross_entropy,
     vocab_parallel_fused_linear_log_prob, vocab_range,
 )
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 rank, meeting, count = int(sys.argv[1]), sys.argv[2], COUNT
 device = torch.device("cpu") if KIND == "cpu" else torch.device(KIND, rank)

@@ -9,14 +9,14 @@ import torch
 
 from benchmarks import operators as bench
 from ci import results
-from liger_multi import samples
 from liger_multi.bench import cases as bench_cases
-from liger_multi.bench import formulas as bench_formulas
 from liger_multi.bench import measure as bench_measure
 from liger_multi.bench import peak as bench_peak
+from liger_multi.bench import peers as bench_peers
 from liger_multi.bench import providers as bench_providers
 from liger_multi.bench import report as bench_report
 from liger_multi.cli.main import main as command_line
+from liger_multi.testing import FORMULAS, samples
 
 H200 = bench_peak.Ceilings(4.24e12, 690e12)
 QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
@@ -45,7 +45,7 @@ def planted(monkeypatch):
     """Put a formula for swiglu into the table of providers."""
 
     def plant(formula):
-        monkeypatch.setitem(bench_formulas.TABLE["swiglu"], "planted", formula)
+        monkeypatch.setitem(bench_peers.TABLE["swiglu"], "planted", formula)
 
     return plant
 
@@ -108,10 +108,10 @@ def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
 
 def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypatch):
     def second_alone(x, residual, weight):
-        y, total = bench_formulas._fused_add_rms_norm(x, residual, weight)
+        y, total = FORMULAS["fused_add_rms_norm"](x, residual, weight)
         return y + 0 * total, total.detach() + 0 * x
 
-    monkeypatch.setitem(bench_formulas.TABLE["fused_add_rms_norm"], "planted", second_alone)
+    monkeypatch.setitem(bench_peers.TABLE["fused_add_rms_norm"], "planted", second_alone)
     code, result, _ = run(
         tmp_path, "--ops", "fused_add_rms_norm", "--providers", "planted,ours,torch,aten"
     )
@@ -385,8 +385,8 @@ def test_the_slower_limit_is_the_roof():
 def test_every_operator_has_work_and_a_plain_formula():
     from liger_multi.dispatch.registry import operators
 
-    assert set(operators()) == set(bench_peak.WORK) == set(bench_formulas.TABLE)
-    assert all("torch" in formulas for formulas in bench_formulas.TABLE.values())
+    assert set(operators()) == set(bench_peak.WORK) == set(bench_peers.TABLE)
+    assert all("torch" in formulas for formulas in bench_peers.TABLE.values())
 
 
 @pytest.mark.parametrize("op", sorted(bench_peak.WORK))
@@ -424,7 +424,7 @@ def test_truth_in_chunks_is_truth(monkeypatch):
 
 
 def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):
-    from liger_multi.tolerance import excess
+    from liger_multi.testing.tolerance import excess
 
     exact = torch.tensor([100.0, 1e-3, 2e-3, -3.0], dtype=torch.float64)
     got = exact + 0.3

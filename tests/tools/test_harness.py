@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import harness
+from liger_multi.testing.poison import poison_value
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
@@ -45,7 +46,7 @@ def test_uninitialized_memory_is_poisoned(make, dtype):
     if dtype.is_floating_point:
         assert made.isnan().all()
     else:
-        assert (made == harness.poison_value(dtype)).all()
+        assert (made == poison_value(dtype)).all()
 
 
 def test_poison_keeps_the_arguments_of_empty():
@@ -84,17 +85,14 @@ def test_a_kernel_that_forgets_elements_is_caught():
 
 
 SUITE = """
-import pytest, torch
-from types import SimpleNamespace
+import pytest
 
-OPS = [SimpleNamespace(name="rms_norm"), SimpleNamespace(name="swiglu")]
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sample", [SimpleNamespace(name="wide"), SimpleNamespace(name="thin")])
-@pytest.mark.parametrize("op", OPS, ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sample", ["wide", "thin"])
 @pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu"])
 def test_forward(op, backend, sample, dtype):
-    assert not (op.name == "rms_norm" and sample.name == "wide" and dtype is torch.bfloat16)
+    assert not (op == "rms_norm" and sample == "wide" and dtype == "bfloat16")
 
 def test_free():
     pass
@@ -110,7 +108,7 @@ def suite(pytester):
     (pytester.path / "xfails").mkdir()
 
     def run(*args, xfails=""):
-        (pytester.path / "xfails" / "reference.yaml").write_text(xfails)
+        (pytester.path / "xfails" / "reference.txt").write_text(xfails)
         return pytester.runpytest_inprocess(
             "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", *args
         )
@@ -118,9 +116,7 @@ def suite(pytester):
     return run
 
 
-ENTRY = (
-    "- {op: rms_norm, sample: '%s', dtype: '%s', reason: rounding, link: 'https://example.org/1'}\n"
-)
+ENTRY = "test_forward[%s]  # rounding, https://example.org/1\n"
 
 
 def outcome(run):
@@ -133,23 +129,26 @@ def outcome(run):
 
 def test_an_expected_failure_is_expected(suite):
     assert outcome(suite()) == {"passed": 8, "failed": 1}
-    assert outcome(suite(xfails=ENTRY % ("wide", "bf16"))) == {"passed": 8, "xfailed": 1}
-    assert outcome(suite(xfails=ENTRY % ("w*", "bfloat16"))) == {"passed": 8, "xfailed": 1}
+    assert outcome(suite(xfails=ENTRY % "rms_norm-reference-wide-bfloat16")) == {
+        "passed": 8,
+        "xfailed": 1,
+    }
+    assert outcome(suite(xfails=ENTRY % "rms_norm-*-w*-bfloat16")) == {"passed": 8, "xfailed": 1}
 
 
 def test_an_expected_failure_that_passes_fails(suite):
-    run = suite(xfails=ENTRY % ("*", "bf16"))
+    run = suite(xfails=ENTRY % "rms_norm-*-bfloat16")
     assert outcome(run) == {"passed": 7, "failed": 1, "xfailed": 1}
     assert "XPASS(strict)" in run.stdout.str()
 
 
 @pytest.mark.parametrize(
-    "entry", ["- {op: rms_norm}", "- {op: a, reason: b, link: c, smaple: d}", "- rms_norm"]
+    "entry", ["test_forward[*]", "test_forward[*] #", "# a comment\n\ntest_forward"]
 )
 def test_an_incomplete_entry_is_refused(suite, entry):
     run = suite(xfails=entry)
     assert run.ret == pytest.ExitCode.USAGE_ERROR
-    assert "an entry needs op, reason and link" in run.stderr.str()
+    assert "an expected failure needs a reason" in run.stderr.str()
 
 
 def test_a_backend_that_cannot_run_is_said_plainly(suite):
@@ -196,12 +195,11 @@ def test_a_warning_raised_here_is_an_error():
 
 
 def test_every_file_of_expected_failures_belongs_to_a_backend():
-    from liger_multi.dispatch.registry import backends, operators
+    from liger_multi.dispatch.registry import backends
 
     for backend, entries in harness.read_xfails(ROOT / "tests" / "xfails").items():
         assert backend in backends()
-        for entry in entries:
-            assert entry.op in operators()
+        assert entries
 
 
 def test_the_hub_is_offline():

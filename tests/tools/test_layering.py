@@ -22,7 +22,12 @@ CLEAN = {
     "liger_multi/ops/__init__.py": "from liger_multi.ops.rms_norm import rms_norm\n"
     "__all__ = ['rms_norm']\n",
     "liger_multi/ops/rms_norm.py": '"""On npu, gfx942, sm90."""\n'
-    "from liger_multi.dispatch.op import Op\n",
+    "from liger_multi.dispatch.op import Op\n"
+    "from liger_multi.testing.samples import Sample\n",
+    "liger_multi/testing/__init__.py": "",
+    "liger_multi/testing/samples.py": "import torch\n",
+    "liger_multi/testing/formulas.py": "from liger_multi.ops import rms_norm\n",
+    "liger_multi/testing/suite/plugin.py": "import pytest\n",
     "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n__all__ = ['rms_norm']\n",
     "liger_multi/patching/__init__.py": "import transformers\nfrom liger_multi import nn\n",
     "liger_multi/cli/main.py": "import rich\nprint('a table')\n",
@@ -87,6 +92,16 @@ PLANTED = {
         "layer",
         "liger_multi/ops/rms_norm.py",
         "from liger_multi import nn\n",
+    ),
+    "operator imports a formula": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "from liger_multi.testing.formulas import FORMULAS\n",
+    ),
+    "samples import an operator": (
+        "layer",
+        "liger_multi/testing/samples.py",
+        "from liger_multi.ops import rms_norm\n",
     ),
     "module imports patching": (
         "layer",
@@ -154,6 +169,7 @@ PLANTED = {
         "liger_multi/nn/__init__.py",
         "try:\n    from transformers import X\nexcept ImportError:\n    X = None\n",
     ),
+    "formulas import pytest": ("lazy", "liger_multi/testing/formulas.py", "import pytest\n"),
     "core imports matplotlib in a class": (
         "lazy",
         "liger_multi/dispatch/op.py",

@@ -45,7 +45,8 @@ assert liger_multi.__version__ == {version!r}
 x = torch.ones(3, 8, requires_grad=True)
 ops.rms_norm(x, torch.ones(8)).sum().backward()
 assert x.grad is not None
-for name in ("backends.triton", "backends.cuda", "reference.rms_norm", "patching", "cli"):
+for name in ("backends.triton", "backends.cuda", "reference.rms_norm", "patching", "cli",
+             "testing.suite.test_operators"):
     assert importlib.util.find_spec("liger_multi." + name), name
 assert importlib.resources.files("liger_multi").joinpath("py.typed").is_file()
 launch = importlib.resources.files("liger_multi.backends.cuda").joinpath("launch")

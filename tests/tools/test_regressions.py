@@ -12,7 +12,7 @@ import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.patching import real_logits
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 V = models.VOCABULARY
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import harness
 import liger_multi
 from liger_multi import ops
-from liger_multi.tolerance import excess
+from liger_multi.testing.tolerance import excess
 
 
 def partition(head, library="deepspeed.runtime.zero"):

@@ -1,54 +1,22 @@
-"""Attention by plain formulas, by each fused kernel of PyTorch alone, and by FlexAttention."""
+"""Attention by each fused kernel of PyTorch alone, and by FlexAttention."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Formula = Callable[..., Any]
-Window = int | tuple[int, int] | None
+from liger_multi.testing.formulas import Formula
+from liger_multi.testing.formulas.attention import Window
 
 
 def _sides(window: Window, causal: bool) -> tuple[int, int]:
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
     return left, 0 if causal else right
-
-
-def _seen(q: Tensor, k: Tensor, causal: bool, window: Window, global_tokens: int) -> Tensor:
-    i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
-    j = torch.arange(k.shape[2], device=q.device)
-    left, right = _sides(window, causal)
-    seen = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
-    if window is not None:
-        seen = seen | (j < global_tokens) | (i < global_tokens)
-    return seen & (j <= i) if causal else seen
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    global_tokens: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = s if softcap is None else torch.tanh(s / softcap) * softcap
-    s = s.masked_fill(~_seen(q, k, causal, window, global_tokens), torch.finfo(s.dtype).min)
-    if sinks is not None:
-        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
-    return torch.softmax(s, -1, dtype=torch.float32)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _fused(
@@ -134,15 +102,7 @@ def _flex(
     return y * share.unsqueeze(-1).to(y.dtype)  # type: ignore[no-any-return]
 
 
-def _neighbors(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1) -> Tensor:
-    """Masked scores of L x L."""
-    place = torch.arange(q.shape[2], device=q.device)
-    apart = place[:, None] - place
-    seen = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-
-
-def _neighbors_flex(
+def _neighborhood_flex(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
 ) -> Tensor:
     if dilation != 1:
@@ -150,34 +110,13 @@ def _neighbors_flex(
     return _flex(q, k, v, window=(kernel_size // 2, kernel_size // 2))
 
 
-def _residuals(blocks: Tensor, query: Tensor, weight: Tensor) -> Tensor:
-    normed = F.rms_norm(blocks, blocks.shape[-1:], weight, 1e-6)
-    p = torch.softmax((normed * query).sum(-1, dtype=torch.float32), 0)
-    return torch.einsum("nbt,nbtd->btd", p.to(blocks.dtype), blocks)
-
-
-def _multi_token(scores: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-    return F.conv2d(p, weight, padding=padding).tril()
-
-
-TABLE: dict[str, dict[str, Formula]] = {
+PEERS: dict[str, dict[str, Formula]] = {
     "attention": {
-        "torch": _attention,
         "aten": _fused,
         "cudnn": _by("CUDNN_ATTENTION"),
         "flash": _by("FLASH_ATTENTION"),
         "efficient": _by("EFFICIENT_ATTENTION"),
         "flex": _flex,
     },
-    "attention_residuals": {"torch": _residuals},
-    "multi_token_attention": {"torch": _multi_token},
-    "neighborhood_attention": {"torch": _neighbors, "flex": _neighbors_flex},
-}
-LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
-    "attention_residuals": (
-        "liger_attn_res",
-        lambda f: lambda blocks, query, weight, eps=1e-6: f(blocks, query, weight, eps),
-    ),
+    "neighborhood_attention": {"flex": _neighborhood_flex},
 }

@@ -1,0 +1,303 @@
+"""One operator of one backend against its formula in fp64, without pytest.
+
+Inputs are drawn in the dtype under test, so that both sides start from the same rounded numbers.
+Outputs and gradients are compared with the tolerances of :mod:`liger_multi.testing.tolerance`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import ops
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators
+from liger_multi.errors import BackendUnavailableError, unknown
+from liger_multi.testing import samples
+from liger_multi.testing.devices import device_of, refusal
+from liger_multi.testing.formulas import FORMULAS
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.tolerance import excess
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Named = Mapping[str, Tensor]
+Order = str | Sequence[str]
+"""A backend, or backends in the order in which they are asked."""
+
+
+def call(op: str, tensors: Named, options: Mapping[str, Any], **order: Order) -> Any:
+    """Run the public operator; what it may overwrite comes from an operation, as it must."""
+    arguments = dict(tensors)
+    if options.get("inplace"):
+        written: Any = OPS[op].inplace
+        arguments[written] = arguments[written] * 1
+    with use(**order):  # type: ignore[arg-type]
+        return getattr(ops, op.removesuffix("_inplace"))(**arguments, **options)
+
+
+def outputs(result: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a call returned by name: outputs that have gradients, and the others."""
+    if isinstance(result, Tensor):
+        return {"result": result}, {}
+    names = getattr(result, "_fields", None) or [f"output{i}" for i in range(len(result))]
+    pairs = {n: t for n, t in zip(names, result, strict=True) if t is not None}
+    if "loss" in pairs:  # of a loss, nothing else is differentiable
+        return {"result": pairs.pop("loss")}, pairs
+    smooth = {n: t for n, t in pairs.items() if t.is_floating_point()}
+    return smooth, {n: t for n, t in pairs.items() if n not in smooth}
+
+
+def grads(
+    result: Named, tensors: Named, upstream: Mapping[str, Tensor | None], again: bool = False
+) -> dict[str, Tensor | None]:
+    """Gradients of the outputs for one upstream gradient each; None leaves an output unused."""
+    wanted = {n: t for n, t in tensors.items() if t.requires_grad}
+    given = {n: up for n, up in upstream.items() if up is not None and result[n].requires_grad}
+    if not wanted or not given:
+        return {}
+    found = torch.autograd.grad(
+        [result[n] for n in given],
+        list(wanted.values()),
+        [up.to(result[n]) for n, up in given.items()],
+        retain_graph=again,
+        allow_unused=True,
+    )
+    return dict(zip(wanted, found, strict=True))
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the formula gives in fp64 for one sample.
+
+    Attributes:
+        result: Outputs that have gradients.
+        beside: The other outputs.
+        upstream: The upstream gradient of every output in ``result``.
+        gradients: From the names of the outputs that are used to the gradients of the inputs.
+    """
+
+    result: Named
+    beside: Named
+    upstream: Named
+    gradients: Callable[[tuple[str, ...]], Mapping[str, Tensor | None]]
+
+
+@functools.cache
+def reference_device(device: torch.device) -> torch.device:
+    """Where formulas run: on the device under test, or on the CPU where that has no fp64."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return torch.device("cpu")
+    return device
+
+
+@functools.lru_cache(maxsize=8)
+def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact:
+    """Run a formula in fp64 on inputs of one sample that were drawn in ``dtype``."""
+    sample = next(s for s in samples.of(op) if s.name == name)
+    place, wide = reference_device(device), {}
+    for key, t in sample.make(device, dtype).items():
+        moved = t.detach().to(place)
+        smooth = t.is_floating_point()
+        wide[key] = moved.double().requires_grad_(t.requires_grad) if smooth else moved
+    result, beside = outputs(FORMULAS[op](**wide, **sample.options))
+    generator = torch.Generator().manual_seed(1)
+    upstream = {
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(place)
+        for n, t in result.items()
+    }
+
+    def gradients(used: tuple[str, ...]) -> dict[str, Tensor | None]:
+        given = {n: up if n in used else None for n, up in upstream.items()}
+        return grads(result, wide, given, again=len(result) > 1)
+
+    if len(result) > 1:
+        return Exact(result, beside, upstream, functools.lru_cache(maxsize=4)(gradients))
+    right = gradients(tuple(result))  # frees the graph
+    detached = {n: t.detach() for n, t in result.items()}
+    return Exact(detached, beside, upstream, lambda used: right)
+
+
+def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The dtype with fewer digits: a float32 weight of float64 rows has a float32 gradient."""
+    return max(a, b, key=lambda kind: torch.finfo(kind).eps)
+
+
+def _gradient_errors(
+    found: Mapping[str, Tensor | None],
+    right: Mapping[str, Tensor | None],
+    tensors: Named,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    errors = {}
+    for name, grad in found.items():
+        wanted = right.get(name)
+        if grad is None:
+            assert wanted is None or not wanted.any(), f"no gradient of {name}"
+            continue
+        assert grad.dtype == tensors[name].dtype, f"the gradient of {name} is {grad.dtype}"
+        wanted = torch.zeros_like(grad) if wanted is None else wanted
+        errors[f"d{name}"] = excess(grad.to(wanted.device), wanted, _coarser(dtype, grad.dtype))
+    return errors
+
+
+def _run_backward_by(op: str, backend: Order, result: Named) -> None:
+    """Let another backend run backward: forward recorded the configuration it was called in."""
+    node: Any = next(iter(result.values())).grad_fn
+    while node is not None and not hasattr(node, "configuration"):
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is not None:
+        node.configuration = node.configuration.scoped({op: backend})
+
+
+def compare(
+    op: str,
+    sample: Sample,
+    dtype: torch.dtype,
+    device: torch.device,
+    forward: Order,
+    backward: Order | None = None,
+    used: tuple[str, ...] | None = None,
+) -> None:
+    """Compare one call and its gradients with the formula in fp64.
+
+    Args:
+        op: Name of the operator.
+        sample: Its inputs.
+        dtype: Dtype of the inputs whose dtype the sample leaves open.
+        device: Where the tensors stand.
+        forward: The backend that runs forward.
+        backward: The backend that runs backward; that of forward where None.
+        used: Outputs that get an upstream gradient; all where None.
+
+    Raises:
+        AssertionError: An output or gradient is wrong, or an input was written to. The message has
+            the errors in units of the tolerance.
+        BackendUnavailableError: A backend refused the call; the message has its reason.
+    """
+    right = exact(op, sample.name, dtype, device)
+    tensors = sample.make(device, dtype)
+    before = {n: t.detach().clone() for n, t in tensors.items()}
+    result, beside = outputs(call(op, tensors, sample.options, **{op: forward}))
+    assert set(result) == set(right.result), f"outputs: {sorted(result)}, {sorted(right.result)}"
+    assert set(right.beside) <= set(beside), f"beside them: {sorted(beside)}"
+    if backward is not None:
+        _run_backward_by(op, backward, result)
+    errors = {}
+    for name, wanted in right.result.items():
+        got = result[name].detach().to(wanted.device)
+        errors[name] = excess(got, wanted.detach(), _coarser(dtype, got.dtype))
+    for name, wanted in right.beside.items():
+        got = beside[name].to(wanted.device)
+        assert not got.requires_grad, f"{name} requires a gradient"
+        smooth = wanted.is_floating_point()
+        errors[name] = excess(got, wanted, dtype) if smooth else float((got != wanted).sum())
+    used = tuple(right.result) if used is None else used
+    given = {n: up if n in used else None for n, up in right.upstream.items()}
+    found = grads(result, tensors, given)
+    errors |= _gradient_errors(found, right.gradients(used), tensors, dtype)
+    assert max(errors.values()) <= 1, f"errors in units of the tolerance: {errors}"
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.detach(), before[name]), f"{name} of the caller was written to"
+
+
+# --- what a backend has to be compared in ---
+
+
+def dtypes_of(sample: Sample, backend: str) -> tuple[torch.dtype, ...]:
+    """Dtypes that a sample is compared in; one that reaches a limit, in float32 alone."""
+    if sample.size == "thin":
+        return DTYPES[:1]
+    return DTYPES + ((torch.float64,) if backend == REFERENCE else ())
+
+
+def has_several_outputs(op: str) -> bool:
+    """Whether an operator has more outputs with gradients than one."""
+    forward = OPS[op]
+    visible = {*forward.fwd.returns} - {*forward.residuals, *forward.non_differentiable}
+    return len(visible) > 1 and "loss" not in visible
+
+
+def implemented(backend: str, op: str) -> tuple[str, ...]:
+    """Which of forward and backward a backend has, itself or from a parent."""
+    found = [module(name, op) for name in chain(backend)]
+    return tuple(p.half for p in OPS[op].primitives if any(hasattr(m, p.half) for m in found))
+
+
+def runs(backend: str, op: str) -> tuple[str, str]:
+    """The backends of forward and of backward: the reference where this one has only the other."""
+    has = implemented(backend, op)
+    first, second = (backend if half in has else REFERENCE for half in ("forward", "backward"))
+    return first, second
+
+
+@dataclass
+class Outcome:
+    """What :func:`check_operator` has done.
+
+    Attributes:
+        compared: Number of calls that were compared.
+        refused: Reasons of the backend by the call that it refused.
+    """
+
+    compared: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def check_operator(
+    op: str,
+    backend: str,
+    device: torch.device | str | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    sample: str = "*",
+) -> Outcome:
+    """Compare one operator of a backend with its formula in fp64, over all samples.
+
+    Args:
+        op: Name of the operator, as in ``liger_multi.ops``.
+        backend: Name of the backend, in this package or from an entry point.
+        device: Where the tensors stand; the backend's own device where None.
+        dtypes: Dtypes of the inputs.
+        sample: Glob over the names of samples.
+
+    Returns:
+        How many calls were compared, and which were refused with which reason.
+
+    Raises:
+        ValueError: The operator or backend is unknown, or the backend does not implement it.
+        RuntimeError: The backend cannot run on this machine.
+        AssertionError: A result, gradient or input is wrong; the message names the sample.
+    """
+    if op not in operators():
+        raise ValueError(unknown("operator", op, operators()))
+    if backend not in backends():
+        raise ValueError(unknown("backend", backend, backends()))
+    if not implemented(backend, op):
+        raise ValueError(f"{backend} does not implement {op}")
+    reason = None if device is not None else refusal(backend)
+    place = device_of(backend) if device is None else torch.device(device)
+    if reason is not None or place is None:
+        raise RuntimeError(f"{backend} cannot run on this machine: {reason}")
+    outcome, (first, second) = Outcome(), runs(backend, op)
+    for each in samples.of(op):
+        if each.size == "bench" or not fnmatch.fnmatchcase(each.name, sample):
+            continue
+        for dtype in dtypes if each.size == "small" else DTYPES[:1]:
+            name = f"{op} of {backend}, {each.name}, {dtype}"
+            try:
+                compare(op, each, dtype, place, first, second)
+            except BackendUnavailableError as refused:
+                outcome.refused[name] = str(refused)
+            except AssertionError as wrong:
+                raise AssertionError(f"{name}: {wrong}") from wrong
+            else:
+                outcome.compared += 1
+    return outcome

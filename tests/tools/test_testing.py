@@ -1,0 +1,316 @@
+"""``liger_multi.testing``: the formula library, and the suite as a vendor runs it."""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_multi import ops
+from liger_multi.bench.eager import EAGER
+from liger_multi.bench.peers import TABLE
+from liger_multi.dispatch.registry import operators
+from liger_multi.testing import FORMULAS, check_operator, checks, formulas, samples
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "testing-a-backend.md"
+
+
+# --- formulas ---
+
+
+def test_every_operator_has_a_formula():
+    assert set(FORMULAS) == set(operators())
+
+
+def test_a_contract_may_state_its_formula(monkeypatch):
+    contract = importlib.import_module("liger_multi.ops.relu_squared")
+
+    def formula(x):
+        return x.clamp(min=0) ** 2
+
+    assert formulas.find("relu_squared") is FORMULAS["relu_squared"] is not None
+    monkeypatch.setattr(contract, "formula", formula, raising=False)
+    assert formulas.find("relu_squared") is formula
+
+
+@pytest.mark.parametrize("op", operators())
+def test_a_formula_has_the_signature_of_the_public_function(op):
+    def arguments(function):
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
+
+    assert arguments(FORMULAS[op]) == arguments(getattr(ops, op.removesuffix("_inplace")))
+
+
+def test_the_benchmark_times_the_formula_unless_a_reason_is_given():
+    for op, providers in TABLE.items():
+        assert providers["torch"] is EAGER.get(op, FORMULAS[op])
+    assert set(EAGER) < set(FORMULAS)
+
+
+def test_documents_and_the_places_where_they_begin_are_one_mask():
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1]])
+    by_ids = FORMULAS["attention"](q, k, v, causal=True, documents=ids)
+    by_starts = FORMULAS["attention"](q, k, v, causal=True, cu_seqlens=torch.tensor([0, 3, 7]))
+    assert torch.equal(by_ids, by_starts)
+    assert not by_ids[:, :, 7:].any()
+
+
+def test_many_scores_are_made_a_head_at_a_time(monkeypatch):
+    from liger_multi.testing.formulas import attention
+
+    tensors = [torch.randn(1, h, 8, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    results = []
+    for most in (attention.MOST_SCORES, 1):
+        monkeypatch.setattr(attention, "MOST_SCORES", most)
+        y = attention.attention(*tensors, causal=True)
+        results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
+    for whole, part in zip(*results, strict=True):
+        torch.testing.assert_close(whole, part)
+
+
+# --- one operator ---
+
+
+def test_check_operator_says_how_many_calls_it_compared():
+    outcome = check_operator("softmax", "reference", dtypes=(torch.float32,))
+    wanted = [s for s in samples.of("softmax") if s.size != "bench"]
+    assert outcome.compared == len(wanted)
+    assert not outcome.refused
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "said"),
+    [
+        ("sotfmax", "reference", "unknown operator 'sotfmax'; did you mean 'softmax'"),
+        ("softmax", "referense", "unknown backend 'referense'; did you mean 'reference'"),
+        ("fused_moe", "pytorch", "pytorch does not implement fused_moe"),
+    ],
+)
+def test_check_operator_refuses_what_it_cannot_compare(op, backend, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_operator(op, backend)
+
+
+def test_a_device_without_fp64_is_compared_on_the_cpu(monkeypatch):
+    """On the meta device as a replica, which computes nothing."""
+    assert checks.reference_device(torch.device("cpu")) == torch.device("cpu")
+    ones = torch.ones
+
+    def without_fp64(*size, dtype=None, device=None):
+        if dtype is torch.float64 and device == torch.device("meta"):
+            raise TypeError("Cannot convert a tensor to float64 as the framework does not")
+        return ones(*size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "ones", without_fp64)
+    checks.reference_device.cache_clear()
+    assert checks.reference_device(torch.device("meta")) == torch.device("cpu")
+    monkeypatch.undo()
+    checks.reference_device.cache_clear()
+
+
+def test_importing_loads_neither_formulas_nor_pytest():
+    code = (
+        "import sys, liger_multi, liger_multi.testing\n"
+        "from liger_multi.testing import Sample, samples\n"
+        "heavy = ('pytest', 'liger_multi.testing.formulas', 'liger_multi.testing.checks')\n"
+        "sys.exit(', '.join(n for n in heavy if n in sys.modules) or 0)"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- the example of the page ---
+
+
+def blocks():
+    """The files of the page by their path, which stands in the first line of each."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The example, installed by path."""
+    project, site = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("site")
+    for path, text in blocks().items():
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).write_text(text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    pip += ["--no-build-isolation", "--no-compile", "--target", str(site), str(project)]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture
+def toy(installed, tmp_path):
+    """A run of the suite on a copy of the installed example, in a fresh process."""
+    site = tmp_path / "site"
+    shutil.copytree(installed, site)
+    clash = "def pytest_addoption(parser):\n    parser.addoption('--backend')\n"
+    (tmp_path / "conftest.py").write_text(clash)  # a vendor's own tests have one
+
+    def run(*arguments, module="liger_multi.testing"):
+        path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    run.site, run.folder = site, tmp_path
+    return run
+
+
+def counts(done):
+    """Counts by outcome from the last line of pytest."""
+    return {
+        kind: int(n)
+        for n, kind in re.findall(r"(\d+) (passed|failed|xfailed|skipped)", done.stdout)
+    }
+
+
+QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+
+
+def test_the_suite_runs_on_an_installed_backend(toy):
+    done = toy("--backend", "toy", *QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    small = [s for s in samples.of("softmax") if s.size == "small"]
+    thin = [s for s in samples.of("softmax") if s.size == "thin"]
+    # three dtypes and both mixtures of every small sample; the others in one dtype; no operator
+    # of this backend has several outputs
+    assert counts(done) == {"passed": 4 * len(small) + len(thin), "skipped": 1}
+
+
+PLANTED = {
+    "a wrong gradient": (
+        "upstream - (wide * upstream)", "upstream - 0.99 * (wide * upstream)"
+    ),
+    "a wrong result": ("wide.amax(-1, keepdim=True)).exp()", "wide.amax()).exp() + 1e-3"),
+    "an input that is written to": ("wide = x.to(", "x.mul_(2)\n    wide = x.to("),
+    "memory that is not filled": (
+        "return dx.to(dy.dtype).contiguous()",
+        "out = torch.empty_like(dy)\n    out[..., 1:] = dx[..., 1:].to(dy.dtype)\n    return out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_fails(toy, name):
+    right, wrong = PLANTED[name]
+    file = toy.site / "toy_backend" / "softmax.py"
+    text = file.read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong, 1))
+    done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert counts(done)["failed"] > 0
+
+
+def test_expected_failures(toy):
+    file = toy.site / "toy_backend" / "softmax.py"
+    text = file.read_text()
+    rounded = "wide = x.to(torch.bfloat16).to(torch.promote_types(x.dtype, torch.float32))"
+    start = "wide = x.to(torch.promote_types(x.dtype, torch.float32))"
+    assert start in text
+    file.write_text(text.replace(start, rounded))  # right in bf16 alone
+    only = ["-k", "rows-1-float32 or rows-2-float32"]
+    known = toy.folder / "toy-failures.txt"
+    known.write_text(
+        "test_gone[*]  # renamed\n"
+        "test_forward_and_backward[softmax-toy-*-float32]  # rounds its inputs\n"
+    )
+    only += ["--expected-failures", str(known)]
+    done = toy("--backend", "toy", *QUIET, *only)
+    assert done.returncode == 0, done.stdout
+    assert counts(done) == {"xfailed": 2}
+    assert "means no test: test_gone[*]" in done.stdout
+    file.write_text(text)
+    done = toy("--backend", "toy", *QUIET, *only)
+    assert counts(done) == {"failed": 2}, "an unexpected pass fails"
+    assert "XPASS(strict)" in done.stdout
+
+
+def test_a_refusal_is_a_skip_with_its_reason(toy):
+    file = toy.site / "toy_backend" / "softmax.py"
+    refusing = "\n\ndef supports(half: str) -> str | None:\n    return 'is never ready'\n"
+    file.write_text(file.read_text() + refusing)
+    done = toy("--backend", "toy", *QUIET, "-rs", "-k", "float32 and not past")
+    assert done.returncode == 0, done.stdout
+    assert counts(done).keys() == {"skipped"}
+    assert "is never ready" in done.stdout
+
+
+def test_a_backend_with_forward_alone_is_completed_by_the_reference(toy):
+    file = toy.site / "toy_backend" / "softmax.py"
+    file.write_text(file.read_text().partition("def backward")[0])
+    done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")
+    assert done.returncode == 0, done.stdout
+    assert counts(done)["passed"] > 10
+    file.write_text(file.read_text().replace("sum(-1", "sum(0"))
+    done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--backend NAME is needed"),
+        (["--backend", "tyo"], "unknown backend 'tyo'; did you mean 'toy'"),
+    ],
+)
+def test_wrong_options_are_refused(toy, arguments, said):
+    done = toy(*arguments)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert said in done.stderr
+
+
+def test_the_suite_by_the_command_of_pytest(toy):
+    (command,) = re.findall(r"`(pytest --noconftest [^`]*)`", PAGE.read_text(encoding="utf-8"))
+    done = toy(*command.split()[1:], *QUIET, "-k", "rows and float32", module="pytest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert counts(done)["passed"] > 0
+
+
+def test_the_python_of_the_page_runs(toy):
+    text = PAGE.read_text(encoding="utf-8")
+    (block,) = [
+        b for b in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M) if "outcome" in b
+    ]
+    script = toy.folder / "by_hand.py"
+    script.write_text(block + "import json, sys\nsys.stdout.write(json.dumps(exact.shape))\n")
+    path = os.pathsep.join([str(toy.site), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    compared, shape = done.stdout.strip().splitlines()
+    assert int(compared.split()[0]) > 40
+    assert json.loads(shape)
