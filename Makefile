@@ -44,7 +44,7 @@ DEVICE := $(filter-out cpu,$(BACKEND))
 # Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
 INTERPRETED = $(wildcard tests/ops/test_ops.py tests/*/test_triton*.py)
 COMPILED = $(wildcard tests/kernels/test_static.py)
-FAST = $(wildcard tests/tools/test_harness.py tests/tools/test_layering.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py)
+FAST = $(wildcard tests/tools/test_harness.py tests/tools/test_layering.py tests/tools/test_names.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -78,7 +78,7 @@ def suite(plan: BenchConfig) -> results.Result:
             "-m",
             "pytest",
             "-q",
-            "tests/test_ops.py",
+            "tests/ops/test_ops.py",
             "-p",
             "no:cacheprovider",
         ]
