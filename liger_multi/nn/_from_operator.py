@@ -8,10 +8,10 @@ and docstrings for editors and type checkers.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import linecache
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,35 +55,37 @@ CHECKS: dict[str, Check] = {
 
 
 def from_operator(
-    operator: Callable[..., Any], call: str, *, positional: str = "", without: str = ""
+    name: str, call: str, *, positional: str = "", without: str = ""
 ) -> Callable[[Loss], Loss]:
     """Give a class the constructor and the call of an operator.
 
     Args:
-        operator: A function of :mod:`liger_multi.ops`.
+        name: Of the operator. The signature is that of its contract, even where a caller has put
+            another function into :mod:`liger_multi.ops`.
         call: Docstring of ``forward``.
         positional: Options that the constructor takes by position, in their order.
         without: Options that it does not take.
     """
-    given = inspect.signature(operator).parameters
+    contract = importlib.import_module(f"liger_multi.ops.{name}")
+    signature = inspect.signature(getattr(contract, name))
+    given, outputs = signature.parameters, getattr(contract, "OUTPUTS", ())
     first = positional.split()
     later = [n for n, p in given.items() if p.kind is p.KEYWORD_ONLY]
     options = [*first, *(n for n in later if n not in (*first, *without.split()))]
     tensors = [n for n, p in given.items() if p.kind is not p.KEYWORD_ONLY]
-    outputs = getattr(sys.modules[operator.__module__], "OUTPUTS", ())
 
     def keep(module: nn.Module, values: dict[str, Any]) -> None:
         """Check the options, and make them attributes; a tensor is a buffer."""
         super(made[0], module).__init__()
-        name = type(module).__name__
+        kind = type(module).__name__
         for option, value in values.items():
             if value is None and "None" in str(given[option].annotation):
                 pass
             elif option == "outputs":
-                checks.names(name, value, outputs)
+                checks.names(kind, value, outputs)
                 value = tuple(value)
             else:
-                CHECKS[option](name, option, value)
+                CHECKS[option](kind, option, value)
             if "Tensor" in str(given[option].annotation):
                 module.register_buffer(option, value)
             else:
@@ -100,14 +102,14 @@ def from_operator(
     arguments = ", ".join([*tensors, *(f"{n}=self.{n}" for n in options)])
     forward = _source(
         "forward", [text[n] for n in tensors],
-        annotation(inspect.signature(operator).return_annotation),
-        f'"""{call}"""', f"return ops.{operator.__name__}({arguments})",
+        annotation(signature.return_annotation),
+        f'"""{call}"""', f"return ops.{name}({arguments})",
     )  # fmt: skip
 
     def finish(cls: Loss) -> Loss:
         made.append(cls)
-        for name, source in (("__init__", init), ("forward", forward)):
-            setattr(cls, name, _compiled(cls, name, source, _keep=keep, OUTPUTS=outputs))
+        for method, source in (("__init__", init), ("forward", forward)):
+            setattr(cls, method, _compiled(cls, method, source, _keep=keep, OUTPUTS=outputs))
         cls.extra_repr = extra_repr  # type: ignore[method-assign]
         return cls
 

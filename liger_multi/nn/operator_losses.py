@@ -5,14 +5,13 @@ Options are checked when the module is made, tensors when it is called.
 
 from torch import nn
 
-from liger_multi import ops
 from liger_multi.nn._from_operator import from_operator
 
 ROWS = "The loss of rows of the student against the teacher's."
 HEADS = "The loss of the student's head against the teacher's."
 
 
-@from_operator(ops.kl_div, ROWS, without="inplace")
+@from_operator("kl_div", ROWS, without="inplace")
 class KLDivLoss(nn.Module):
     """KL divergence.
 
@@ -31,7 +30,7 @@ class KLDivLoss(nn.Module):
     """
 
 
-@from_operator(ops.jsd, ROWS, positional="beta", without="inplace")
+@from_operator("jsd", ROWS, positional="beta", without="inplace")
 class JSDLoss(nn.Module):
     """Jensen-Shannon divergence, of weight ``beta``.
 
@@ -51,7 +50,7 @@ class JSDLoss(nn.Module):
     """
 
 
-@from_operator(ops.tvd, ROWS, without="inplace")
+@from_operator("tvd", ROWS, without="inplace")
 class TVDLoss(nn.Module):
     """Total variation distance.
 
@@ -70,7 +69,7 @@ class TVDLoss(nn.Module):
     """
 
 
-@from_operator(ops.fused_linear_kl_div, HEADS)
+@from_operator("fused_linear_kl_div", HEADS)
 class FusedLinearKLDivLoss(nn.Module):
     """KL divergence of two linear heads.
 
@@ -93,7 +92,7 @@ class FusedLinearKLDivLoss(nn.Module):
     """
 
 
-@from_operator(ops.fused_linear_jsd, HEADS, positional="beta")
+@from_operator("fused_linear_jsd", HEADS, positional="beta")
 class FusedLinearJSDLoss(nn.Module):
     """Jensen-Shannon divergence of two linear heads.
 
@@ -117,7 +116,7 @@ class FusedLinearJSDLoss(nn.Module):
     """
 
 
-@from_operator(ops.fused_linear_tvd, HEADS)
+@from_operator("fused_linear_tvd", HEADS)
 class FusedLinearTVDLoss(nn.Module):
     """Total variation distance of two linear heads.
 
@@ -141,7 +140,7 @@ class FusedLinearTVDLoss(nn.Module):
 
 
 @from_operator(
-    ops.fused_linear_cross_entropy,
+    "fused_linear_cross_entropy",
     "The loss of ``hidden @ weight.T + bias``.",
     positional="class_weight ignore_index reduction label_smoothing",
 )
@@ -172,7 +171,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
 
 @from_operator(
-    ops.fused_linear_log_prob, "Statistics of ``hidden @ weight.T + bias`` at the targets."
+    "fused_linear_log_prob", "Statistics of ``hidden @ weight.T + bias`` at the targets."
 )
 class FusedLinearLogProb(nn.Module):
     """Log-probabilities of tokens under a linear head, and the entropy of its rows.

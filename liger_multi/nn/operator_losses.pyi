@@ -11,7 +11,7 @@ from liger_multi import ops
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
 
 class KLDivLoss(nn.Module):
-    """Divergence of Kullback and Leibler.
+    """KL divergence.
 
     Like:
         ``torch.nn.KLDivLoss``: its ``batchmean`` is ``mean`` here, its ``log_target`` a form.
@@ -48,10 +48,10 @@ class KLDivLoss(nn.Module):
     def extra_repr(self) -> str: ...
 
 class JSDLoss(nn.Module):
-    """Divergence of Jensen and Shannon, of weight ``beta``.
+    """Jensen-Shannon divergence, of weight ``beta``.
 
     Like:
-        The generalised divergence of knowledge distillation (arXiv:2306.13649).
+        The generalized divergence of knowledge distillation (arXiv:2306.13649).
 
     Operator:
         jsd
@@ -125,7 +125,7 @@ class TVDLoss(nn.Module):
     def extra_repr(self) -> str: ...
 
 class FusedLinearKLDivLoss(nn.Module):
-    """Divergence of Kullback and Leibler of two linear heads.
+    """KL divergence of two linear heads.
 
     Like:
         Two ``torch.nn.Linear`` and a divergence of their softmax; the heads' parameters are
@@ -181,7 +181,7 @@ class FusedLinearKLDivLoss(nn.Module):
     def extra_repr(self) -> str: ...
 
 class FusedLinearJSDLoss(nn.Module):
-    """Divergence of Jensen and Shannon of two linear heads.
+    """Jensen-Shannon divergence of two linear heads.
 
     Like:
         Two ``torch.nn.Linear`` and a divergence of their softmax; the heads' parameters are

@@ -4,6 +4,8 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 import types
 
 import pytest
@@ -637,3 +639,15 @@ def test_a_generated_method_has_a_source():
     shown = "(beta: 'float' = 0.5, *, form: 'str' = 'log_prob', teacher_form: 'str | None' = None, "
     assert str(inspect.signature(nn.JSDLoss)).startswith(shown)
     assert nn.JSDLoss.forward.__doc__.startswith("The loss of rows")
+
+
+def test_modules_load_beside_an_operator_that_somebody_wrapped():
+    """Modules load when they are first asked for; their signatures are those of the contracts."""
+    code = """
+import liger_multi
+from liger_multi import ops
+real = ops.jsd
+ops.jsd = lambda *args, **options: real(*args, **options)
+assert liger_multi.nn.JSDLoss(0.3, form="logits").beta == 0.3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
