@@ -229,13 +229,17 @@ def has_several_outputs(op: str) -> bool:
 def implemented(backend: str, op: str) -> tuple[str, ...]:
     """Which of forward and backward a backend has, itself or from a parent."""
     found = [module(name, op) for name in chain(backend)]
-    return tuple(p.half for p in OPS[op].primitives if any(hasattr(m, p.half) for m in found))
+    return tuple(
+        p.direction for p in OPS[op].primitives if any(hasattr(m, p.direction) for m in found)
+    )
 
 
 def runs(backend: str, op: str) -> tuple[str, str]:
     """The backends of forward and of backward: the reference where this one has only the other."""
     has = implemented(backend, op)
-    first, second = (backend if half in has else REFERENCE for half in ("forward", "backward"))
+    first, second = (
+        backend if direction in has else REFERENCE for direction in ("forward", "backward")
+    )
     return first, second
 
 

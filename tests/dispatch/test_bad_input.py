@@ -286,14 +286,14 @@ def test_messages_are_short_and_never_fail():
 
 @pytest.fixture
 def built(monkeypatch):
-    """Names of the halves that a plan was made for, in order."""
-    made, original = [], planning.TrainingPlan.__init__
+    """Forward or backward of which operators was resolved, in order."""
+    made, original = [], planning.Dispatch.__init__
 
     def count(self, prim, *args):
-        made.append(f"{prim.op.name}.{prim.half}")
+        made.append(f"{prim.op.name}.{prim.direction}")
         original(self, prim, *args)
 
-    monkeypatch.setattr(planning.TrainingPlan, "__init__", count)
+    monkeypatch.setattr(planning.Dispatch, "__init__", count)
     return made
 
 

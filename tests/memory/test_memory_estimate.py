@@ -407,5 +407,5 @@ def test_a_wrong_setup_is_refused_when_it_is_made():
         TrainingSetup(zero_stage=4)
     with pytest.raises(TypeError, match="setup must be a TrainingSetup, got"):
         estimate(small(), 1, 8, "bfloat16")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizer'"):
-        estimate(small(), 1, 8, optimizer="sgd")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizr'"):
+        estimate(small(), 1, 8, optimizr="sgd")

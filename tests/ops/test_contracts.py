@@ -85,12 +85,12 @@ def test_shape_rules_equal_what_runs(device, op, sample):
             *((x,) if isinstance(x, torch.Tensor) else x or () for x in (real, shapes)), strict=True
         )
         for name, (got, rule) in zip(prim.returns, pairs, strict=False):
-            assert (got.shape, got.dtype) == (rule.shape, rule.dtype), (prim.half, name)
+            assert (got.shape, got.dtype) == (rule.shape, rule.dtype), (prim.direction, name)
             strides = [
                 [step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1]
                 for t in (got, rule)
             ]
-            assert strides[0] == strides[1] or not got.numel(), (prim.half, name)
+            assert strides[0] == strides[1] or not got.numel(), (prim.direction, name)
 
 
 @pytest.mark.parametrize("op", operators())

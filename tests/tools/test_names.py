@@ -17,7 +17,7 @@ GONE = {
     "RowStats, DivergenceStats, RowOperand": r"\bclass Rows\b",
     "DeferredLogits": r"\b[Rr]ecipes?\b",
     "grad_target, grad_lse": r"\bshare_ptr\b",
-    "empty_contiguous": r"(?<![\w.])room\(",
+    "empty_contiguous": r"(?<![\w.])(?<!def )room\(",
     "DivergenceSpec": r"\bGoal\b|\bgoal_of\b",
     "probe_context, skeleton": r"\blaboratory\b|(?<!\w)shell\(module",
     "meta implementations": r"\bstand_ins\b|\bStandIns\b|\bstand-ins?\b",

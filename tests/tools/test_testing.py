@@ -256,7 +256,7 @@ def test_expected_failures(toy):
 
 def test_a_refusal_is_a_skip_with_its_reason(toy):
     file = toy.site / "toy_backend" / "softmax.py"
-    refusing = "\n\ndef supports(half: str) -> str | None:\n    return 'is never ready'\n"
+    refusing = "\n\ndef supports(direction: str) -> str | None:\n    return 'is never ready'\n"
     file.write_text(file.read_text() + refusing)
     done = toy("--backend", "toy", *QUIET, "-rs", "-k", "float32 and not past")
     assert done.returncode == 0, done.stdout
