@@ -218,7 +218,7 @@ def wire(
     run_backward: Callable[..., Any],
     not_saved: Callable[..., Sequence[str]] | None,
 ) -> Wiring:
-    """The wiring of two directions of ``op``."""
+    """The wiring of forward and backward of ``op``."""
     fwd, bwd, sources = op.fwd, op.bwd, sources_of(op)
     params, returns, everything = fwd.params, fwd.returns, (*op.fwd.params, *op.fwd.returns)
     visible = returns[: len(returns) - len(op.residuals)]

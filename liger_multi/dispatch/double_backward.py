@@ -42,10 +42,10 @@ _SECOND = (
     "create_graph=True). Compute that term with plain PyTorch operations: an unpatched "
     "model, or the function of torch.nn.functional in place of the operator"
 )
-_HALF = (
+_PART = (
     "torch.ops.liger_multi.{0}_{1} has no gradient. It is a part of torch.ops.liger_multi.{0}, "
     "which has one. A program of torch.export is to be trained before run_decompositions(), which "
-    "splits operators into directions"
+    "splits operators into forward and backward"
 )
 
 
@@ -65,7 +65,7 @@ def not_differentiable(
 def only_whole(
     name: str, direction: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """What one direction of an operator returned to a caller of ``torch.ops``; it has no gradient.
+    """What forward or backward returned to a caller of ``torch.ops``; it has no gradient.
 
     Args:
         name: The operator.
@@ -73,7 +73,7 @@ def only_whole(
         outs: What it returned.
         origins: Its arguments.
     """
-    return _marked(RuntimeError, _HALF.format(name, direction), outs, origins)
+    return _marked(RuntimeError, _PART.format(name, direction), outs, origins)
 
 
 def _marked(

@@ -17,7 +17,7 @@ from liger_multi.errors import ConfigurationError, shown, unknown
 
 @dataclass(frozen=True)
 class Row:
-    """One backend weighed for one direction of one operator."""
+    """One backend, considered for the forward or the backward of an operator."""
 
     op: str
     direction: str

@@ -1,4 +1,4 @@
-"""Operators: two directions each, joined by autograd by argument name.
+"""Operators: forward and backward, joined by autograd by argument name.
 
 A contract (``liger_multi/ops/<op>.py``) declares forward as a stub: the signature is the torch
 schema and the body the shape rule. Backward is declared by names, from which both are derived: in
@@ -8,14 +8,13 @@ belongs to ``x``. ``needs_x`` tells whether anybody wants the gradient of ``x``,
 the dtype of ``x``. A gradient that nobody wants, or that no upstream gradient reaches, is an empty
 tensor and becomes None.
 
-Each direction is a ``torch.library`` operator, so that compilers, fake tensors and dispatch modes
-see one named, opaque call; plain eager tensors skip that boundary and go straight to the backend's
-function.
+Forward and backward are each a ``torch.library`` operator, so that compilers, fake tensors and
+dispatch modes see one named, opaque call. Plain eager tensors skip that boundary and go straight to
+the backend's function.
 
 Forward and backward together are a third ``torch.library`` operator, which is what Dynamo puts into
 its graph. AOTAutograd expands it by the same ``autograd.Function`` as in eager mode. Dynamo itself
-does
-not trace that Function: it refuses one tensor in two arguments, and loses symbolic sizes that
+does not trace that Function: it refuses one tensor in two arguments, and loses symbolic sizes that
 forward keeps for backward.
 """
 
@@ -41,7 +40,7 @@ Declared = TypeVar("Declared", bound=Callable[..., Any])
 
 
 class Op:
-    """A named pair of directions.
+    """A named operator: its forward, its backward, and how autograd joins them.
 
     Args:
         name: The operator's name; backends implement it in a module of this name.
@@ -72,7 +71,7 @@ class Op:
     def forward(
         self, returns: str, residuals: str = "", non_differentiable: str = ""
     ) -> Callable[[Declared], Declared]:
-        """Declare the forward direction.
+        """Declare forward.
 
         Args:
             returns: Names of all outputs, those for the caller first.
@@ -105,7 +104,7 @@ class Op:
         identity_grads: Mapping[str, str] = {},
         added: Sequence[str] = (),
     ) -> None:
-        """Declare the backward direction and wire it to forward.
+        """Declare backward and wire it to forward.
 
         Signature and shape rule are derived from the names: a gradient is as large as its input,
         or empty where nobody needs it.
@@ -165,13 +164,13 @@ class Op:
         return getattr(torch.ops.liger_multi, self.name).default
 
     def _expand(self, *arguments: Any) -> Any:
-        """Run in terms of the directions, for whoever looks below autograd."""
+        """Run as forward and backward, for whoever looks below autograd."""
         *given, traced, _ = arguments
         args = tuple(given)
         self._special(args)
         function = self.traced if traced else self.function
-        directions = self.fwd.trace if traced else self.fwd
-        return self._run(args, function.apply, directions)
+        forward = self.fwd.trace if traced else self.fwd
+        return self._run(args, function.apply, forward)
 
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""

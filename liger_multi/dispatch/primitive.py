@@ -91,7 +91,7 @@ class Primitive:
     def outside(self, *args: Any) -> Any:
         """The same for callers of ``torch.ops``: autograd does not look into the function.
 
-        A direction has no gradient of its own. Exported programs call directions after
+        Neither has a gradient of its own. Exported programs call them after
         ``run_decompositions``, on parameters that require grad.
         """
         if not torch.is_grad_enabled():
