@@ -57,10 +57,10 @@ def tiles(request, monkeypatch):
     """As launched, rows of more than a step, tiles of several rows, and heads on the last axis."""
     if request.param != "formula":
         tile = TileConfig(1, 16, 1) if request.param == "steps" else TileConfig(4, 128, 1)
-        turn = kernels.TransposeConfig(16 if request.param == "turned" else 0, 1)
-        others = {"zero": kernels.ZeroConfig(16, 1), "turn": turn}
+        transpose = kernels.TransposeConfig(16 if request.param == "turned" else 0, 1)
+        others = {"zero": kernels.ZeroConfig(16, 1), "transpose": transpose}
         monkeypatch.setattr(
-            kernels, "config", lambda name, *_, **__: others.get(name.split(".")[1], tile)
+            kernels, "launch_config", lambda name, *_, **__: others.get(name.split(".")[1], tile)
         )
 
 
