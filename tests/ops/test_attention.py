@@ -90,7 +90,7 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     made = AttentionConfig(16, 16, 1, 4, parts)
-    monkeypatch.setattr(kernels, "config", lambda *_, **__: made)
+    monkeypatch.setattr(kernels, "launch_config", lambda *_, **__: made)
     launched, real = [], kernels.launch
     monkeypatch.setattr(
         kernels, "launch", lambda kernel, *args: (launched.append(kernel), real(kernel, *args))
