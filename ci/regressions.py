@@ -302,10 +302,13 @@ CASES = (
                 ),
             ),
             Break(
-                "the package asks for the current device",
+                "the package asks for the current device where there is none",
                 "liger_multi/__init__.py",
                 "from liger_multi import ops\n",
-                "import torch\n\ntorch.cuda.current_device()\nfrom liger_multi import ops\n",
+                "import os\n\nimport torch\n\n"
+                'if os.environ.get("CUDA_VISIBLE_DEVICES") == "":\n'
+                "    torch.cuda.current_device()\n"
+                "from liger_multi import ops\n",
                 (
                     "tests/dispatch/test_import.py::test_the_first_calls_without_a_device_load_nothing_optional",
                 ),

@@ -45,7 +45,7 @@ assert liger_multi.__version__ == {version!r}
 x = torch.ones(3, 8, requires_grad=True)
 ops.rms_norm(x, torch.ones(8)).sum().backward()
 assert x.grad is not None
-for name in ("backends.triton", "backends.cuda", "reference.rms_norm", "patching", "cli",
+for name in ("backends.triton", "backends.cuda", "reference.norms.rms_norm", "patching", "cli",
              "testing.suite.test_operators"):
     assert importlib.util.find_spec("liger_multi." + name), name
 assert importlib.resources.files("liger_multi").joinpath("py.typed").is_file()
@@ -106,7 +106,7 @@ def sources(checkout):
     """Every file below the three folders that an install needs, by its installed path."""
     for folder, package in FOLDERS.items():
         for path in (checkout / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed"):
+            if path.suffix in (".py", ".pyi", ".yaml", ".typed"):
                 yield f"{package}/{path.relative_to(checkout / folder).as_posix()}"
 
 
