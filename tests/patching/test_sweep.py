@@ -171,8 +171,8 @@ def test_results_of_before_claim_nothing():
 WRONG = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
-from liger_multi.patching import norms
-from liger_multi.reference import rms_norm
+from liger_multi.patching.recognize import norms
+from liger_multi.reference.norms import rms_norm
 from sweep.pairs import Pair
 from sweep.run import sweep
 
