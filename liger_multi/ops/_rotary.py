@@ -57,7 +57,7 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
         raise ValueError(f"{name}: cos and sin must have an axis of channels, got a number")
     width = cos.shape[-1]
     given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
-    if given != width and given != 2 * width:
+    if given != width and (given % 2 or given // 2 != width):  # 2 * width leaves int64 in graphs
         checks.refuse(name, "rotary_dim must be the width of cos (one value a channel) or twice "
                       "that (one value a pair)", f"{given} for {checks.describe(cos)}")  # fmt: skip
     if given % 2 or not 0 < given <= q.shape[-1]:
