@@ -81,19 +81,20 @@ def serving(device_type: str) -> Iterator[Backend]:
 def module(name: str, op: str) -> Any:
     """What implements an operator in a backend (see the top of this file), or None."""
     root, family = packages()[name], OPS[op].family
-    for path in (f"{root}.{family}.{op}", f"{root}.{op}"):
-        if _is_module(path):
-            return importlib.import_module(path)
-    shared = f"{root}.{family}.operators"
-    return importlib.import_module(shared).OPERATORS.get(op) if _is_module(shared) else None
+    folder = _spec(f"{root}.{family}") if family else None
+    rooms = folder is not None and folder.submodule_search_locations is not None
+    if rooms and _spec(f"{root}.{family}.{op}") is not None:
+        return importlib.import_module(f"{root}.{family}.{op}")
+    if _spec(f"{root}.{op}") is not None:
+        found = importlib.import_module(f"{root}.{op}")
+        if hasattr(found, "forward") or hasattr(found, "backward"):  # else the folder of a family
+            return found
+    if rooms and _spec(f"{root}.{family}.operators") is not None:
+        return importlib.import_module(f"{root}.{family}.operators").OPERATORS.get(op)
+    return None
 
 
-def _is_module(path: str) -> bool:
-    """Whether a file of this import path exists; a folder of this name is a family."""
-    try:
-        spec = importlib.util.find_spec(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # what a package on the way imports is missing
-        return False
-    return spec is not None and spec.submodule_search_locations is None
+def _spec(path: str) -> Any:
+    """Where a module of a package comes from; None where there is none. Siblings stay unloaded."""
+    parent = importlib.import_module(path.rpartition(".")[0])
+    return importlib.util.find_spec(path) if hasattr(parent, "__path__") else None

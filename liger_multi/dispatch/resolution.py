@@ -15,7 +15,7 @@ from torch.library import infer_schema
 from liger_multi.dispatch.config import Configuration, current
 from liger_multi.dispatch.config_file import AUTO, Choice
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
-from liger_multi.errors import BackendUnavailableError, ContractError
+from liger_multi.errors import BackendUnavailableError, ContractError, unknown
 
 if TYPE_CHECKING:
     from liger_multi.dispatch.primitive import Primitive
@@ -55,6 +55,11 @@ def _per_call(found: Any, prim: Primitive) -> Callable[..., str | None] | None:
     if supports is None:
         return None
     wanted = inspect.signature(supports).parameters
+    known = {*prim.op.fwd.params, *prim.op.bwd.params, "direction"}
+    wrong = next((name for name in wanted if name not in known), None)
+    if wrong is not None:  # it would never be asked
+        what = f"argument of {supports.__module__}.{supports.__qualname__}"
+        raise ContractError(unknown(what, wrong, sorted(known)))
     if not set(wanted) <= {*prim.params, "direction"}:
         return None  # it speaks of arguments that only the other direction has
     index = {name: prim.params.index(name) for name in wanted if name != "direction"}

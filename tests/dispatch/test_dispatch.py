@@ -15,6 +15,7 @@ import torch
 
 import liger_multi
 from liger_multi import errors, ops
+from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.config_file import parse_bytes
@@ -250,6 +251,47 @@ def test_a_wrong_signature_is_refused_when_loaded(plugin):
     module.forward = forward
     with pytest.raises(errors.ContractError, match="its contract is"):
         ops.rms_norm(torch.randn(3, 8))
+
+
+def test_a_condition_on_what_no_call_has_is_refused(plugin):
+    """It would never be asked, and the backend would run what it does not support."""
+
+    def supports(half: str) -> str | None:
+        return "never"
+
+    sys.modules["toy_backend.rms_norm"].supports = supports
+    with pytest.raises(errors.ContractError, match=r"unknown argument .*supports 'half'"):
+        ops.rms_norm(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("op", "files", "found"),
+    [
+        ("rms_norm", {"rms_norm/__init__.py": "forward = 1\n"}, "rms_norm"),
+        ("rms_norm", {"norms/__init__.py": "", "norms/rms_norm.py": "", "rms_norm.py": ""},
+         "norms.rms_norm"),
+        ("rms_norm", {"norms/__init__.py": "", "rms_norm.py": "backward = 1\n"}, "rms_norm"),
+        ("attention", {"attention/__init__.py": ""}, None),
+        ("attention", {"attention.py": "forward = 1\n"}, "attention"),
+        ("neighborhood_attention", {"attention.py": "import absent_package\n"}, None),
+        ("neighborhood_attention", {"attention/__init__.py": "",
+                                    "attention/attention.py": "import absent_package\n"}, None),
+    ],
+)  # fmt: skip
+def test_where_a_backend_may_have_an_operator(op, files, found, tmp_path, monkeypatch):
+    """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
+    for name, text in {"__init__.py": "", **files}.items():
+        file = tmp_path / "placed_backend" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "packages", lambda: {"placed": "placed_backend"})
+    try:
+        module = registry.module.__wrapped__("placed", op)
+        assert getattr(module, "__name__", None) == (found and f"placed_backend.{found}")
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "placed_backend"]:
+            del sys.modules[name]
 
 
 def test_an_exception_inside_a_kernel_propagates(plugin):

@@ -137,6 +137,33 @@ def test_importing_loads_neither_formulas_nor_pytest():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_wrong_result_is_found_without_assertions():
+    """``python -O`` removes assert statements; the comparison is none."""
+    code = (
+        "import torch\n"
+        "from liger_multi.dispatch.registry import module\n"
+        "from liger_multi.testing import check_operator\n"
+        "reference = module('reference', 'relu_squared')\n"
+        "right = reference.forward\n"
+        "def forward(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return right(x) * 1.5\n"
+        "reference.forward = forward\n"
+        "try:\n"
+        "    check_operator('relu_squared', 'reference')\n"
+        "except AssertionError as error:\n"
+        "    print(error)\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "errors in units of the tolerance" in done.stdout, done.stdout + done.stderr
+
+
 # --- the example of the page ---
 
 
