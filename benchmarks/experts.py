@@ -1,7 +1,7 @@
 """Experts on one device, every way that a launch table may choose.
 
 First whole calls, forward and with backward: ours as the tables have it, ours with PyTorch's
-grouped products, ours with Triton's alone, PyTorch's composition, Liger's. Then every product by
+grouped GEMMs, ours with Triton's alone, PyTorch's composition, Liger's. Then every product by
 itself both ways, with the rate that it reaches, which is what decides ``library`` in a table.
 """
 

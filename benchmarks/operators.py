@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 RED = 3  # exit code of a refusal
 
 
-def oracle(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def fp64_reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The formula that the tests compare the operator with."""
     return differentiable(FORMULAS[case.op](**tensors, **case.sample.options))
 
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namesp
     except ValueError as wrong:
         parser.error(str(wrong))
     facts = {"commit": given.commit}
-    return replace(plan, oracle=oracle, facts=facts), given
+    return replace(plan, fp64_reference=fp64_reference, facts=facts), given
 
 
 def suite(plan: BenchConfig) -> results.Result:

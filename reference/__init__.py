@@ -1,4 +1,4 @@
-"""Plain PyTorch, chunked: the oracle of every backend and the end of every automatic chain."""
+"""Chunked PyTorch: what every backend is compared with, and the end of automatic chains."""
 
 from liger_multi.dispatch.backend import Backend
 

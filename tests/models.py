@@ -197,7 +197,7 @@ def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) ->
     """Run both, backpropagate, and compare the loss and every gradient.
 
     Args:
-        stock: The model that serves as the oracle.
+        stock: The model that results are compared with.
         ours: The patched model.
         run: From a model to its loss.
         rtol: Allowed difference of the loss, and of gradients as :mod:`comparing` has it.
@@ -213,18 +213,18 @@ def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) ->
     return losses[0], losses[1]
 
 
-def assert_as_exact(stock: Any, ours: Any, oracle: Any, run: Any, run_oracle: Any) -> None:
+def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: Any) -> None:
     """In low precision: loss and every gradient are as near to those of fp32 as stock's are.
 
     Args:
         stock: The model that rounds as it does.
         ours: The patched model.
-        oracle: An equal model in fp32.
+        wide_model: An equal model in fp32.
         run: From a model to its loss.
-        run_oracle: The same without rounding.
+        run_wide: The same without rounding.
     """
     found = []
-    for model, loss_of in ((stock, run), (ours, run), (oracle, run_oracle)):
+    for model, loss_of in ((stock, run), (ours, run), (wide_model, run_wide)):
         model.zero_grad()
         loss = loss_of(model)
         loss.backward()
@@ -235,7 +235,7 @@ def assert_as_exact(stock: Any, ours: Any, oracle: Any, run: Any, run_oracle: An
         exact = exact.double()
         error, allowed = ((f[name].double() - exact).norm() for f in (found[1], found[0]))
         # the same number of roundings at other places: their sum may differ, not its size; nearer
-        # than it resolves itself, the oracle is none
+        # than it resolves itself, nothing can be compared with it
         bound = 2 * allowed + 2**-7 * exact.norm() + floor * exact.numel() ** 0.5
         assert error <= bound, f"{name}: {error} > {bound}, stock {allowed}"
 

@@ -159,7 +159,7 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 
 def upstream(
-    case: Case, device: torch.device, dtype: torch.dtype, oracle: Oracle
+    case: Case, device: torch.device, dtype: torch.dtype, fp64_reference: Reference
 ) -> tuple[Tensor, ...]:
     """A gradient for every result: random, or 1 for a scalar loss, as a training step has."""
     meta = {
@@ -171,13 +171,13 @@ def upstream(
         torch.randn(result.shape, generator=generator, device=device).to(dtype)
         if result.ndim
         else torch.ones((), device=device)
-        for result in oracle(case, meta)
+        for result in fp64_reference(case, meta)
     )
 
 
 # --- truth ---
 
-Oracle = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
+Reference = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
 """What an operator should return, differentiable, for inputs of any floating dtype."""
 
 
@@ -211,9 +211,9 @@ def truth(
     tensors: Mapping[str, Tensor],
     douts: tuple[Tensor, ...],
     dtype: torch.dtype,
-    oracle: Oracle,
+    fp64_reference: Reference,
 ) -> Truth:
-    """Run the oracle on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
+    """Run the reference on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
     rows = _row_tensors(case.sample)
     count = tensors[rows[0]].shape[0]
     widest = max(1, *(t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.ndim))
@@ -227,7 +227,7 @@ def truth(
     for start in range(0, count, step):
         part = slice(start, start + step)
         wide = {n: _widen(t[part], dtype) if n in rows else shared[n] for n, t in tensors.items()}
-        results = oracle(case, wide)
+        results = fp64_reference(case, wide)
         results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
         found = torch.autograd.grad(results, [wide[n] for n in grads], ups)

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from liger_multi.bench import providers, report
-from liger_multi.bench.cases import Case, Oracle, Truth, draw, reference, truth, upstream
+from liger_multi.bench.cases import Case, Reference, Truth, draw, reference, truth, upstream
 from liger_multi.bench.measure import (
     Clock,
     Runner,
@@ -44,7 +44,7 @@ class BenchConfig:
         dtype: Of the floating-point inputs.
         seconds: For timing one case, all providers.
         quick: Few rounds, and small copies and products for the peak.
-        oracle: What every result is compared with.
+        fp64_reference: What every result is compared with.
         facts: What else the result says of itself.
     """
 
@@ -54,7 +54,7 @@ class BenchConfig:
     dtype: torch.dtype
     seconds: float
     quick: bool
-    oracle: Oracle = reference
+    fp64_reference: Reference = reference
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ class Bench:
     ) -> None:
         self.say(case, "inputs")
         tensors = draw(case.sample, self.plan.device, self.plan.dtype)
-        douts = upstream(case, self.plan.device, self.plan.dtype, self.plan.oracle)
+        douts = upstream(case, self.plan.device, self.plan.dtype, self.plan.fp64_reference)
         self._check(case, found, rows, tensors, douts)
         release(self.plan.device)
         usable = [p for p in found if rows[p.name]["status"] == "ok"]
@@ -131,12 +131,12 @@ class Bench:
     def _truth(self, case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...]) -> Truth:
         self.say(case, "fp64")
         try:
-            return truth(case, tensors, douts, torch.float64, self.plan.oracle)
+            return truth(case, tensors, douts, torch.float64, self.plan.fp64_reference)
         except Exception as failure:
             if not out_of_memory(failure):
                 raise
         release(self.plan.device)
-        return truth(case, tensors, douts, torch.float32, self.plan.oracle)
+        return truth(case, tensors, douts, torch.float32, self.plan.fp64_reference)
 
     def _check(
         self,
@@ -149,7 +149,7 @@ class Bench:
         right = self._truth(case, tensors, douts)
         for provider in found:
             row = rows[provider.name]
-            row["oracle"] = right.precision
+            row["reference"] = right.precision
             self.say(case, f"checking {provider.name}")
             release(self.plan.device)
             try:

@@ -72,7 +72,7 @@ def fused_moe(
     limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
     transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A mixture of gated experts: tokens sorted by expert, grouped products, a weighted sum.
+    """A mixture of gated experts: tokens sorted by expert, grouped GEMMs, a weighted sum.
 
     Math:
         For token t and each of its experts ``e = index[t, k]``:

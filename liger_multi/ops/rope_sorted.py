@@ -39,7 +39,7 @@ def rope_sorted(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None, casting: str = "llama",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotary position embedding of interleaved pairs that leave as halves, in one pass.
+    """Rotary position embedding of interleaved pairs with half-split output, in one pass.
 
     Math:
         Pair i of the input is ``(a, b) = (x[2 i], x[2 i + 1])``; then ``out[i] = a * cos[i] - b *

@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch`` and ``patched``: walk a model and swap what the probes recognize."""
+"""``patch``, ``unpatch`` and ``patched``: go through a model and swap what the probes recognize."""
 
 from __future__ import annotations
 

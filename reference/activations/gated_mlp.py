@@ -1,7 +1,7 @@
 """A gated MLP, ``y = (act(x Wg') * (x Wu')) Wd'``, whose inner product backward computes again.
 
-:func:`forward_and_backward` makes both halves from a backend's activation; the products are
-PyTorch's.
+:func:`forward_and_backward` makes forward and backward from a backend's activation; the products
+are PyTorch's.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """A gated MLP of frozen layers with LoRA adapters, whose gradients need no dense product.
 
-:func:`forward_and_backward` makes both halves from a backend's activation; wide products are
-PyTorch's. Kept are x, gate and up; everything of rank r, and the inner product, is computed again.
+:func:`forward_and_backward` makes forward and backward from a backend's activation; wide products
+are PyTorch's. Kept are x, gate and up; everything of rank r, and the inner product, is computed
+again.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Linear layers of one input with LoRA adapters, whose gradients of it are one sum.
 
-:func:`forward_and_backward` makes both halves from a backend's thin products; wide products are
-PyTorch's. What all layers read of x with few columns is one product, and so is what they add to its
-gradient.
+:func:`forward_and_backward` makes forward and backward from a backend's thin products; wide
+products are PyTorch's. What all layers read of x with few columns is one product, and so is what
+they add to its gradient.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """What a LoRA adapter adds to a linear layer, ``y = base + scale (x a') b'``.
 
-``x a'`` is not kept: backward computes it again. :func:`forward_and_backward` makes both halves
-from a backend's thin products.
+``x a'`` is not kept: backward computes it again. :func:`forward_and_backward` makes forward and
+backward from a backend's thin products.
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
 
 
 class LowRank:
-    """The products of both halves.
+    """The GEMMs of forward and backward.
 
     Args:
         split: How a backend makes the parts of a thin matrix.

@@ -1,6 +1,6 @@
 """Cross entropy of given logits; the gradient is recomputed from ``lse`` in backward.
 
-:func:`forward_and_backward` makes both halves from a backend's row kernels.
+:func:`forward_and_backward` makes forward and backward from a backend's row kernels.
 """
 
 from collections.abc import Callable

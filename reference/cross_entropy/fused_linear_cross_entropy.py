@@ -3,8 +3,8 @@
 A scalar loss computes its gradients in the forward pass, unnormalized (as of the sum over rows,
 class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
 arrives, and divides them in backward; ``none`` keeps only ``lse`` and computes the logits once more
-when the upstream gradient of every row is known. :func:`forward_and_backward` makes both halves
-from a backend's row kernels.
+when the upstream gradient of every row is known. :func:`forward_and_backward` makes forward and
+backward from a backend's row kernels.
 """
 
 from collections.abc import Callable

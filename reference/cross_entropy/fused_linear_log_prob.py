@@ -1,8 +1,8 @@
 """Log-probabilities of tokens under ``hidden @ weight.T + bias``, their entropy and normalizer.
 
 Forward keeps numbers of rows only; backward computes the logits again, a chunk at a time, and
-overwrites them by their gradient. :func:`forward_and_backward` makes both halves from a backend's
-row kernels.
+overwrites them by their gradient. :func:`forward_and_backward` makes forward and backward from a
+backend's row kernels.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Coefficients of hyper-connections: RMSNorm and a product, then sigmoids and Sinkhorn's iteration.
 
-:func:`forward_and_backward` makes both halves of the contract from a backend's parts: the product
+:func:`forward_and_backward` makes forward and backward from a backend's parts: the product
 that reads the streams, and what is made of the few numbers that it leaves of a row.
 """
 

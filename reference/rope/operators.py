@@ -119,7 +119,7 @@ class PositionRope:
 
 
 class SortedRope:
-    """Rotary embedding of interleaved pairs that leave as halves."""
+    """Rotary embedding of interleaved pairs with half-split output."""
 
     @staticmethod
     def forward(

@@ -55,7 +55,7 @@ def test_experts_read_nothing_back(simulated, name, dtype):
 
 
 def test_reads_are_counted(simulated):
-    """In fp32 no grouped product makes weights' gradients: the host asks for the groups."""
+    """In fp32 no grouped GEMM makes weights' gradients: the host asks for the groups."""
     ran, *_ = run_moe(simulated, *moe("rows", torch.float32))
     assert (ran[GROUPED], ran[ADDED], ran[READ]) == (4, 0, 2)
 

@@ -29,7 +29,7 @@ def made(sizes, seed=0, out=2, size=3):
 
 
 def compare(scores, weight, options):
-    """Both halves with the reference's on the same inputs."""
+    """Forward and backward with the reference's on the same inputs."""
     y, p = kernels.forward(scores, weight, None, *options)
     right_y, right_p = reference.forward(scores, weight, None, *options)
     torch.testing.assert_close(p, right_p, rtol=1e-5, atol=1e-6)

@@ -32,7 +32,7 @@ every_form = pytest.mark.parametrize(
 
 
 def recorded(op, sample, device):
-    """Arguments of both halves as a real call makes them."""
+    """Arguments of forward and backward as a real call makes them."""
     seen = []
     for prim in OPS[op].primitives:
         original = prim.call
@@ -54,7 +54,7 @@ def recorded(op, sample, device):
 
 @every_form
 def test_opcheck(device, op, sample):
-    """Schema, fake and dispatch of both halves as PyTorch's own checker sees them."""
+    """Schema, fake and dispatch of forward and backward as PyTorch's own checker sees them."""
     for prim, args in recorded(op, sample, device):
         args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
         if any(isinstance(a, torch.Tensor) and a.numel() == 0 and a.ndim > 1 for a in args):

@@ -28,7 +28,7 @@ torch.manual_seed(0)
 ROWS, H = 7, 6
 
 
-def oracle(z, target, smoothing, kind, reduction, cap):
+def whole_loss(z, target, smoothing, kind, reduction, cap):
     V = z.shape[1]
     z = z if cap is None else cap * torch.tanh(z / cap)
     share = smoothing * V / (V - 1) if kind == "megatron" else smoothing
@@ -72,7 +72,7 @@ for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
     logits = hidden @ weight.T + bias
     for smoothing, kind, reduction, cap in OPTIONS:
         whole = logits.double().clone().requires_grad_()
-        right = oracle(whole, target, smoothing, kind, reduction, cap)
+        right = whole_loss(whole, target, smoothing, kind, reduction, cap)
         up = torch.randn(right.shape, dtype=torch.float64)
         right.backward(up)
         mine = logits[:, part].clone().requires_grad_()
@@ -86,7 +86,7 @@ for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
         if smoothing and cap is not None:
             continue
         wide = [x.double().clone().requires_grad_() for x in (hidden, weight, bias)]
-        right = oracle(wide[0] @ wide[1].T + wide[2], target, smoothing, kind, reduction, cap)
+        right = whole_loss(wide[0] @ wide[1].T + wide[2], target, smoothing, kind, reduction, cap)
         right.backward(up)
         ours = [x.clone().requires_grad_() for x in (hidden, weight[part], bias[part])]
         loss = vocab_parallel_fused_linear_cross_entropy(

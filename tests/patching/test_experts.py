@@ -113,7 +113,7 @@ def test_two_experts_a_token_are_the_eager_loop(kind, dtype):
 
 
 def test_sentinels_of_expert_parallelism_add_nothing():
-    """As transformers' grouped products have it: ids from num_experts on are somebody else's.
+    """As transformers' grouped GEMMs have it: ids from num_experts on are somebody else's.
 
     Spelled out here too: those of 5.0 returned 2e34 for them with PyTorch 2.9.
     """

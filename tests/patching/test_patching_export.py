@@ -103,7 +103,7 @@ def test_an_exported_program_is_saved_and_loaded():
 
 @WHAT
 def test_a_decomposed_program_runs_with_gradients_enabled(what):
-    """Its operators are halves, on parameters that require grad. A backward pass raises."""
+    """Its operators are forwards, on parameters that require grad. A backward pass raises."""
     stock, ours = both(what)
     program = exported(ours, dynamic=False).run_decompositions().module()
     tokens = ids(**FIRST)

@@ -65,7 +65,7 @@ def test_a_quick_run_leaves_a_result_file_and_charts(tmp_path, capsys):
         assert 0 < row["percent_of_peak"]["both"] < math.inf, row
         assert 0 < row["error"]["relative"] < 2**-7, row
         assert row["error"]["tolerances"] <= 1, row
-        assert row["oracle"] == "fp64"
+        assert row["reference"] == "fp64"
         assert row["peak_bytes"] > row["extra_bytes"], row
         assert row["divisors"]["rows"] > 1, row
     assert result["device"]["type"] == "cpu"
@@ -327,14 +327,16 @@ def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
         tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
         if not any(t.requires_grad for t in tensors.values()):
             continue
-        douts = bench_cases.upstream(found, torch.device("cpu"), torch.float32, bench.oracle)
+        douts = bench_cases.upstream(
+            found, torch.device("cpu"), torch.float32, bench.fp64_reference
+        )
         again = bench_cases.upstream(
             found, torch.device("cpu"), torch.float32, bench_cases.reference
         )
         assert [d.shape for d in douts] == [d.shape for d in again]
         right, ours = (
-            bench_cases.truth(found, tensors, douts, torch.float64, oracle)
-            for oracle in (bench.oracle, bench_cases.reference)
+            bench_cases.truth(found, tensors, douts, torch.float64, fp64_reference)
+            for fp64_reference in (bench.fp64_reference, bench_cases.reference)
         )
         for a, b in zip(ours.results, right.results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
@@ -404,7 +406,7 @@ def test_scaled_samples_fit_and_keep_their_form(op):
 
 
 def test_truth_in_chunks_is_truth(monkeypatch):
-    """The fp64 oracle gives the same however many rows it takes at a time."""
+    """The reference in fp64 gives the same however many rows it takes at a time."""
     for op, name in (
         ("cross_entropy", "quarter-ignored"),
         ("fused_linear_cross_entropy", "mean"),
@@ -412,10 +414,12 @@ def test_truth_in_chunks_is_truth(monkeypatch):
     ):
         found = case(op, name)
         tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
-        douts = bench_cases.upstream(found, torch.device("cpu"), torch.bfloat16, bench.oracle)
-        whole = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
+        douts = bench_cases.upstream(
+            found, torch.device("cpu"), torch.bfloat16, bench.fp64_reference
+        )
+        whole = bench_cases.truth(found, tensors, douts, torch.float64, bench.fp64_reference)
         monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
-        parts = bench_cases.truth(found, tensors, douts, torch.float64, bench.oracle)
+        parts = bench_cases.truth(found, tensors, douts, torch.float64, bench.fp64_reference)
         monkeypatch.undo()
         torch.testing.assert_close(parts.results, whole.results)
         assert set(parts.grads) == set(whole.grads)

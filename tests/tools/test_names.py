@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).relative_to(ROOT).as_posix()
 # what is gone, by what stands in its place
 GONE = {
-    "forward_and_backward": r"\bhalves\(|\bhalves of (an|the) operator",
+    "forward and backward": r"\bhalves\(|makes both halves|[Bb]oth halves (of (an|the) op|with|as)",
+    "reference in fp64": r"(?i)\boracles?\b",
+    "grouped GEMM": r"\bgrouped products?\b",
     "pass over the row, tile loop": r"\b(forward|query|key)_walk\b|\bis walked\b|\bare walked\b",
     "launch_config, ...Config": r"(?<!triton\.)(?<!triton, \")\bknobs\b|_knobs\b|Knobs\b",
     "Dispatch, TrainingPlan, BenchConfig, DemoConfig, ChunkSpec": r"\bclass Plan\b",

@@ -152,9 +152,9 @@ class PositionRope:
 
 
 class SortedRope:
-    """Rotary embedding of interleaved pairs that leave as halves, in one pass (arXiv:2412.19437).
+    """Rotary embedding of interleaved pairs with half-split output, in one pass (arXiv:2412.19437).
 
-    The kernel stands in rope_kinds_kernel.py: pairs are loaded side by side, and stored as halves.
+    The kernel stands in rope_kinds_kernel.py: pairs are loaded side by side, and stored half-split.
     """
 
     @staticmethod

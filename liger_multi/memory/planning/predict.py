@@ -269,7 +269,7 @@ class Predictor:
         touched = 2 * static.parameters + static.gradients + 2 * static.states
         states = 2 * static.states * shared if settings.offload_states else 0.0
         crossing = (static.gradients + static.parameters) * shared if states else 0.0
-        if PARAMETERS in _away(settings):  # up again for both halves of every pass
+        if PARAMETERS in _away(settings):  # up again for forward and backward of every pass
             crossing += 2 * passes * static.parameters * shared
         return step_seconds(
             work_of(parts),

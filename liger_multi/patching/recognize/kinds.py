@@ -186,7 +186,7 @@ class RotaryKind:
         angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
             pair in their "first half"; "complex" where one complex number a pair stands for both.
         backwards: Whether it turns the other way.
-        sorted: Whether interleaved pairs come in and halves go out.
+        sorted: Whether interleaved pairs come in and half-split ones go out.
     """
 
     name: str

@@ -41,7 +41,7 @@ def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
 def implementation(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What ``experts_implementation`` calls; gates of other kinds go to the grouped products."""
+    """What ``experts_implementation`` calls; gates of other kinds go to the grouped GEMMs."""
     kind = _kind_at_a_call(module)
     if isinstance(kind, ExpertsKind) and is_probed_call(module, kind, hidden_states):
         return apply_experts(module, kind, hidden_states, top_k_index, top_k_weights)
