@@ -16,12 +16,11 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("LIGER_MULTI_CONFIG", None)
 
-import parts
 import pytest
 import torch
 
-import harness
 from liger_multi.testing.poison import poison_empty
+from tests import harness, parts
 
 # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
 torch.backends.cudnn.allow_tf32 = False

@@ -1,7 +1,8 @@
 """Training on two ranks, every case against one process with stock modules.
 
-``python distributed_cases.py RANK FILE DEVICE RESULTS CASE...`` is one rank; test_distributed.py
-starts both. What a case raises is written to RESULTS, and the other cases run all the same.
+``python -m tests.distributed_cases RANK FILE DEVICE RESULTS CASE...`` is one rank;
+test_distributed.py starts both. What a case raises is written to RESULTS, and the other cases run
+all the same.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from comparing import assert_same_gradients
-from models import build
 from torch import nn
 
 from liger_multi import ops
 from liger_multi.patching import patch
+from tests.comparing import assert_same_gradients
+from tests.models import build
 
 WORLD = 2
 CASES = {}

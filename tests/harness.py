@@ -4,13 +4,13 @@ import fnmatch
 import textwrap
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 import yaml
 
 from liger_multi.testing.devices import accelerator, device_of, interpreted, refusal
 from liger_multi.testing.suite import expected
+from tests import processes
 
 PATIENCE = 1800.0
 """Seconds after which a process of a test hangs; a machine that is only slow has long ended it."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_gradients, gradients, resolution
 from packaging import version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.dispatch.op import inline_ops
+from tests.comparing import assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import harness
+from tests import harness
 
 SECONDS = Path(__file__).parent / "seconds.json"
 BY_PARAMETER = (

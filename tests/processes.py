@@ -51,7 +51,7 @@ def _rank(script, arguments):
     """Run a script; what it made is held until the process has gone."""
     faulthandler.enable()
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path[:0] = [str(Path(script).parent), str(Path(__file__).parents[1])]
     code, made = 0, []
     try:
         made.append(runpy.run_path(str(script), run_name="__main__"))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import batch
+
+from tests.models import batch
 
 transformers = pytest.importorskip("transformers")
 WORDS = [f"w{i}" for i in range(40)]

@@ -29,10 +29,10 @@ one training step with labels, stock and patched. The loss has to agree to {loss
 gradient to {gradient:g} of its largest entry (plus {floor:g} of the largest of all), with random
 norm weights. This page is made of the kept result of
 
-    python tests/sweep --write
+    python -m tests.sweep --write
 
 with torch {torch}, transformers {transformers} and the {backend} backend.
-`python tests/sweep NAME... --backend cuda --every 12` runs a sample on a device.
+`python -m tests.sweep NAME... --backend cuda --every 12` runs a sample on a device.
 
 {summary}
 

@@ -44,12 +44,13 @@ static int handle(void **p) {
   *p = (void *)(uintptr_t)(0x10000 + __sync_add_and_fetch(&handles, 1) * 64);
   return 0;
 }
-static __thread int current = 0;
+// None until a thread sets one, as CANN has it: torch_npu takes note of a device where it sets it.
+static __thread int current = -1;
 """
 # What torch_npu needs an answer from, as the body of a C function; the others return 0.
 ANSWERS = {
     "int aclrtGetDeviceCount(uint32_t *n)": '*n = setting("CANN_STUB_DEVICES", 0); return 0;',
-    "int aclrtGetDevice(int32_t *d)": "*d = current; return 0;",
+    "int aclrtGetDevice(int32_t *d)": "if (current < 0) return 107002; *d = current; return 0;",
     "int aclrtSetDevice(int32_t d)": "current = d; return 0;",
     "const char *aclrtGetSocName(void)": (
         'const char *s = getenv("CANN_STUB_SOC"); return s ? s : "Ascend910B3";'

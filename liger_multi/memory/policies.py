@@ -8,10 +8,11 @@ kept result is looked up and everything else is computed, up to the last tensor 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ ACTIVATIONS = (
 )
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """What a layer keeps.
 
     Attributes:
@@ -206,10 +208,17 @@ class Counted:
         return CheckpointPolicy.MUST_SAVE
 
 
-def answer(policy: Policy, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A policy for a compiler, which asks while it traces and drops what nobody reads by itself."""
+def traced(policy: Policy) -> Callable[..., Any]:
+    """A policy for a compiler, which asks while it traces and drops what nobody reads by itself.
+
+    A function is all that Dynamo sees: it would take an argument apart and build it again, and
+    what PyTorch 2.9 (of a dataclass) and 2.11 (of a named tuple) build is not what was given.
+    """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    if keeps(policy, func, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if keeps(policy, func, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return answer

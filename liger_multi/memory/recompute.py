@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_multi import checks
-from liger_multi.memory.policies import Counted, Policy, answer, policy_of
+from liger_multi.memory.policies import Counted, Policy, policy_of, traced
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 Policies = str | Policy | Sequence[str | Policy] | Mapping[int, str | Policy]
@@ -50,10 +50,18 @@ class _Recomputed:
         self.before = layer.__dict__.get("forward")
         self.learned: dict[tuple[type, str], int | None] = {}
         self.skip: int | None = None
-        # made here, as a compiler takes it for a constant
-        self.contexts = functools.partial(
-            create_selective_checkpoint_contexts, functools.partial(answer, policy)
-        )
+        self._make_contexts()
+
+    def _make_contexts(self) -> None:
+        # made before it is called, as a compiler takes it for a constant
+        self.contexts = functools.partial(create_selective_checkpoint_contexts, traced(self.policy))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "contexts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_contexts()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The layer as it was."""

@@ -24,7 +24,6 @@ import torch
 import yaml
 
 import liger_multi
-from harness import PATIENCE
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
 from liger_multi.dispatch import registry
@@ -32,6 +31,7 @@ from liger_multi.dispatch import resolution as planning
 from liger_multi.dispatch.config import configure, current
 from liger_multi.dispatch.config_file import load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
+from tests.harness import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,6 +6,8 @@ Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin`
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -92,6 +94,17 @@ def test_the_device_is_known():
     )  # fmt: skip
 
 
+def test_the_device_is_known_to_the_first_thread():
+    """Without the thread that enqueues operators, which may set the device first, and may not."""
+    code = """
+import torch, torch_npu
+torch.ones(1).to("npu")
+assert torch.npu.get_device_limit(0)["vector_core_num"] == 40
+"""
+    environment = {**os.environ, "TASK_QUEUE_ENABLE": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
+
+
 def test_doctor_names_the_chip():
     from liger_multi.dispatch.registry import backends
 
@@ -171,7 +184,7 @@ def test_rotations_of_more_heads_than_a_tile_holds(style):
 @pytest.mark.parametrize(("name", "ran"), [("llama", "rms_norm"), ("mixtral", "grouped_matmul")])
 def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
     pytest.importorskip("transformers")
-    from models import batch, build
+    from tests.models import batch, build
 
     losses, before = {}, simulated.calls.copy()
     for device in ("cpu", "npu"):

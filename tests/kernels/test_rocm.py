@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-import harness
 from ci import layering
 from liger_multi.backends.rocm import BACKEND, SIBLINGS
 from liger_multi.dispatch import launch, registry
 from liger_multi.errors import ConfigurationError
+from tests import harness
 
 ROOT = Path(__file__).parents[2]
 # what PyTorch says of a card: name with its features, lanes of a wave, LDS, compute units

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.registry import module
+from tests import harness
 
 
 def implementing(config):

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-import harness
 from liger_multi.dispatch.config import use
+from tests import harness
 
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from sweep.pairs import Pair
-from sweep.run import sweep
+from tests.sweep.pairs import Pair
+from tests.sweep.run import sweep
 
 PAIRS = (
     Pair("causal", "llama", "LlamaForCausalLM"),

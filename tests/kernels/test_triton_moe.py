@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 pytest.importorskip("triton", reason="needs Triton")
 if not harness.interpreted() and harness.accelerator() is None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import harness
 from liger_multi.reference.attention import multi_token_attention as reference
+from tests import harness
 
 pytest.importorskip("triton")
 if (DEVICE := harness.device_of("triton")) is None:

@@ -5,11 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import harness
 import liger_multi
 from liger_multi import losses
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
        "fused_linear_jsd", "jsd")  # fmt: skip

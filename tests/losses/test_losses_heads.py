@@ -2,18 +2,17 @@
 
 import copy
 
-import processes
 import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from comparing import assert_same_gradients, gradients
-from models import batch, build
 
-import harness
 import liger_multi
 from liger_multi import losses, ops
 from liger_multi.testing.tolerance import excess
+from tests import harness, processes
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import batch, build
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

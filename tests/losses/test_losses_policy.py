@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl_eager
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_multi import losses
@@ -12,6 +11,7 @@ from liger_multi.dispatch.op import inline_ops
 from liger_multi.losses import one_pass
 from liger_multi.losses.policies import POLICY
 from liger_multi.testing.tolerance import excess
+from tests import trl_eager
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32

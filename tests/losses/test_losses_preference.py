@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import trl_eager
 
 from liger_multi import losses
 from liger_multi.losses.preference import DPO
 from liger_multi.testing.tolerance import excess
+from tests import trl_eager
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32

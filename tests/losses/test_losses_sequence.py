@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import trl_eager
 
 from liger_multi import losses
 from liger_multi.losses import reductions
 from liger_multi.testing.tolerance import excess
+from tests import trl_eager
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import build
-from trainers import arguments, rows, tokenizer
 
 import liger_multi
 from liger_multi import losses
+from tests.models import build
+from tests.trainers import arguments, rows, tokenizer
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comparing import assert_same_gradients
 from torch import nn
+
+from tests.comparing import assert_same_gradients
 
 pytest.importorskip("transformers")
 

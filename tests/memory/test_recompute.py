@@ -1,7 +1,9 @@
 """Recompute policies, the choice among them, and activations that wait on the host."""
 
+import contextlib
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -185,7 +187,7 @@ def products(model, policy):
             counts[inside] += func.name() in ("aten::mm", "aten::addmm")
             return func(*args, **(kwargs or {}))
 
-    with apply_recompute(model, policy):
+    with apply_recompute(model, policy) if policy else contextlib.nullcontext():
         for _ in range(2):
             counts = [0, 0]
             with Count():
@@ -265,6 +267,14 @@ def test_copies_have_their_own_layers():
     inside = other.model.layers[0].__dict__["forward"]
     assert inside.layer is other.model.layers[0]
     assert equal(trained(other), trained(model))
+
+
+def test_a_saved_model_keeps_its_policy():
+    model = case().build("cpu")
+    apply_recompute(model, "keep_attention")
+    other = pickle.loads(pickle.dumps(model))
+    assert equal(trained(other), trained(model))
+    assert products(other, None) == products(model, None) != products(case().build("cpu"), None)
 
 
 def test_no_gradients_no_recomputation_and_a_cache():

@@ -1,14 +1,13 @@
 """TiledMLP: the same numbers as the whole MLP, one gradient a parameter, little memory."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 
-import harness
 from liger_multi import nn
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 WIDTH, INNER = 8, 24
 
@@ -177,13 +176,12 @@ def test_data_parallel_processes_count_every_gradient_once(tmp_path):
         mlp.zero_grad()
         model = DistributedDataParallel(nn.TiledMLP(mlp, 3))
         model(x[rank]).square().mean().backward()
-        sys.path.insert(0, TESTS)
-        from comparing import assert_same_gradients
+        from tests.comparing import assert_same_gradients
         assert_same_gradients([p.grad for p in mlp.parameters()], wanted)
         print("done")
         dist.destroy_process_group()
         """
-    harness.in_two_processes(tmp_path, body.replace("TESTS", repr(str(Path(__file__).parents[1]))))
+    harness.in_two_processes(tmp_path, body)
 
 
 BAD = [

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 from liger_multi import ops
 from liger_multi.ops._ranges import from_lengths, key_ranges
 from liger_multi.reference.attention import attention as reference
 from liger_multi.reference.attention import attention_blocks
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 
 def heads(length=12, batch=1, count=2, size=8, seed=0, **options):

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-import harness
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.reference.residuals import attention_residuals as reference
+from tests import harness
 
 KINDS = [(1, 9, 40), (40, 5, 600), (5, 6, 8200)]
 

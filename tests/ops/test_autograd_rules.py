@@ -5,7 +5,6 @@ import copy
 import itertools
 from pathlib import Path
 
-import forms
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.losses.sources import tokens
 from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.checks import outputs
+from tests import forms
 
 WIDE = torch.float64
 SMALL = [
@@ -183,7 +183,7 @@ def test_a_penalty_on_the_gradient_of_a_loss_raises(run):
     ids=["loss", "reduction", "logits"],
 )
 def test_penalties_on_patched_models_raise_or_are_right(use):
-    models = pytest.importorskip("models")
+    models = pytest.importorskip("tests.models")
     stock = models.build("llama", num_hidden_layers=1, attn_implementation="eager")
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours, rms_norm=False, swiglu=False, rope=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import forms
 import pytest
 import torch
 import torch.fx.experimental._config
@@ -14,6 +13,7 @@ from liger_multi import errors, ops
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
+from tests import forms
 
 # equal sizes of different axes are no reason for another graph
 different_axes = torch.fx.experimental._config.patch(use_duck_shape=False)
@@ -255,7 +255,7 @@ def test_graphs_carry_a_hash_of_what_expands_operators():
 
 
 def dynamic_models():
-    models = pytest.importorskip("models")
+    models = pytest.importorskip("tests.models")
     for kind in models.KINDS:
         slow = kind != "llama"
         yield pytest.param(kind, marks=[pytest.mark.slow] if slow else [])
@@ -264,8 +264,9 @@ def dynamic_models():
 @pytest.mark.parametrize("kind", list(dynamic_models()))
 def test_models_with_sizes_that_vary(kind):
     """Two layers: a second MLP met the sizes that the first one had left behind."""
-    import models
     from packaging import version
+
+    from tests import models
 
     config = {}
     known = models.ARCHITECTURES[kind]
@@ -290,7 +291,7 @@ def test_models_with_sizes_that_vary(kind):
 
 
 def test_a_patched_mlp_with_sizes_that_vary():
-    models = pytest.importorskip("models")
+    models = pytest.importorskip("tests.models")
     stock, ours = models.pair("llama", num_hidden_layers=1)
     liger_multi.patch(ours)
     stock, ours = (m.model.layers[0].mlp for m in (stock, ours))

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 
-import forms
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from liger_multi.dispatch.registry import module, operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call, grads, outputs
 from liger_multi.testing.tolerance import excess
+from tests import forms
 
 SECTIONS = ("Math:", "Shapes:", "Dtypes:", "Memory:", "Raises:", "Source:")
 IDS = [(op, s) for op in operators() for s in samples.of(op) if s.size == "small"]

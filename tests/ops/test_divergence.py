@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.memory import measure
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 NAMES = ("kl_div", "jsd", "tvd")
 INPLACE = tuple(f"{name}_inplace" for name in NAMES)

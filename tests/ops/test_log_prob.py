@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
@@ -15,6 +14,7 @@ from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy import log_prob as rows_of
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 log_prob = ops.fused_linear_log_prob
 NAMES = ("log_prob", "entropy", "lse")

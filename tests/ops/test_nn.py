@@ -10,11 +10,11 @@ import types
 
 import pytest
 import torch
-from comparing import assert_same_gradients
 
 import liger_multi
 from ci import stubs
 from liger_multi import losses, nn, ops
+from tests.comparing import assert_same_gradients
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

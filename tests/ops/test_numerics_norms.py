@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.backends.triton.norms.row_config import backward_config
 from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 HALF, WIDE = torch.bfloat16, torch.float32
 

@@ -1,13 +1,12 @@
 """Every operator x backend x sample x dtype against fp64: one body for all of them."""
 
-import forms
 import pytest
 import torch
 
-import harness
 from liger_multi.dispatch.registry import module, operators, unavailable
 from liger_multi.testing import samples
 from liger_multi.testing.checks import DTYPES, compare, dtypes_of, exact, has_several_outputs
+from tests import forms, harness
 
 INTERPRETED_IN_MINUTES = {
     ("neighborhood_attention", "long"),

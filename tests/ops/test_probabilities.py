@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 import liger_multi
 from liger_multi import nn, ops
 from liger_multi.reference.embedding import embedding as reference
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ("embedding", "softmax", "sparsemax", "selective_log_softmax")

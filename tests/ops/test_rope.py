@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.testing.tolerance import excess
+from tests import harness
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
 KINDS = {

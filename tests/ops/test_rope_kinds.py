@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_rope import compare, stock
 
-import harness
 import liger_multi
 from liger_multi import ops
+from tests import harness
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
 PAIRS = WIDTH // 2

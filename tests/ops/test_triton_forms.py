@@ -4,10 +4,10 @@ import pytest
 import test_ops
 import torch
 
-import harness
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import DTYPES, call, grads, outputs
+from tests import harness
 
 pytestmark = pytest.mark.skipif(not harness.interpreted(), reason="counts interpreted launches")
 

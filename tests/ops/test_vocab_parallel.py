@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import harness
 from liger_multi.nn import vocab_parallel as nn
+from tests import harness
 
 CASES = """
 import sys, torch, torch.distributed as dist

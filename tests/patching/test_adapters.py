@@ -12,11 +12,10 @@ from torch import nn
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from models import Widest, assert_as_exact, assert_same_training, batch, build, pair
-
 from liger_multi import ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.reference.adapters import low_rank
+from tests.models import Widest, assert_as_exact, assert_same_training, batch, build, pair
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from models import batch, build
 from test_adapters import ATTENTION, MLP, filled, lora
 
 from liger_multi.patching import patch
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from tests.models import batch, build
 
 EVERYWHERE = (*ATTENTION, *MLP, "lm_head")
 INPUTS = {name: torch.cat([t, t.flip(1)]) for name, t in batch().items()}

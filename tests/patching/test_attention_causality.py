@@ -17,20 +17,20 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from models import build
-from sweep.attention import OURS, REFUSAL, Verdict, counted, judge
-from sweep.pairs import registered
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.recognize import attention_support
 from liger_multi.patching.replace import attention as ours
 from liger_multi.patching.replace.attention_masks import KeyMask, MaskReadError, mask
+from tests.models import build
+from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
+from tests.sweep.pairs import registered
 
 PAIRS = registered()
 LATEST = version.parse(transformers.__version__) >= version.parse("5.23")
 """Others have models that call the interface and models that do not; each is equal or refused."""
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IDS = torch.arange(2 * 11).reshape(2, 11).mul(37).remainder(199).add(5)
 PADDED = torch.ones_like(IDS)
 PADDED[0, :4] = 0
@@ -102,8 +102,8 @@ def test_models_with_attention_of_their_own_are_refused(model_type):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
 def test_all_model_types_equal_eager_or_are_refused(tmp_path):
     file = tmp_path / "verdicts.json"
-    command = [sys.executable, str(TESTS / "sweep"), "--attention", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+    command = [sys.executable, "-m", "tests.sweep", "--attention", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert file.exists(), done.stdout + done.stderr
     found = [Verdict(**fields) for fields in json.loads(file.read_text())]
     assert not [f"{v.type}/{v.cls}: {v.why}" for v in found if v.status == "wrong"]
@@ -211,7 +211,7 @@ def test_another_name_and_parts_of_a_model():
 
 
 def test_a_refused_part_can_stay_eager():
-    from sweep.cases import _small
+    from tests.sweep.cases import _small
 
     config = transformers.EncoderDecoderConfig(
         encoder=_small("bert").to_dict(),

@@ -6,13 +6,13 @@ import weakref
 
 import pytest
 import torch
-from comparing import assert_same_gradients
 
 from liger_multi import ops
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.replace import attention as ours
 from liger_multi.patching.replace import attention_masks
+from tests.comparing import assert_same_gradients
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients
-from models import assert_same_training, batch, build
 from packaging import version
 from transformers.integrations import moe
 
@@ -17,6 +15,8 @@ import liger_multi
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from liger_multi.patching.recognize.experts import experts_kind
+from tests.comparing import assert_same_gradients
+from tests.models import assert_same_training, batch, build
 
 ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 

@@ -12,15 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
-from models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
-from sweep.cases import build, inputs
-from sweep.pairs import registered
-
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy_logits import lazy_tensor
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
 from liger_multi.patching.lazy_logits.rows import is_view
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits
+from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
+from tests.sweep.cases import build, inputs
+from tests.sweep.pairs import registered
 
 IDS = batch()["input_ids"]
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from harness import PATIENCE
+from tests.harness import PATIENCE
 
 transformers = pytest.importorskip("transformers")
-
-from models import batch, build
 
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.integrations.held import HeldPatch
 from liger_multi.patching import modeltypes, patch, patched, unpatch
 from liger_multi.patching.replace.swap import Patched, swapped
+from tests.models import batch, build
 
 FORMS = (
     {},

@@ -10,11 +10,19 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients, gradients
-from models import KINDS, VOCABULARY, FusedCalls, Widest, assert_same_training, batch, build, pair
-
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import (
+    KINDS,
+    VOCABULARY,
+    FusedCalls,
+    Widest,
+    assert_same_training,
+    batch,
+    build,
+    pair,
+)
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients, gradients
-from models import assert_same_training, batch, build, pair
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -31,6 +29,8 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import assert_same_training, batch, build, pair
 
 HEADLESS = {"fused_linear_cross_entropy": False}
 

@@ -14,8 +14,6 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients, gradients
-from models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
@@ -27,6 +25,8 @@ from transformers.models.llama.modeling_llama import (
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import PatchReport, patch, patched, unpatch
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 
 
 def state(model):

@@ -13,8 +13,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients, gradients
-from models import (
+from liger_multi.patching import patch, real_logits, unpatch
+from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import (
     VOCABULARY,
     FusedCalls,
     Graphs,
@@ -24,10 +26,7 @@ from models import (
     graph_batch,
     pair,
 )
-from trainers import trainer
-
-from liger_multi.patching import patch, real_logits, unpatch
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from tests.trainers import trainer
 
 
 @pytest.fixture

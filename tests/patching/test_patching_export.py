@@ -5,12 +5,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same_gradients, gradients
-from models import VOCABULARY, pair
 from torch import nn
 
 import liger_multi
 from liger_multi import ops
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import VOCABULARY, pair
 
 # the tracer warns of every comparison of shapes, in transformers and here
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

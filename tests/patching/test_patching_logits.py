@@ -12,13 +12,12 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from comparing import assert_same_gradients, difference, gradients
-from models import VOCABULARY, FusedCalls, Widest, assert_same_training, batch, pair
-
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy_logits import lazy_tensor as lazy_tensors
 from liger_multi.patching.lazy_logits import reductions
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from tests.comparing import assert_same_gradients, difference, gradients
+from tests.models import VOCABULARY, FusedCalls, Widest, assert_same_training, batch, pair
 
 IDS = batch()["input_ids"]
 

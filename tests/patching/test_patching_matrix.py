@@ -14,7 +14,8 @@ from packaging import version
 
 transformers = pytest.importorskip("transformers")
 
-from models import (
+from liger_multi.patching import patch, real_logits, unpatch
+from tests.models import (
     ARCHITECTURES,
     KINDS,
     VOCABULARY,
@@ -26,8 +27,6 @@ from models import (
     build,
     graph_batch,
 )
-
-from liger_multi.patching import patch, real_logits, unpatch
 
 LENGTH = 8
 HEAD = "fused_linear_cross_entropy"

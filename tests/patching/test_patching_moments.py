@@ -17,7 +17,6 @@ from torch.nn.modules import module as hooks_of_all
 
 transformers = pytest.importorskip("transformers")
 
-from models import Calls, Graphs, assert_same_training, batch, build, pair
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
@@ -32,6 +31,7 @@ from liger_multi.patching import (
 from liger_multi.patching.recognize import experts, norms, rotary
 from liger_multi.patching.recognize.probe import probe_context
 from liger_multi.patching.replace import mlp
+from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ALONE = {"fused_linear_cross_entropy": False}
 

@@ -4,13 +4,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import harness
+from tests import harness
 
 CASES = """
 import copy, os, sys, torch, torch.distributed as dist, transformers
 import torch.nn.functional as F
-sys.path.insert(0, TESTS)
-import models
+from tests import models
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
@@ -138,7 +137,7 @@ print("done")
 
 
 def run(folder, plans):
-    body = CASES.replace("TESTS", repr(str(harness.Path(__file__).parents[1])))
+    body = CASES
     harness.in_two_processes(folder, body.replace("PLANS", plans))
 
 

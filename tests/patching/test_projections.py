@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 import torch
-from comparing import assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.comparing import assert_same_gradients
 
 peft = pytest.importorskip("peft")
 

@@ -13,19 +13,19 @@ from packaging import version
 
 transformers = pytest.importorskip("transformers")
 
-from sweep.executed import counts, executed
-from sweep.pairs import as_lines, registered
-from sweep.run import Outcome, difference
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ci.docs import coverage as docs_coverage
 from liger_multi.patching import patch
+from tests.sweep.executed import counts, executed
+from tests.sweep.pairs import as_lines, registered
+from tests.sweep.run import Outcome, difference
 
 KEPT = json.loads(docs_coverage.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
 PAIRS = registered()
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAME = version.parse(transformers.__version__) == version.parse(KEPT["transformers"])
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
@@ -47,8 +47,8 @@ def check(outcomes):
 def swept(folder, *arguments):
     """In a process of its own, whose forks know nothing of what other tests started."""
     file = folder / "outcomes.json"
-    command = [sys.executable, str(TESTS / "sweep"), "--json", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+    command = [sys.executable, "-m", "tests.sweep", "--json", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert file.exists(), done.stdout + done.stderr
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
@@ -169,12 +169,10 @@ def test_results_of_before_claim_nothing():
 
 
 WRONG = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
 from liger_multi.patching.recognize import norms
 from liger_multi.reference.norms import rms_norm
-from sweep.pairs import Pair
-from sweep.run import sweep
+from tests.sweep.pairs import Pair
+from tests.sweep.run import sweep
 
 right = rms_norm._scaled
 rms_norm._scaled = lambda *args: right(*args) * 1.001
@@ -188,8 +186,9 @@ print(outcome.status, outcome.why)
 
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
-    code = WRONG.format(tests=str(TESTS), root=str(TESTS.parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.startswith("different"), done.stdout + done.stderr
     assert "stock" in done.stdout or "bound" in done.stdout
 

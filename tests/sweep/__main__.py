@@ -1,17 +1,15 @@
-"""Compare stock and patched models of every registered type: ``python tests/sweep --help``."""
+"""Compare stock and patched models of every registered type: ``python -m tests.sweep --help``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -36,10 +34,10 @@ def main() -> int:
 
     import torch
     import transformers
-    from sweep.pairs import registered
-    from sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
     from liger_multi.dispatch.config import configure
+    from tests.sweep.pairs import registered
+    from tests.sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
     transformers.logging.set_verbosity_error()
     device = given.device or "cpu"
@@ -81,8 +79,8 @@ def main() -> int:
 
 def attention(pairs: list[Any], jobs: int, file: Path | None) -> int:
     """One line per pair, on what its attention does under our name."""
-    from sweep.attention import Verdict, work
-    from sweep.run import forked
+    from tests.sweep.attention import Verdict, work
+    from tests.sweep.run import forked
 
     found = []
     for pair, seconds, fields in forked(pairs, work, jobs):
@@ -116,7 +114,7 @@ def keep(result: dict[str, Any], known: list[tuple[str, str, str]]) -> None:
         pair = one["kind"], one["type"], one["cls"]
         if pair not in found or not one["why"].startswith(("ImportError", "ModuleNotFoundError")):
             found[pair] = {k: v for k, v in one.items() if k != "seconds"}
-    from sweep.pairs import as_lines
+    from tests.sweep.pairs import as_lines
 
     pairs = [found[pair] for pair in known if pair in found]
     RESULTS.write_text(as_lines({**result, "pairs": pairs}))

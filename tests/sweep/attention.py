@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from sweep.cases import configuration, inputs
-from sweep.pairs import Pair
-from sweep.run import liven
+
+from tests.sweep.cases import configuration, inputs
+from tests.sweep.pairs import Pair
+from tests.sweep.run import liven
 
 OURS = "liger_multi"
 REFUSAL = f"attn_implementation={OURS!r} "

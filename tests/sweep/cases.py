@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sweep.pairs import Pair
-from sweep.shrink import HEAD, HEADS, HIDDEN, INNER, VOCABULARY, shrink
+
+from tests.sweep.pairs import Pair
+from tests.sweep.shrink import HEAD, HEADS, HIDDEN, INNER, VOCABULARY, shrink
 
 _GEMMA4: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import comparing
 import torch
-from sweep.cases import build, inputs
-from sweep.executed import Executed, counts, executed
-from sweep.pairs import Pair
+
+from tests import comparing
+from tests.sweep.cases import build, inputs
+from tests.sweep.executed import Executed, counts, executed
+from tests.sweep.pairs import Pair
 
 SECONDS = 90
 """A pair that computes for longer counts as one that cannot be built."""

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-import harness
 import liger_multi
 from liger_multi._version import __version__
 from liger_multi.cli import doctor
 from liger_multi.cli.main import main
 from liger_multi.dispatch import registry
 from liger_multi.page import Page, _table
+from tests import harness
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
 from liger_multi.cli.main import main
 from liger_multi.demo import command
 from liger_multi.memory import Peak
+from tests import harness
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")

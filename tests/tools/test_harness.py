@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
 from liger_multi.testing.poison import poison_value
+from tests import harness
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
@@ -102,7 +102,7 @@ def test_free():
 @pytest.fixture
 def suite(pytester):
     """A small suite of its own under this suite's hooks."""
-    for name in ("conftest.py", "harness.py", "thinned.yaml"):
+    for name in ("conftest.py", "thinned.yaml"):
         (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
     (pytester.path / "test_suite.py").write_text(SUITE)
     (pytester.path / "xfails").mkdir()

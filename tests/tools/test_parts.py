@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import parts
 import pytest
 import yaml
+
+from tests import parts
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"tests/test_{f}.py::test_{i}" for f in "abcdefg" for i in range(ord(f) - 90)] + [

@@ -3,10 +3,9 @@
 import textwrap
 import time
 
-import processes
 import pytest
 
-import harness
+from tests import harness, processes
 
 KINDS = [
     pytest.param(

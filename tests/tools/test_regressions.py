@@ -3,16 +3,15 @@
 The last part runs the row-wise operators on DTensors in two real processes.
 """
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.patching import real_logits
 from liger_multi.testing.tolerance import excess
+from tests import harness, models
 
 V = models.VOCABULARY
 

@@ -3,15 +3,14 @@
 ``ci/regressions.py`` lists every case with its threads, its tests and what makes them fail.
 """
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 import liger_multi
 from liger_multi import ops
 from liger_multi.testing.tolerance import excess
+from tests import harness, models
 
 
 def partition(head, library="deepspeed.runtime.zero"):

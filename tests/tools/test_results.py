@@ -36,7 +36,7 @@ def run(pytester):
     """Run a small suite under this suite's hooks; the result that it left."""
 
     def run(text, *args):
-        for name in ("conftest.py", "harness.py", "thinned.yaml"):
+        for name in ("conftest.py", "thinned.yaml"):
             (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
         (pytester.path / "test_suite.py").write_text(text)
         file = pytester.path / "out" / "native.json"

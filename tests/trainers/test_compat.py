@@ -190,7 +190,8 @@ def without(*ops_):
 )
 def test_a_model_is_patched_by_flags(installed, flags, wanted):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from models import build
+
+    from tests.models import build
 
     model = build()
     report = apply_liger_kernel_to_llama(model=model, **flags)
@@ -204,7 +205,8 @@ def test_a_model_is_patched_by_flags(installed, flags, wanted):
 
 def test_flags_may_stand_by_position(installed):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from models import build
+
+    from tests.models import build
 
     model = build()
     apply_liger_kernel_to_llama(False, False, True, False, model=model)
@@ -213,7 +215,8 @@ def test_flags_may_stand_by_position(installed):
 
 def test_experts_follow_the_flag_of_the_mlp(installed):
     from liger_kernel.transformers import apply_liger_kernel_to_mixtral
-    from models import build
+
+    from tests.models import build
 
     model = build("mixtral")
     apply_liger_kernel_to_mixtral(model=model, swiglu=False)
@@ -224,8 +227,9 @@ def test_experts_follow_the_flag_of_the_mlp(installed):
 
 def test_models_built_after_a_class_level_call_are_patched_until_it_ends(installed, tmp_path):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from models import build
     from transformers import AutoModelForCausalLM
+
+    from tests.models import build
 
     before = build()
     before.save_pretrained(tmp_path)
@@ -245,7 +249,8 @@ def test_models_built_after_a_class_level_call_are_patched_until_it_ends(install
 @pytest.mark.parametrize("level", ["instance", "class"])
 def test_an_unknown_option_is_quoted(installed, level):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from models import build
+
+    from tests.models import build
 
     model = build() if level == "instance" else None
     with pytest.raises(PatchError, match=r"'swigl'; did you mean 'swiglu'"):
@@ -258,7 +263,8 @@ def test_an_unknown_option_is_quoted(installed, level):
 def test_a_loss_put_in_place_of_ours_is_not_passed_over(installed):
     """axolotl's token scaling does this; no patched model would call it."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
-    from models import build
+
+    from tests.models import build
 
     functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: None
     model = build()
@@ -271,7 +277,8 @@ def test_a_loss_put_in_place_of_ours_is_not_passed_over(installed):
 
 def test_auto_model(installed, tmp_path):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
-    from models import build
+
+    from tests.models import build
 
     build().save_pretrained(tmp_path)
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, dtype="float32")
@@ -282,7 +289,7 @@ def test_auto_model(installed, tmp_path):
 
 
 def curve(model, place, **options):
-    from trainers import trainer
+    from tests.trainers import trainer
 
     made = trainer(model, place, max_steps=2, **options)
     first = made.evaluate()["eval_loss"]
@@ -292,7 +299,7 @@ def curve(model, place, **options):
 
 
 def test_use_liger_kernel_in_an_unmodified_trainer(installed, tmp_path, monkeypatch):
-    from models import FusedCalls, pair
+    from tests.models import FusedCalls, pair
 
     pytest.importorskip("accelerate")
     fused = FusedCalls(monkeypatch)
@@ -307,7 +314,7 @@ def test_use_liger_kernel_in_an_unmodified_trainer(installed, tmp_path, monkeypa
 
 
 def test_a_wrong_option_in_the_arguments_is_quoted(installed, tmp_path):
-    from models import build
+    from tests.models import build
 
     pytest.importorskip("accelerate")
     with pytest.raises(PatchError, match="'rms_nrom'"):

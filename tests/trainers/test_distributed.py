@@ -16,10 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import distributed_cases
-import processes
-
-import harness
+from tests import distributed_cases, harness, processes
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)

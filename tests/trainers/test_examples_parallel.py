@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
+from tests import harness
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytest.importorskip("transformers")

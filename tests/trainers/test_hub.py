@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import Calls, Graphs, assert_same_training, batch, build
+
+from tests.models import Calls, Graphs, assert_same_training, batch, build
 
 transformers = pytest.importorskip("transformers")
 kernels = pytest.importorskip("kernels")

@@ -15,8 +15,8 @@ import copy, sys, warnings
 warnings.simplefilter("ignore")
 import lightning as L
 import torch
-from models import build
-from trainers import Texts
+from tests.models import build
+from tests.trainers import Texts
 from liger_multi.integrations import LightningCallback
 from liger_multi.patching.replace.swap import Patched
 

@@ -12,13 +12,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from models import FusedCalls, build, pair
-from trainers import Texts, trainer
-
 from liger_multi import patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.replace.swap import Patched
+from tests.models import FusedCalls, build, pair
+from tests.trainers import Texts, trainer
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-from models import Calls, build
-from trainers import arguments, rows, tokenizer
 
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.replace.swap import Patched, swapped
+from tests.models import Calls, build
+from tests.trainers import arguments, rows, tokenizer
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")

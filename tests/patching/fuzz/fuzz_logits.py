@@ -44,8 +44,9 @@ from fuzz_logits_steps import (
     PRELUDE,
     V,
 )
-from models import FusedCalls
 from torch import Tensor
+
+from tests.models import FusedCalls
 
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 """Settings of the compiler, which gives up on a model that is called in many ways."""

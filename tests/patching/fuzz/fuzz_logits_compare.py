@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from fuzz_logits_run import Program, Run, Seen, describe, execute, models, observe
 from fuzz_logits_steps import PRELUDE
-from models import FusedCalls
 from torch import Tensor
+
+from tests.models import FusedCalls
 
 FP32, LOW = 2e-5, 2.0**-7
 """Allowed differences relative to the largest entry (in gradients: of the whole model's), and in

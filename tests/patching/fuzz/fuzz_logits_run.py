@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from fuzz_logits_steps import PRELUDE, V
-from models import build
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from liger_multi.patching import patch, real_logits
+from tests.models import build
 
 MODES = ("eager", "compiled", "whole")
 

@@ -21,9 +21,9 @@ import fuzz_logits_compare
 from fuzz_logits import LIMITS, Generator, programs, report, run, shrink
 from fuzz_logits_compare import Fuzzer
 from fuzz_logits_run import Program, models, statements
-from models import FusedCalls
 
 from liger_multi.patching.lazy_logits import lazy_tensor
+from tests.models import FusedCalls
 
 SEEDS = (1, 2, 3)
 EAGER, COMPILED, WHOLE = 32, 4, 2
