@@ -57,7 +57,7 @@ def test_ranges_say_all_that_options_say():
 @pytest.mark.parametrize("sets", [1, 2])
 def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     pytest.importorskip("triton")
-    from liger_multi.backends.triton.attention.attention_bounds import tile_bounds
+    from liger_multi.backends.triton.attention.attention import tile_bounds
 
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
