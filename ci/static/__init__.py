@@ -79,9 +79,11 @@ class StaticCase:
     Attributes:
         label: Which call of which operator made it.
         kernel: The jitted function.
-        signature: Type of every argument in Triton's spelling, ``constexpr`` for constants.
-        constants: Values of the constant arguments, None and 1 among them, as a launch makes them.
-        aligned: Arguments known to be multiples of 16.
+        signature: Type of every argument in Triton's spelling, ``constexpr`` for constants; those
+            of a tuple as a tuple.
+        constants: Values of the constant arguments, None and 1 among them, as a launch makes them;
+            of a tuple's elements under (number of the argument, number of the element).
+        aligned: Arguments known to be multiples of 16; ``name.0`` is an element of a tuple.
         large: Tensors of several axes, which may have more than 2 GiB.
         options: ``num_warps`` and other options of the compiler.
         streams: Whether the arguments are aligned enough for 16-byte loads to be demanded.
@@ -89,8 +91,8 @@ class StaticCase:
 
     label: str
     kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
     aligned: tuple[str, ...]
     large: tuple[str, ...]
     options: dict[str, Any]
@@ -133,31 +135,52 @@ def variants(target: Target) -> tuple[Variant, ...]:
     return tuple(Variant(aligned, large) for large in sizes for aligned in (True, False))
 
 
+def _leaves(name: str, kind: Any) -> Iterator[tuple[str, str]]:
+    """Every number or tensor of an argument, as ``aligned`` calls it, with its type."""
+    if isinstance(kind, tuple):
+        yield from ((f"{name}.{j}", element) for j, element in enumerate(kind))
+    else:
+        yield name, kind
+
+
 def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> StaticCase:
     """Type the arguments of a launch as Triton's own launcher does."""
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     constant = {p.name for p in kernel.params if p.is_constexpr}
-    signature, constants, aligned = {}, {}, []
-    for name in kernel.arg_names:
-        value = values[name]
-        if name in constant or value is None or (isinstance(value, int) and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    aligned: list[str] = []
+
+    def typed(value: Any, name: str, key: Any, is_constant: bool) -> Any:
+        """The type of one number or tensor, after noting what else is known of it."""
+        if is_constant or value is None or (isinstance(value, int) and value == 1):
+            constants[key] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
             if value.storage_offset() * value.element_size() % 16 == 0:
                 aligned.append(name)
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            return "*" + TYPES[value.dtype]
+        if isinstance(value, int):
             if value % 16 == 0:
                 aligned.append(name)
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
+    for i, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if isinstance(value, tuple) and name not in constant:
+            signature[name] = tuple(
+                typed(element, f"{name}.{j}", (i, j), False) for j, element in enumerate(value)
+            )
         else:
-            signature[name] = "fp32"
+            signature[name] = typed(value, name, name, name in constant)
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
-        n in aligned or signature[n] == "constexpr"
-        for n in values if n == "cols" or n.endswith("_stride")
+        kind == "constexpr" or label in aligned
+        for n in values if n == "cols" or n.endswith(("_stride", "_strides"))
+        for label, kind in _leaves(n, signature[n])
     )  # fmt: skip
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
     return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
@@ -190,16 +213,17 @@ def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) ->
 
 def build(case: StaticCase, target: Target, variant: Variant) -> Any:
     """Compile a case."""
-    attrs: dict[tuple[int], list[list[object]]] = {}
+    attrs: dict[tuple[int, ...], list[list[object]]] = {}
     for i, (name, kind) in enumerate(case.signature.items()):
-        known: list[list[object]] = []
-        if variant.aligned and name in case.aligned:
-            known.append(["tt.divisibility", 16])
         small = not (variant.large and name in case.large)
-        if kind[0] == "*" and target.gpu.backend == "hip" and small:
-            known.append(["tt.pointer_range", 32])
-        if known:
-            attrs[i,] = known
+        for j, (label, leaf) in enumerate(_leaves(name, kind)):
+            known: list[list[object]] = []
+            if variant.aligned and label in case.aligned:
+                known.append(["tt.divisibility", 16])
+            if leaf[0] == "*" and target.gpu.backend == "hip" and small:
+                known.append(["tt.pointer_range", 32])
+            if known:
+                attrs[(i, j) if isinstance(kind, tuple) else (i,)] = known
     source = ASTSource(case.kernel, case.signature, case.constants, attrs)
     return triton.compile(source, target=target.gpu, options=dict(case.options))
 

@@ -28,7 +28,11 @@ from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, 
 # --- tile bounds of any ranges of keys: which queries a tile of keys needs ---
 
 
-BLOCKS, TILES, CHUNK = 16, 8, 256  # of a program: blocks made, tiles, blocks read at a time
+PART_BLOCKS, PART_TILES, CHUNK = (
+    16,
+    8,
+    256,
+)  # of a program: blocks made, tiles, blocks read at a time
 
 
 @triton.jit
@@ -117,13 +121,13 @@ def tile_bounds(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor
     blocks, tiles, sets = cdiv(queries, block_m), cdiv(keys, block_n), batch * width // 2
     bounds = ranges.new_empty(sets, 4, blocks)
     launch(
-        _attention_blocks_kernel, sets * cdiv(blocks, BLOCKS),
-        (ranges, bounds, queries, keys, blocks), (width, block_m, BLOCKS), 4,
+        _attention_blocks_kernel, sets * cdiv(blocks, PART_BLOCKS),
+        (ranges, bounds, queries, keys, blocks), (width, block_m, PART_BLOCKS), 4,
     )  # fmt: skip
     found = torch.empty((batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device)
     launch(
-        _attention_bounds_kernel, sets * cdiv(tiles, TILES), (bounds, found, keys, blocks, tiles),
-        (block_n, TILES, CHUNK), 4,
+        _attention_bounds_kernel, sets * cdiv(tiles, PART_TILES),
+        (bounds, found, keys, blocks, tiles), (block_n, PART_TILES, CHUNK), 4,
     )  # fmt: skip
     return found
 
@@ -305,7 +309,7 @@ def forward(
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
         q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
-        *_steps(q), *_steps(k), *_steps(v), _batch_step(ranges), blocks, q.shape[1], k.shape[1],
+        _steps(q), _steps(k), _steps(v), _batch_step(ranges), blocks, q.shape[1], k.shape[1],
         q.shape[2], k.shape[2], scale, softcap,
     )  # fmt: skip
     constants = _constants(q, v, ranges, causal, softcap, numbers)
@@ -350,8 +354,8 @@ def _backward_queries(
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
-        q, k, v, dy, y, lse, ranges, dq, inner, *_steps(q), *_steps(k), *_steps(v), *_steps(dy),
-        *_steps(y), _batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
+        q, k, v, dy, y, lse, ranges, dq, inner, _steps(q), _steps(k), _steps(v), _steps(dy),
+        _steps(y), _batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
         scale, softcap,
     )  # fmt: skip
     constants = _constants(q, v, ranges, causal, softcap, numbers)
@@ -381,8 +385,8 @@ def _backward_keys(
         size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
         partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
     args = (
-        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv, *_steps(q), *_steps(k),
-        *_steps(v), *_steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
+        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv, _steps(q), _steps(k),
+        _steps(v), _steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
         scale, softcap,
     )  # fmt: skip
     constants = (*_constants(q, v, ranges, causal, softcap, numbers), SHARED, parts)

@@ -297,16 +297,16 @@ def _place(blocks, heads, RANGES: tl.constexpr):
 
 @triton.jit
 def _attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, ranges_ptr, y_ptr, lse_ptr,
-    q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    ranges_batch, blocks, heads, groups, queries, keys, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, ranges_ptr, y_ptr, lse_ptr, q_strides, k_strides, v_strides,
+    ranges_batch, blocks, heads, groups, queries, keys, scale, softcap, RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention forward of one tile of queries, with a running softmax over the keys.
 
     Program: BLOCK_M queries of one head. Several heads may share one head of K and V (a group).
+    Strides go from one element of the batch, head and row to the next.
     Reads its queries once, then the blocks of K and V that any of them sees. Writes y in the order
     (batch, query, head) and lse, the natural log-sum-exp of the scores.
     A sink is a score without a value: it starts the maximum and the sum. A row that sees neither a
@@ -316,10 +316,10 @@ def _attention_forward_kernel(
     group = head // (heads // groups)
     start = block * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
-    q_ptr += batch * q_batch + head * q_head
-    k_ptr += batch * k_batch + group * k_head
-    v_ptr += batch * v_batch + group * v_head
-    q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK_M, DIM, SIZE)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + group * k_strides[1]
+    v_ptr += batch * v_strides[0] + group * v_strides[1]
+    q = load_rows(q_ptr, start, q_strides[2], queries, True, BLOCK_M, DIM, SIZE)
     if RANGES > 0:
         ranges_ptr += batch * ranges_batch
     acc = tl.zeros([BLOCK_M, VALUE_SIZE], tl.float32)
@@ -330,8 +330,9 @@ def _attention_forward_kernel(
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
     acc, top, total = forward_loop(
-        q, acc, top, total, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
-        scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+        q, acc, top, total, start, ranges_ptr, k_ptr, v_ptr, k_strides[2], v_strides[2], queries,
+        keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE,
+        STAGES,
     )  # fmt: skip
     some = total > 0.0
     total = tl.where(some, total, 1.0)
@@ -344,17 +345,15 @@ def _attention_forward_kernel(
 
 @triton.jit
 def _attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, y_ptr, lse_ptr, ranges_ptr, dq_ptr, inner_ptr,
-    q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    dy_batch, dy_head, dy_stride, y_batch, y_head, y_stride,
-    ranges_batch, blocks, heads, groups, queries, keys, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dy_ptr, y_ptr, lse_ptr, ranges_ptr, dq_ptr, inner_ptr, q_strides,
+    k_strides, v_strides, dy_strides, y_strides, ranges_batch, blocks, heads, groups, queries, keys,
+    scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries, and the sums of dy * y that other gradients need.
 
-    Program: BLOCK_M queries of one head.
+    Program: BLOCK_M queries of one head. Strides as in forward.
     Reads dy and y first, and writes their sum of products per row to ``inner_ptr``. The gradients
     of keys and sinks read it later. With ``dq_ptr``, it then reads q and lse, passes over K and V
     as forward does, and writes dq. Rows past the last query get lse = inf, so that their
@@ -364,25 +363,25 @@ def _attention_backward_kernel(
     group = head // (heads // groups)
     start = block * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
-    dy_ptr += batch * dy_batch + head * dy_head
-    y_ptr += batch * y_batch + head * y_head
-    dy = load_rows(dy_ptr, start, dy_stride, queries, True, BLOCK_M, VALUE_DIM, VALUE_SIZE)
-    y = load_rows(y_ptr, start, y_stride, queries, True, BLOCK_M, VALUE_DIM, VALUE_SIZE)
+    dy_ptr += batch * dy_strides[0] + head * dy_strides[1]
+    y_ptr += batch * y_strides[0] + head * y_strides[1]
+    dy = load_rows(dy_ptr, start, dy_strides[2], queries, True, BLOCK_M, VALUE_DIM, VALUE_SIZE)
+    y = load_rows(y_ptr, start, y_strides[2], queries, True, BLOCK_M, VALUE_DIM, VALUE_SIZE)
     inner = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
     here = (batch * heads + head) * queries + rows
     tl.store(inner_ptr + here, inner, mask=rows < queries)
     if dq_ptr is not None:
         lse = tl.load(lse_ptr + here, mask=rows < queries, other=float("inf")) * LOG2E
-        q_ptr += batch * q_batch + head * q_head
-        k_ptr += batch * k_batch + group * k_head
-        v_ptr += batch * v_batch + group * v_head
-        q = load_rows(q_ptr, start, q_stride, queries, True, BLOCK_M, DIM, SIZE)
+        q_ptr += batch * q_strides[0] + head * q_strides[1]
+        k_ptr += batch * k_strides[0] + group * k_strides[1]
+        v_ptr += batch * v_strides[0] + group * v_strides[1]
+        q = load_rows(q_ptr, start, q_strides[2], queries, True, BLOCK_M, DIM, SIZE)
         if RANGES > 0:
             ranges_ptr += batch * ranges_batch
         dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
         dq = query_loop(
-            q, dy, dq, lse, inner, start, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries,
-            keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
+            q, dy, dq, lse, inner, start, ranges_ptr, k_ptr, v_ptr, k_strides[2], v_strides[2],
+            queries, keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
             VALUE_SIZE, STAGES,
         )  # fmt: skip
         dq_ptr += (batch * queries * heads + head) * DIM
@@ -496,13 +495,11 @@ def _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARE
 @triton.jit
 def _attention_backward_keys_kernel(
     q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, tile_bounds_ptr, parts_ptr, dk_ptr,
-    dv_ptr, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    dy_batch, dy_head, dy_stride,
-    ranges_batch, tiles, heads, groups, queries, keys, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr, PARTS: tl.constexpr,
+    dv_ptr, q_strides, k_strides, v_strides, dy_strides, ranges_batch, tiles, heads, groups,
+    queries, keys, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, summed over the queries that see it.
 
@@ -535,10 +532,10 @@ def _attention_backward_keys_kernel(
             return
     start = tile * BLOCK_N
     place = start + tl.arange(0, BLOCK_N)
-    k_ptr += batch * k_batch + group * k_head
-    v_ptr += batch * v_batch + group * v_head
-    k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK_N, DIM, SIZE)
-    v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
+    k_ptr += batch * k_strides[0] + group * k_strides[1]
+    v_ptr += batch * v_strides[0] + group * v_strides[1]
+    k = load_rows(k_ptr, start, k_strides[2], keys, True, BLOCK_N, DIM, SIZE)
+    v = load_rows(v_ptr, start, v_strides[2], keys, True, BLOCK_N, VALUE_DIM, VALUE_SIZE)
     begin, first, last = 0, 0, queries + BLOCK_M  # all queries see the tile: no mask
     if RANGES > 0:
         steps, begin, first, last = _tile_bounds(tile_bounds_ptr, tile, tiles, BLOCK_M)
@@ -563,10 +560,10 @@ def _attention_backward_keys_kernel(
         head = group * (heads // groups) + h
         here = (batch * heads + head) * queries
         dk, dv = _key_loop(
-            k, v, dk, dv, place, q_ptr + batch * q_batch + head * q_head,
-            dy_ptr + batch * dy_batch + head * dy_head, lse_ptr + here, inner_ptr + here,
-            ranges_ptr, q_stride, dy_stride, queries, keys, now, end, steps, begin, first, last,
-            begin2, first2, last2, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_M, DIM, SIZE,
+            k, v, dk, dv, place, q_ptr + batch * q_strides[0] + head * q_strides[1],
+            dy_ptr + batch * dy_strides[0] + head * dy_strides[1], lse_ptr + here, inner_ptr + here,
+            ranges_ptr, q_strides[2], dy_strides[2], queries, keys, now, end, steps, begin, first,
+            last, begin2, first2, last2, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_M, DIM, SIZE,
             VALUE_DIM, VALUE_SIZE, STAGES,
         )  # fmt: skip
     if PARTS > 1:

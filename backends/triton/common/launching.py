@@ -47,7 +47,8 @@ def launch(
     Args:
         kernel: The function that ``triton.jit`` made.
         programs: Size of the grid's first axis.
-        args: Its run-time arguments in order; the first is a tensor on the current device.
+        args: Its run-time arguments in order; the first is a tensor on the current device. Strides
+            may come as tuples of integers.
         constants: The values of its ``constexpr`` parameters, which come last.
         num_warps: Warps a program.
         sets: Size of the grid's second axis.
@@ -63,6 +64,12 @@ def launch(
                 kinds.append(4 if a & 15 else 5)
         elif kind is Tensor or kind is Parameter:
             kinds.append((a.dtype, 16) if a.data_ptr() & 15 else a.dtype)
+        elif kind is tuple:  # strides, each as an integer of its own
+            for n in a:
+                if -0x80000000 <= n < 0x80000000:
+                    kinds.append(3 if not n & 15 else 1 if n == 1 else 2)
+                else:
+                    kinds.append(4 if n & 15 else 5)
         else:
             kinds.append(kind)
     key = tuple(kinds)

@@ -131,12 +131,9 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kinds_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride,
-    q_token_stride, q_stride, k_batch_stride, k_head_stride, k_token_stride, k_stride,
-    q_out_batch_stride, q_out_head_stride, q_out_token_stride, k_out_batch_stride,
-    k_out_head_stride, k_out_token_stride, grid_stride, angle_batch_stride, angle_token_stride,
-    q_heads, k_heads, seq, tiles, groups, share, scaling, WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr, ANGLES: tl.constexpr, BESIDE: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides,
+    k_out_strides, angle_strides, q_heads, k_heads, seq, tiles, groups, share, scaling,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, ANGLES: tl.constexpr, BESIDE: tl.constexpr,
     BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr, ROUND: tl.constexpr, GRIDS: tl.constexpr,
     CHUNKED: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, INVERSE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PASS: tl.constexpr,
@@ -145,10 +142,12 @@ def _rope_kinds_kernel(
 
     Program: TOKENS tokens of one sequence, and ``share`` blocks of HEADS heads, q's before k's, as
     in the plain kernel.
+    Strides as there; those of angles go from one grid, sequence and token to the next.
     Reads or computes the angles of its tokens once; with GRIDS > 1, a pair's angles come from its
-    grid, whose tensors are ``grid_stride`` apart. BESIDE_IN and BESIDE_OUT: pairs are interleaved
-    where they are read, and where they are written.
+    grid. BESIDE_IN and BESIDE_OUT: pairs are interleaved where they are read, and where they are
+    written.
     """
+    grid_stride, angle_batch_stride, angle_token_stride = angle_strides
     batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
@@ -167,11 +166,9 @@ def _rope_kinds_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-        k_batch_stride, k_head_stride, k_token_stride, k_stride, q_out_batch_stride,
-        q_out_head_stride, q_out_token_stride, k_out_batch_stride, k_out_head_stride,
-        k_out_token_stride, q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b,
-        sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
+        q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH,
+        ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
     )  # fmt: skip
 
 
@@ -290,8 +287,8 @@ def rotate(
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turning.second, q_out, k_out, *steps[0], *steps[1], *steps[2][:3],
-         *steps[3][:3], _step(first, 0), _step(first, 1), first.stride(2), *heads,
+        (q, k, first, turning.second, q_out, k_out, steps[0], steps[1], steps[2][:3],
+         steps[3][:3], (_step(first, 0), _step(first, 1), first.stride(2)), *heads,
          first.shape[2], tiles, groups, n.share, turning.scaling),
         (width, rotary, turning.kind, turning.beside, *beside, turning.round,
          *turning.constants(), inverse, n.tokens, n.heads, power_of_2(rotary // 2), passed),

@@ -118,17 +118,19 @@ def store_pairs(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, batch_stride, head_stride, token_stride, stride, out_batch_stride,
-    out_head_stride, out_token_stride, first, last, heads, batch, start, mask, cos_a, cos_b, sin_a,
-    sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr,
+    x_ptr, out_ptr, strides, out_strides, first, last, heads, batch, start, mask, cos_a, cos_b,
+    sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr,
+    BESIDE_OUT: tl.constexpr,
 ):  # fmt: skip
     """Rotate the blocks of heads from ``first`` to ``last``, of the tokens from ``start``.
 
     One step loads HEADS heads of TOKENS tokens, rotates the pairs by angles that stay in registers,
     and stores them. PASS: channels past ROTARY are copied. The range is empty or negative for a
-    program that has heads of the other tensor only.
+    program that has heads of the other tensor only. Strides are those of :func:`strides`.
     """
+    batch_stride, head_stride, token_stride, stride = strides
+    out_batch_stride, out_head_stride, out_token_stride = out_strides
     assume_tile(x_ptr, head_stride, token_stride, stride, HEADS, TOKENS, WIDTH)
     assume_tile(out_ptr, out_head_stride, out_token_stride, 1, HEADS, TOKENS, WIDTH)
     x_ptr += batch * batch_stride + start.to(tl.int64) * token_stride
@@ -156,11 +158,9 @@ def _rotate_heads(
 
 @triton.jit
 def rotate_both(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-    k_batch_stride, k_head_stride, k_token_stride, k_stride, q_out_batch_stride,
-    q_out_head_stride, q_out_token_stride, k_out_batch_stride, k_out_head_stride,
-    k_out_token_stride, q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a,
-    sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
+    q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr,
 ):  # fmt: skip
     """Rotate this program's ``share`` of the blocks of heads: those of q, then those of k.
@@ -172,15 +172,13 @@ def rotate_both(
     first = (tl.program_id(0) % groups) * share
     last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
     _rotate_heads(
-        q_ptr, q_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-        q_out_batch_stride, q_out_head_stride, q_out_token_stride, first, tl.minimum(last, blocks),
-        q_heads, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS,
+        q_ptr, q_out_ptr, q_strides, q_out_strides, first, tl.minimum(last, blocks), q_heads,
+        batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS,
         HEADS, PASS, BESIDE_IN, BESIDE_OUT,
     )  # fmt: skip
     _rotate_heads(
-        k_ptr, k_out_ptr, k_batch_stride, k_head_stride, k_token_stride, k_stride,
-        k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-        tl.maximum(first, blocks) - blocks, last - blocks, k_heads, batch, start, mask, cos_a,
+        k_ptr, k_out_ptr, k_strides, k_out_strides, tl.maximum(first, blocks) - blocks,
+        last - blocks, k_heads, batch, start, mask, cos_a,
         cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
     )  # fmt: skip
 
@@ -276,12 +274,8 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
-    q_batch_stride, q_head_stride, q_token_stride, q_stride,
-    k_batch_stride, k_head_stride, k_token_stride, k_stride,
-    q_out_batch_stride, q_out_head_stride, q_out_token_stride,
-    k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-    angle_batch_stride, angle_token_stride, q_heads, k_heads, seq, tiles, groups, share,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides,
+    k_out_strides, angle_strides, q_heads, k_heads, seq, tiles, groups, share,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     PASS: tl.constexpr,
@@ -292,7 +286,10 @@ def _rope_kernel(
     ``groups`` programs share the heads of a tile of tokens.
     Reads cos and sin of its tokens once, then a tile of heads by tokens a step; writes it rotated,
     with the channels past ROTARY copied. INVERSE: the transposed rotation, for backward.
+    Strides go from one sequence, head, token and channel to the next; what is written has its
+    channels beside one another. Angles: from one sequence and token to the next.
     """
+    angle_batch_stride, angle_token_stride = angle_strides
     batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
@@ -302,11 +299,9 @@ def _rope_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride, q_stride,
-        k_batch_stride, k_head_stride, k_token_stride, k_stride, q_out_batch_stride,
-        q_out_head_stride, q_out_token_stride, k_out_batch_stride, k_out_head_stride,
-        k_out_token_stride, q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b,
-        sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED, INTERLEAVED,
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
+        q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH,
+        ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -342,8 +337,8 @@ def _launch(
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     launch(
         _rope_kernel, tokens // seq * cdiv(seq, n.tokens) * groups,
-        (q, k, cos, sin, q_out, k_out, *steps[0], *steps[1], *steps[2][:3], *steps[3][:3],
-         angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2], *heads, seq,
+        (q, k, cos, sin, q_out, k_out, steps[0], steps[1], steps[2][:3], steps[3][:3],
+         (angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2]), *heads, seq,
          cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
