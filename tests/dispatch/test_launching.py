@@ -70,6 +70,10 @@ def test_whatever_triton_specializes_on_compiles_again(kernel):
         ((wide, 2**40 + 1), (1,), 4),
         ((wide, None), (1,), 4),
         ((wide, 48.0), (1,), 4),
+        ((wide, (48, 32)), (1,), 4),  # every number of a tuple by itself
+        ((wide, (48, 31)), (1,), 4),
+        ((wide, (48, 1)), (1,), 4),
+        ((wide, (2**40, 32)), (1,), 4),
         ((wide, 48), (2,), 4),
         ((wide, 48), (1,), 8),
     ]
