@@ -189,7 +189,7 @@ static-full: $(ENV)  ## compile every launch in every variant (many minutes)
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
-	$(RUN) -m benchmarks.tune_table $(ARGS)
+	$(RUN) -m benchmarks.tune table $(ARGS)
 
 static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
 	$(RUN) -m ci.static --tables $(ARGS)
