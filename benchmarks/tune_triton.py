@@ -36,7 +36,7 @@ from liger_multi.backends.triton.experts.pairs import sorted_pairs
 from liger_multi.bench.cases import cases, draw
 from liger_multi.bench.measure import Clock
 from liger_multi.bench.providers import find
-from liger_multi.ops._ranges import key_ranges
+from liger_multi.ops.attention import key_ranges
 
 # --- attention ---
 
