@@ -1,12 +1,12 @@
-"""Training curves of stock and patched models: ``python -m benchmarks.convergence``.
+"""Training curves of unpatched and patched models: ``python -m benchmarks.convergence``.
 
 Every provider trains the same weights on the same batches of Python's own sources; the loss and
 the norm of the gradient of every step are kept, and held against the bounds stated here.
 ``stock`` is Hugging Face's model, ``ours`` a patched one, ``liger`` one that Liger-Kernel patched,
-``seed`` stock from other weights; ``control-N`` is stock, disturbed by as much as rounding is
-(there are ``--controls`` of them). ``--models`` takes names of this module, or NAME:BATCHxTOKENS of
-a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture, also of a file
-(``--of``).
+``seed`` the same from other weights; ``control-N`` is ``stock``, disturbed by as much as rounding
+is (there are ``--controls`` of them). ``--models`` takes names of this module, or
+NAME:BATCHxTOKENS of a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture,
+also of a file (``--of``).
 
 A row of a result file names what was trained, and has the curves of every provider.
 """
@@ -38,14 +38,14 @@ from liger_multi.memory.sizes import SIZES, config_of
 # --- the bounds, stated before any run ---
 #
 # Training amplifies rounding: two right programs part, and how fast depends on model, data and
-# rate. So a patched curve is held against controls and not against a number: stock runs whose
+# rate. So a patched curve is held against controls and not against a number: unpatched runs whose
 # weights start off by at most one unit in the last place of the dtype, and whose gradients are off
 # by as much in every step. Distance is the root of the mean square of the relative differences from
-# stock, over all steps so far, of the loss and of the gradient's norm. In every step from EARLIEST
-# on (one difference alone may be near zero by chance) a patched curve may be FACTOR times as far as
-# the farthest control: a patched layer rounds at some ten other places in each direction, where a
-# control is rounded once, and independent errors add as a root, so 4 and not 16. FLOOR is what a
-# sum in fp32 in another order makes of a loss, where controls happen to agree.
+# the baseline, over all steps so far, of the loss and of the gradient's norm. In every step from
+# EARLIEST on (one difference alone may be near zero by chance) a patched curve may be FACTOR times
+# as far as the farthest control: a patched layer rounds at some ten other places in each direction,
+# where a control is rounded once, and independent errors add as a root, so 4 and not 16. FLOOR is
+# what a sum in fp32 in another order makes of a loss, where controls happen to agree.
 FACTOR, FLOOR, EARLIEST = 4.0, 8 * torch.finfo(torch.float32).eps, 10
 # Chaos must not hide a curve that ends elsewhere: the mean loss of the last LAST steps. Nobody can
 # tell runs apart by a thousandth, and other weights at the start move it by about a hundredth.
@@ -55,15 +55,15 @@ CURVES = ("loss", "gradient_norm")
 Curves = dict[str, list[float]]
 
 
-def distance(curve: Sequence[float], stock: Sequence[float]) -> Tensor:
+def distance(curve: Sequence[float], baseline: Sequence[float]) -> Tensor:
     """Root of the mean square of the relative differences, over all steps so far."""
-    ratio = torch.tensor(curve, dtype=torch.float64) / torch.tensor(stock, dtype=torch.float64)
+    ratio = torch.tensor(curve, dtype=torch.float64) / torch.tensor(baseline, dtype=torch.float64)
     square = (ratio - 1).square()
     return (square.cumsum(0) / torch.arange(1, len(square) + 1)).sqrt()
 
 
 def allowed(curves: Mapping[str, Curves], name: str) -> Tensor:
-    """How far a curve may be from stock in each step, from how far controls are."""
+    """How far a curve may be from the baseline in each step, from how far controls are."""
     controls = [c[name] for provider, c in curves.items() if provider.startswith("control")]
     farthest = torch.stack([distance(c, curves["stock"][name]) for c in controls]).amax(0)
     return FACTOR * farthest + FLOOR
@@ -71,11 +71,11 @@ def allowed(curves: Mapping[str, Curves], name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a curve stands to stock's.
+    """How a curve stands to the baseline's.
 
     Attributes:
         shares: Largest part of the allowed distance that is used, for each of CURVES.
-        final: Difference of the last losses' mean, relative to stock's.
+        final: Difference of the last losses' mean, relative to the baseline's.
         beyond: First step that is out of bounds, if one is.
         good: Whether every bound holds.
     """
@@ -87,9 +87,9 @@ class Verdict:
 
 
 def final(curves: Mapping[str, Curves], provider: str) -> float:
-    """Difference of the last losses' mean, relative to stock's."""
-    one, stock = (sum(curves[p]["loss"][-LAST:]) for p in (provider, "stock"))
-    return one / stock - 1
+    """Difference of the last losses' mean, relative to the baseline's."""
+    one, baseline = (sum(curves[p]["loss"][-LAST:]) for p in (provider, "stock"))
+    return one / baseline - 1
 
 
 def judge(row: Mapping[str, Any], provider: str = "ours") -> Verdict:
@@ -114,7 +114,7 @@ COLORS = {
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """A panel a model: losses, and below them how far from stock, with what is allowed."""
+    """A panel a model: losses, and below them how far from the baseline, with what is allowed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,7 +136,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
             if i == 0:
                 figure.legend(loc="outside upper right", ncols=3)
                 pair[0].set_ylabel("loss")
-                pair[1].set_ylabel("distance from stock")
+                pair[1].set_ylabel("distance from baseline")
         figure.suptitle(_title(data), x=0.01, ha="left", fontsize=10)
         figure.savefig(path)
 

@@ -296,7 +296,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def floor(case: Case) -> Loss:
-    """The products alone."""
+    """The GEMMs alone."""
     products = TABLE["fused_linear_cross_entropy"]["products"]
 
     def call(hidden: Tensor, weight: Tensor, **beside: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 
 
 def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
-    """One shape: exact and in 8 bits."""
+    """One shape: exact and in FP8."""
     rows, width, classes = shape
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     generator = torch.Generator(device).manual_seed(0)
@@ -505,7 +505,7 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
 
 
 def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
-    """Seconds of rounding and products alone; gradients of logits are those of all rows."""
+    """Seconds of rounding and GEMMs alone; gradients of logits are those of all rows."""
     from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
     from liger_multi.reference.cross_entropy.float8 import GRADIENT
     from liger_multi.reference.cross_entropy.float8_head import multiply

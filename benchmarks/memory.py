@@ -213,7 +213,7 @@ STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 def explained() -> list[dict[str, Any]]:
-    """The stories' estimates, stock and patched."""
+    """The stories' estimates, unpatched and patched."""
     rows = []
     for model, batch, sequence, options in STORIES:
         row: dict[str, Any] = {"model": model, "batch": batch, "sequence": sequence, **options}
@@ -268,7 +268,7 @@ def on_device(case: Case, steps: int) -> dict[str, Any]:
 
 
 def profiled(pictures: Path | None) -> dict[str, Any]:
-    """Stock and patched timelines from the allocator's history, and how well they were named."""
+    """Timelines of both models from the allocator's history, and how well they were named."""
     from liger_multi.memory import compare
 
     device = torch.accelerator.current_accelerator()

@@ -178,11 +178,11 @@ def child(run: Run, variant: str, steps: int, limit_gb: float | None) -> dict[st
     return {"failure": "out of memory" if memory else last[:200]}
 
 
-def line(run: Run, variant: str, found: dict[str, Any], stock: dict[str, Any]) -> str:
+def line(run: Run, variant: str, found: dict[str, Any], baseline: dict[str, Any]) -> str:
     """A row of the table."""
     if "failure" in found:
         return f"{run!s:38s} {variant:14s} {found['failure']}"
-    speed, base = found["tokens_per_second"], stock.get("tokens_per_second")
+    speed, base = found["tokens_per_second"], baseline.get("tokens_per_second")
     ratio = f"{speed / base:6.3f}" if base else "     -"
     peak = found["peak_bytes"]
     memory = f"{peak / 2**30:8.2f} GiB" if peak else "-"
@@ -312,7 +312,7 @@ def time_operators(device: torch.device, wait: Call) -> None:
     def made(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
 
-    small = device.type == "cpu"  # products are no part of what a stub leaves out
+    small = device.type == "cpu"  # GEMMs are no part of what a stub leaves out
     rows, hidden, inner = (16, 32, 64) if small else (512, 896, 4864)
     x, weight = made(1, rows, hidden), made(hidden)
     gate, up = made(1, rows, inner), made(1, rows, inner)

@@ -1,9 +1,9 @@
 """Recompute policies, and the longest sequence that trains with them.
 
-``python -m benchmarks.recompute``: step time and peak memory. One process a model: it is built
-once, stock and then patched, and trains some steps under every policy, under its own checkpointing
-and with activations on the host. An out-of-memory is a row. ``--predict`` writes the estimated
-peaks of the same rows and needs no accelerator.
+``python -m benchmarks.recompute``: step time and peak memory. One process per model: it is built
+once, and trains some steps, unpatched and then patched, under every policy, under its own
+checkpointing and with activations on the host. An out-of-memory is a row. ``--predict`` writes the
+estimated peaks of the same rows and needs no accelerator.
 
 ``python -m benchmarks.recompute longest --model llama-3-8b``: batch 1, bf16, fused AdamW,
 checkpointing on; ``stock``, ``liger`` (its own patch), ``ours`` (patch, tiled loss and tiled MLP,
@@ -115,7 +115,7 @@ def predicted(model: Any, run: Run) -> dict[str, Any]:
 
 
 def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[dict[str, Any]]:
-    """Every variant, stock and patched; estimates only where no steps are asked for."""
+    """Every variant, unpatched and patched; estimates only where no steps are asked for."""
     device = torch.device("meta")
     if steps is not None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -152,7 +152,9 @@ def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[di
 
 def line(row: dict[str, Any], first: dict[str, Any]) -> str:
     """A row of the table; times beside those of the first row of the model."""
-    name = f"{row['run']:22s} {'patched' if row['patched'] else 'stock':8s} {row['variant']:26s}"
+    name = (
+        f"{row['run']:22s} {'patched' if row['patched'] else 'unpatched':9s} {row['variant']:26s}"
+    )
     if "failure" in row:
         return f"{name} {row['failure']}"
     if "estimated_bytes" in row:

@@ -11,7 +11,7 @@ CARD`` a file is what a command printed, and its lines are kept, for figures of 
 
 ``python -m benchmarks.store compare OLD.json NEW.json`` holds one benchmark against another. Times
 are compared as shares of what the device reached in the same run (its copy bandwidth and its
-matrix product), because two runs see different clocks. It fails where one of our rows is slower,
+GEMM), because two runs see different clocks. It fails where one of our rows is slower,
 takes more memory or is less exact than before, beyond the noise that both runs saw in themselves.
 
 :func:`quoted` fills numbers into pages:

@@ -266,7 +266,7 @@ def whole(tensors: dict[str, Tensor], call: Callable[..., Tensor], clock: Clock)
 
 
 def gemms(tensors: dict[str, Tensor], clock: Clock) -> list[str]:
-    """Every product, by the library and by tiles of ours."""
+    """Every GEMM, by the library and by tiles of ours."""
     x, first, second = (tensors[n].detach() for n in ("x", "gate_up_weight", "down_weight"))
     index = tensors["index"]
     order, inverse, offsets = sorted_pairs(index, first.shape[0])

@@ -27,7 +27,7 @@ def main(arguments=None):
 
     words, model = _common.loaded(options.model)
     model.to(options.device).train()
-    print(liger_multi.patch(model))  # the one line that is not in a stock loop
+    print(liger_multi.patch(model))  # the one line that is not in an ordinary loop
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

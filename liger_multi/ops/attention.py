@@ -164,7 +164,7 @@ def attention(
 
     Dtypes:
         In: one floating dtype, sinks of any. Inside: fp32 (fp64 for fp64); kernels round the
-        probabilities to the dtype of v for the second product. Out: that of q.
+        probabilities to the dtype of v for the second GEMM. Out: that of q.
 
     Memory:
         Kept for backward: q, k, v, y, 4 bytes a query and head (``lse``), 8 or 16 bytes a query for
