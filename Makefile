@@ -63,7 +63,7 @@ pins:  ## the newest versions into ci/constraints/pinned.txt
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@
 
-demo: $(ENV)  ## train two small models, stock and patched, and compare them
+demo: $(ENV)  ## train two small models, unpatched and patched, and compare them
 	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo --overwrite $(ARGS)
 
 ifeq ($(DEVICE),)
