@@ -63,7 +63,7 @@ pins:  ## the newest versions into ci/constraints/pinned.txt
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@
 
-demo: $(ENV)  ## train two small models, stock and patched, and compare them
+demo: $(ENV)  ## train two small models, unpatched and patched, and compare them
 	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo --overwrite $(ARGS)
 
 ifeq ($(DEVICE),)
@@ -189,7 +189,7 @@ static-full: $(ENV)  ## compile every launch in every variant (many minutes)
 	$(RUN) -m ci.static --full --store build/static.txt $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
-	$(RUN) -m benchmarks.tune_table $(ARGS)
+	$(RUN) -m benchmarks.tune table $(ARGS)
 
 static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by a static model
 	$(RUN) -m ci.static --tables $(ARGS)

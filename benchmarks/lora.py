@@ -146,11 +146,11 @@ def compare(
     rank: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Rows of stock and of ours, in both forms of precision."""
+    """Rows of the baseline and of ours, in both forms of precision."""
     rows = []
-    stock = adapted(config, device, rank)
+    baseline = adapted(config, device, rank)
     for variant in ("stock", "ours"):
-        model = stock if variant == "stock" else copy.deepcopy(stock)
+        model = baseline if variant == "stock" else copy.deepcopy(baseline)
         if variant == "ours":
             patch(model)
         torch.manual_seed(1)
@@ -167,7 +167,7 @@ def compare(
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for every part and form, ours beside stock."""
+    """A line for every part and form, ours beside the baseline."""
     lines = [
         f"{'part':10} {'form':14} {'stock ms':>9} {'ours ms':>9} {'stock MiB':>10} {'ours MiB':>9}"
     ]

@@ -8,6 +8,15 @@ Every command in this folder has ``--store``, which merges what it measured into
 card, and ``--out FILE``, which writes the run alone. ``python -m benchmarks.store FILE...`` merges
 such files, for a card whose results were copied from another machine. With ``--notes NAME --device
 CARD`` a file is what a command printed, and its lines are kept, for figures of pages.
+
+``python -m benchmarks.store compare OLD.json NEW.json`` holds one benchmark against another. Times
+are compared as shares of what the device reached in the same run (its copy bandwidth and its
+GEMM), because two runs see different clocks. It fails where one of our rows is slower,
+takes more memory or is less exact than before, beyond the noise that both runs saw in themselves.
+
+:func:`quoted` fills numbers into pages:
+``<!-- = models llama-3.2-1b:8x4096 ours GiB -->38.4<!-- / -->`` in a page is the newest peak of
+that run and variant, which ``make docs`` keeps so.
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,6 +295,17 @@ def keep(found: Run | Sequence[Run], given: argparse.Namespace) -> list[Path]:
     return written
 
 
+def run_command(
+    commands: Mapping[str, Callable[[Sequence[str]], int]], arguments: Sequence[str] | None
+) -> int:
+    """Run the command that the first argument names; the one of no name where it names none."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given.pop(0) if given and given[0] in commands else ""
+    if name not in commands:
+        raise SystemExit(f"the first argument is one of {', '.join(commands)}; --help after it")
+    return commands[name](given)
+
+
 def taken(path: Path) -> list[Run]:
     """The runs of a file that ``--out`` wrote, or ``liger-multi bench --output``."""
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -301,9 +321,11 @@ def notes(path: Path, name: str, device_name: str, commit: str) -> Run:
     return {**head, "device": {"name": device_name}, "rows": [line for line in lines if line]}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def merge_files(arguments: Sequence[str]) -> int:
     """Merge files into ``benchmarks/results``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.store", description=merge_files.__doc__
+    )
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--notes", metavar="NAME", help="keep the lines of one text by this name")
@@ -323,6 +345,228 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in paths:
         print(f"merged into {path}")
     return 0
+
+
+# --- numbers in pages ---
+
+QUOTED_DEVICE = "NVIDIA H200"  # whose numbers pages quote
+_KEY = re.compile(r"(\w+) (.+) (\S+) (\S+)")
+QUOTE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- / -->)")
+UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "GiB": ("peak_bytes", lambda x: f"{x / 2**30:.1f}"),
+    "extra-MiB": ("extra_bytes", lambda x: f"{x / 2**20:,.0f}"),
+    "tokens": ("tokens_per_second", lambda x: f"{x / 1000:.1f}k"),
+    "ms": ("both_ms", lambda x: f"{x:#.3g}".rstrip(".")),
+    "peak": ("both", lambda x: f"{x:.0f}"),
+    "longest": ("longest", lambda x: f"{x:,.0f}"),
+    "too-long": ("shortest_failed", lambda x: f"{x:,.0f}"),
+    "s": ("step_seconds", lambda x: f"{x:.0f}"),
+    "loss-error": ("loss", lambda x: f"{100 * x:.2g}"),
+    "hidden-error": ("hidden_gradient", lambda x: f"{100 * x:.2g}"),
+    "weight-error": ("weight_gradient", lambda x: f"{100 * x:.2g}"),
+}
+
+
+def quoted(text: str) -> str:
+    """A page with the current value in each of its quotes."""
+    return QUOTE.sub(lambda match: match[1] + value(match[2]) + match[4], text)
+
+
+def quotes(text: str) -> list[tuple[str, str]]:
+    """The quotes of a page: what each names, and the value that stands there."""
+    return [(match[2], match[3]) for match in QUOTE.finditer(text)]
+
+
+def value(key: str) -> str:
+    """What a quote names, as pages write it.
+
+    ``KIND WHAT WHO UNIT``: of kind ``models`` WHAT is a run and WHO a variant, of ``ops`` and
+    ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. Of ``float8``
+    WHAT is a shape and WHO also a part, of ``lora`` WHAT is ``part/form``, of ``longest`` a model,
+    with ``/24GB`` within so much. ``ours/liger`` is a ratio; both numbers are of one run.
+
+    Raises:
+        ValueError: No result has it.
+    """
+    try:
+        kind, what, who, unit = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
+        field, shown = UNITS[unit]
+        rows = _QUOTED_KINDS[kind]
+    except (AttributeError, KeyError):
+        known = f"one of {', '.join(_QUOTED_KINDS)}; a unit one of {', '.join(UNITS)}"
+        raise ValueError(f"a quote is KIND WHAT WHO UNIT, KIND {known}; got {key!r}") from None
+    names = who.split("/")
+    for data in reversed(read(_STORED.get(kind, kind))):
+        if device(data) == QUOTED_DEVICE:
+            found = {w: _number(row, field) for w, row in rows(data, what) if w in names}
+            numbers = [found.get(name) for name in names]
+            if all(number is not None for number in numbers):
+                first, *rest = (float(number or 0.0) for number in numbers)
+                return f"{first / rest[0]:.2f}" if rest else shown(first)
+    raise ValueError(f"no result of {QUOTED_DEVICE} in benchmarks/results has {key!r}")
+
+
+def _number(row: Mapping[str, Any], field: str) -> float | None:
+    source = row.get("percent_of_peak") or {} if field == "both" else row
+    return source.get(field)
+
+
+def _of_models(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [(row["variant"], row) for row in data["rows"] if row["run"] == what]
+
+
+def _of_operators(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [
+        (row["provider"], row) for row in data["rows"] if f"{row['op']}/{row['sample']}" == what
+    ]
+
+
+def _of_losses(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [(row["provider"], row) for row in data["rows"] if f"{row['case']}/{shape(row)}" == what]
+
+
+def _of_float8(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for row in data["rows"]:
+        if "x".join(map(str, row["shape"])) == what:
+            made = {who: one for who, one in row.items() if who not in ("shape", "parts")}
+            for who, one in made.items():
+                found.append((who, {**one["error"], **one, "both_ms": 1e3 * one["seconds"]}))
+            for part, seconds in row.get("parts", {}).items():
+                found.append((part.replace(" ", "-"), {"both_ms": 1e3 * seconds}))
+    return found
+
+
+def _of_lora(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [
+        (row["variant"], {"both_ms": row["milliseconds"], "extra_bytes": row["added_bytes"]})
+        for row in data["rows"]
+        if f"{row['part']}/{row['form']}" == what
+    ]
+
+
+def _of_longest(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    limit = f"/{data['limit_gb']:g}GB" if data["limit_gb"] else ""
+    found = []
+    for row in data["rows"]:
+        steps = {tried["tokens"]: tried["seconds"] for tried in row["tries"]}
+        step = {"step_seconds": steps.get(row["longest"])}
+        found += [(row["provider"], row | step)] if row["model"] + limit == what else []
+    return found
+
+
+def shape(row: Mapping[str, Any]) -> str:
+    """The shape of a loss's row in one word."""
+    return "x".join(str(n) for n in row["shape"].values())
+
+
+_STORED = {"ops": "operators"}  # kinds whose results have another name
+_QUOTED_KINDS: dict[str, Callable[[Mapping[str, Any], str], list[tuple[str, Any]]]] = {
+    "models": _of_models,
+    "ops": _of_operators,
+    "losses": _of_losses,
+    "float8": _of_float8,
+    "lora": _of_lora,
+    "longest": _of_longest,
+}
+
+
+# --- one benchmark against another ---
+
+MARGIN = 0.05  # of a time, beside the spreads of both runs: clocks differ from run to run
+MEMORY_MARGIN = 2**20
+Row = Mapping[str, Any]
+Key = tuple[str, str, str, str]
+
+
+def timed_rows(file: Path, provider: str) -> tuple[Mapping[str, Any], dict[Key, Row]]:
+    """The head of the newest run of a file, and one provider's newest rows that have a time."""
+    runs = [run for run in taken(file) if run["kind"] == "operators"]
+    if not runs:
+        raise ValueError(f"{file} has no run of benchmarks.operators")
+    found = {}
+    for run in runs:
+        for row in run["rows"]:
+            # rows of old tables have a time alone
+            if row["provider"] == provider and row.get("both_ms") and "error" in row:
+                divisors = json.dumps(row.get("divisors") or {}, sort_keys=True)
+                found[row["op"], row["sample"], run["dtype"], divisors] = row
+    return runs[-1], found
+
+
+def spread(row: Row) -> float:
+    """Half the distance of the quartiles as a share of the time."""
+    return float(row.get("both_spread_ms") or 0.0) / float(row["both_ms"])
+
+
+def slowdown(old: Row, new: Row) -> float:
+    """How much longer the new one takes, by the peak of its own run where that is known."""
+    before, after = (row.get("percent_of_peak", {}).get("both") for row in (old, new))
+    if before and after:
+        return float(before) / float(after)
+    return float(new["both_ms"]) / float(old["both_ms"])
+
+
+def findings(old: Mapping[Key, Row], new: Mapping[Key, Row]) -> Iterator[tuple[bool, str]]:
+    """Whether it fails and what is to be said, for each row that both have."""
+    for key in old.keys() & new.keys():
+        before, after = old[key], new[key]
+        name = f"{key[0]} {key[1]}"
+        ratio, limit = slowdown(before, after), 1 + MARGIN + 2 * (spread(before) + spread(after))
+        text = f"{name}: time x {ratio:.3f} (limit {limit:.3f})"
+        yield ratio > limit, text
+        grown = after["extra_bytes"] - before["extra_bytes"]
+        yield (
+            grown > MEMORY_MARGIN + 0.01 * abs(before["extra_bytes"]),
+            f"{name}: extra memory {grown / 2**20:+.1f} MiB",
+        )
+        worse = after["error"]["tolerances"]
+        yield worse > 1, f"{name}: error {worse:.2f} of the tolerance"
+
+
+def compare(old_file: Path, new_file: Path, provider: str, across: bool) -> tuple[bool, list[str]]:
+    """Whether anything regressed, and the lines to show."""
+    (old_head, old), (new_head, new) = (
+        timed_rows(old_file, provider),
+        timed_rows(new_file, provider),
+    )
+    names = [head["device"]["name"] for head in (old_head, new_head)]
+    if names[0] != names[1] and not across:
+        raise ValueError(f"devices differ: {names[0]!r} and {names[1]!r}; --across compares anyway")
+    if not old.keys() & new.keys():
+        raise ValueError(f"the files share no row of {provider!r}")
+    found = sorted(findings(old, new), key=lambda pair: (not pair[0], pair[1]))
+    lines = [f"{'WORSE' if bad else 'ok   '}  {text}" for bad, text in found]
+    lines += [f"gone   {k[0]} {k[1]}" for k in sorted(old.keys() - new.keys())]
+    lines += [f"new    {k[0]} {k[1]}" for k in sorted(new.keys() - old.keys())]
+    return any(bad for bad, _ in found), lines
+
+
+def compare_files(arguments: Sequence[str]) -> int:
+    """Print what changed; 1 where something got worse.
+
+    A file is what ``--out`` of :mod:`benchmarks.operators` or ``liger-multi bench --output`` wrote,
+    or a card's results, such as ``benchmarks/results/nvidia-h200.json``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.store compare", description=compare_files.__doc__
+    )
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--provider", default="ours")
+    parser.add_argument("--across", action="store_true", help="compare different devices, too")
+    given = parser.parse_args(arguments)
+    try:
+        worse, lines = compare(given.old, given.new, given.provider, given.across)
+    except (OSError, ValueError, KeyError) as wrong:
+        parser.error(f"{type(wrong).__name__}: {wrong}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(worse)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge files, or compare two."""
+    return run_command({"": merge_files, "compare": compare_files}, arguments)
 
 
 if __name__ == "__main__":

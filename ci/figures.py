@@ -4,7 +4,7 @@ A measured figure is a number with a unit of time, rate, size or share (``1.4 ms
 number of a list that ends in one (``83 and 80 %``), and every number with a decimal part. No
 figures, by their form: code (options, limits, commands), versions, shapes (``8192x4096``), names
 with digits (``Llama-3.2-1B``), and a table's column of targets. What comes from a measured row is
-a quote (:mod:`benchmarks.measured`), which is none by hand either. What comes from notes stands in
+a quote (:mod:`benchmarks.store`), which is none by hand either. What comes from notes stands in
 a paragraph, list item or table row that names them (```benchmarks/results/cpu.json#lora-host```),
 and in the notes with the same digits.
 """
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import measured, store
+from benchmarks import store
 
 GENERATED = re.compile(r"<!-- ([\w-]+):(?!end)\w+ -->.*?<!-- \1:end -->", re.S)
 CODE = re.compile(r"^```.*?^```|^ {4}(?! *\|)[^\n]*(?=\n)", re.S | re.M)  # blocks
@@ -67,7 +67,7 @@ def _span(match: re.Match[str]) -> str:
 
 def _written(text: str) -> str:
     """What people wrote: no generated part, quote or block of code."""
-    return CODE.sub("", measured.QUOTE.sub("quote", GENERATED.sub("", text)))
+    return CODE.sub("", store.QUOTE.sub("quote", GENERATED.sub("", text)))
 
 
 def _blocks(text: str) -> Iterator[str]:

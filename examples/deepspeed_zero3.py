@@ -15,7 +15,7 @@ import os
 
 import deepspeed
 import torch
-from parallel_common import batches, model_and_ids
+from _common import batches, model_and_ids
 
 import liger_multi
 

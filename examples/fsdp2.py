@@ -15,7 +15,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from parallel_common import batches, model_and_ids, on_ranks
+from _common import batches, model_and_ids, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

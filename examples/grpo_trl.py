@@ -12,7 +12,7 @@ On a GPU, with a real one:
 import argparse
 import tempfile
 
-import _tiny
+import _common
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -31,9 +31,9 @@ def main(arguments=None):
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args(arguments)
 
-    words, model = _tiny.loaded(options.model)
+    words, model = _common.loaded(options.model)
     callback = TrainerCallback()
-    prompts = [{"prompt": " ".join(text.split()[:3])} for text in _tiny.sentences(16)]
+    prompts = [{"prompt": " ".join(text.split()[:3])} for text in _common.sentences(16)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model,

@@ -14,7 +14,7 @@ import argparse
 
 import peft
 import torch
-from parallel_common import batches, model_and_ids
+from _common import batches, model_and_ids
 
 import liger_multi
 

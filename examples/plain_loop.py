@@ -11,7 +11,7 @@ On a GPU, with a real one:
 
 import argparse
 
-import _tiny
+import _common
 import torch
 
 import liger_multi
@@ -25,14 +25,14 @@ def main(arguments=None):
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args(arguments)
 
-    words, model = _tiny.loaded(options.model)
+    words, model = _common.loaded(options.model)
     model.to(options.device).train()
-    print(liger_multi.patch(model))  # the one line that is not in a stock loop
+    print(liger_multi.patch(model))  # the one line that is not in an ordinary loop
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(options.steps):
-        text = _tiny.sentences(options.batch, seed=step)
+        text = _common.sentences(options.batch, seed=step)
         inputs = words(text, return_tensors="pt", padding=True).to(options.device)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         loss = model(

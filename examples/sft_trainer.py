@@ -12,7 +12,7 @@ On a GPU, with a real one:
 import argparse
 import tempfile
 
-import _tiny
+import _common
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from liger_multi.integrations import TrainerCallback
@@ -25,7 +25,7 @@ def main(arguments=None):
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args(arguments)
 
-    words, model = _tiny.loaded(options.model)
+    words, model = _common.loaded(options.model)
     callback = TrainerCallback()  # TrainerCallback(rope=False, swiglu="reference") for less
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -42,7 +42,7 @@ def main(arguments=None):
                 save_strategy="no",
                 disable_tqdm=True,
             ),
-            train_dataset=[words(text) for text in _tiny.sentences(64)],
+            train_dataset=[words(text) for text in _common.sentences(64)],
             data_collator=DataCollatorForLanguageModeling(words, mlm=False),
             callbacks=[callback],
         )

@@ -1,7 +1,7 @@
 """Pages made of contracts, modules and results: ``python -m ci.docs [--check] [--site FOLDER]``.
 
 Committed are README, whose operator table is made (between its markers), and pages with made parts
-and quoted numbers (:mod:`benchmarks.measured`). One page an operator, the modules, the site's first
+and quoted numbers (:mod:`benchmarks.store`). One page an operator, the modules, the site's first
 page and list of pages, what :mod:`ci.docs.status` and :mod:`ci.regressions` say, and all that is
 made of results alone are written with the site (:mod:`ci.docs.site`). Backends are read as files,
 so the pages are the same on every machine.
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measured
+from benchmarks import store
 from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import convergence as docs_convergence
@@ -249,7 +249,7 @@ def readme(old: str) -> str:
             f"README.md needs the lines {START} and {END}, once each, where the operator table goes"
         )
     before, rest = old.split(START)
-    return measured.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    return store.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
 
 
 def front() -> str:
@@ -268,7 +268,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "planning.md": docs_planning.page,
         docs / "recompute.md": docs_recompute.page,
     }
-    return made | {page: measured.quoted for page in docs.glob("*.md") if page not in made}
+    return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
 
 
 def whole() -> dict[str, Callable[[], str]]:

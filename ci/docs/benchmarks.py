@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks import measured, store
+from benchmarks import store
 
 BAR = 24  # characters of the longest bar
 HEAD = """# Benchmarks
@@ -13,7 +13,7 @@ HEAD = """# Benchmarks
 Generated from the files in `benchmarks/results` by `make site`; what each column means stands in
 `benchmarks/README.md`, targets and what bounds them in [Performance](performance.md). Times are
 medians of one run; every row is the newest of its implementation, and the ratio holds it against
-ours in the same run. Compare nothing across runs but ratios; `python -m benchmarks.compare
+ours in the same run. Compare nothing across runs but ratios; `python -m benchmarks.store compare
 OLD NEW` does that.
 """
 
@@ -138,7 +138,7 @@ def _losses() -> list[str]:
     """Whole losses over the products of the head that they cannot do without."""
     found = newest(
         store.read("losses"),
-        lambda d, r: (r["case"], measured.shape(r), store.device(d)),
+        lambda d, r: (r["case"], store.shape(r), store.device(d)),
         "provider",
     )
     lines = ["\n## Whole losses\n", "| loss | who | fwd+bwd, ms | of the products | extra MiB |"]

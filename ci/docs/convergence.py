@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import curves, store
-from benchmarks.curves import EARLIEST, FACTOR, FINAL, LAST, Verdict
+from benchmarks import convergence, store
+from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 
 PICTURES = store.ROOT / "docs"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
@@ -26,8 +26,8 @@ in `benchmarks/results` have every curve; `python -m benchmarks.convergence` mak
 
 Training amplifies rounding, so two right programs part as well. How far, two **controls** say:
 stock runs whose weights start off by at most one unit in the last place, and whose gradients
-are off by as much in every step. The bounds were written (`benchmarks/curves.py`) before anything
-ran:
+are off by as much in every step. The bounds were written (`benchmarks/convergence.py`) before
+anything ran:
 
 * **Distance** is the root of the mean square of the relative differences from stock in all steps so
   far. In every step from the {EARLIEST}th on, that of a patched run may be {FACTOR:g} times that of
@@ -48,7 +48,7 @@ def _percent(value: float) -> str:
 
 
 def _used(found: Verdict) -> str:
-    text = ", ".join(f"{found.shares[name]:.2f}" for name in curves.CURVES)
+    text = ", ".join(f"{found.shares[name]:.2f}" for name in convergence.CURVES)
     return text if found.good else f"**{text}**"
 
 
@@ -60,10 +60,10 @@ def runs(data: Mapping[str, Any]) -> list[str]:
     for row in data["rows"]:
         found, stock = row["curves"], row["curves"]["stock"]["loss"]
         last = sum(stock[-LAST:]) / LAST
-        seed = _percent(curves.final(found, "seed")) if "seed" in found else "-"
+        seed = _percent(convergence.final(found, "seed")) if "seed" in found else "-"
         for provider in ("ours", "liger"):
             if provider in found:
-                verdict = curves.judge(row, provider)
+                verdict = convergence.judge(row, provider)
                 cells = [row["model"], SHORT[row["dtype"]], f"{stock[0]:.3f}, {last:.3f}", provider]
                 cells += [_percent(verdict.final), _used(verdict), seed]
                 lines.append(f"| {' | '.join(cells)} |")
@@ -76,9 +76,9 @@ def bugs(data: Mapping[str, Any]) -> list[str]:
     for name, text in BUGS.items():
         for row in data["rows"]:
             if name in row["curves"]:
-                verdict = curves.judge(row, name)
+                verdict = convergence.judge(row, name)
                 word = "no" if verdict.good else f"in step {verdict.beyond or row['steps']}"
-                used = ", ".join(f"{verdict.shares[n]:,.2f}" for n in curves.CURVES)
+                used = ", ".join(f"{verdict.shares[n]:,.2f}" for n in convergence.CURVES)
                 lines.append(
                     f"| {text} | {row['model']} | {SHORT[row['dtype']]} | {used} | {word} |"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import measured, store
+from benchmarks import store
 
 START, END = "<!-- recompute:start -->", "<!-- recompute:end -->"
 
@@ -34,4 +34,4 @@ def page(old: str) -> str:
         raise SystemExit(f"docs/recompute.md needs the lines {START} and {END}, once each")
     before, rest = old.split(START)
     made = "\n".join([START, "", *table(), "", END])
-    return measured.quoted(before + made + rest.split(END)[1])
+    return store.quoted(before + made + rest.split(END)[1])

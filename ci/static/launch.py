@@ -11,7 +11,7 @@ becomes an entry where all of this holds:
 * no register is spilled, and nothing loaded in 16 bytes a thread is loaded in fewer.
 
 Elsewhere the formula stays. No time is predicted. An entry says that it comes from here; one that
-``python -m benchmarks.tune_table`` found on a card takes its place, and the next run leaves it
+``python -m benchmarks.tune table`` found on a card takes its place, and the next run leaves it
 alone.
 """
 

@@ -1,11 +1,5 @@
 """The operators; each module is the contract of one."""
 
-from liger_multi.ops import (  # noqa: F401  register the operators behind inplace=True
-    cross_entropy_inplace as _cross_entropy_inplace,
-)
-from liger_multi.ops import jsd_inplace as _jsd_inplace  # noqa: F401
-from liger_multi.ops import kl_div_inplace as _kl_div_inplace  # noqa: F401
-from liger_multi.ops import tvd_inplace as _tvd_inplace  # noqa: F401
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
 from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput

@@ -13,7 +13,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 IN_8_BITS = ("fused_linear_cross_entropy", "fused_linear_log_prob")  # which offer it
-# gradients are in the dtype of the first, where they are in 8 bits at all
+# gradients are in the dtype of the first, where they are in FP8 at all
 _DTYPES = {"float8": torch.float8_e5m2, "float8_logits": torch.float8_e4m3fn}
 
 
@@ -52,7 +52,7 @@ def compute_dtype(
 ) -> torch.dtype | None:
     """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree.
 
-    The 8 bits that a configuration asks for take the place of both.
+    The FP8 formats that a configuration asks for take the place of both.
     """
     kind = hidden.device.type
     if name in IN_8_BITS and hidden.dtype != torch.float64:

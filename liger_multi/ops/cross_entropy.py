@@ -1,4 +1,7 @@
-"""Contract of ``cross_entropy``, and what it shares with the fused linear form."""
+"""Contract of ``cross_entropy``, and what it shares with the fused linear form.
+
+Behind ``inplace=True`` stands an operator of its own, whose gradient replaces the logits.
+"""
 
 from typing import NamedTuple, Optional
 
@@ -6,8 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.op import OPS, Op
-from liger_multi.ops._overwrite import writable_rows
+from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -88,6 +90,22 @@ op.backward(
 )
 
 
+inplace_op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
+
+
+@inplace_op.forward(returns=RETURNS, non_differentiable=RETURNS.removeprefix("loss "))
+def forward_inplace(
+    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+    validate: bool, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    return shapes(logits, logits.shape[0], reduction, outputs)  # type: ignore[return-value]
+
+
+inplace_op.backward(reads="dloss logits", returns="")
+
+
 def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
@@ -150,10 +168,44 @@ def cross_entropy(
         and not torch.compiler.is_compiling()
     ):
         rows = writable_rows(name, "logits", logits)
-        return named(OPS["cross_entropy_inplace"](rows, *args), target.shape, reduction, wanted)
+        return named(inplace_op(rows, *args), target.shape, reduction, wanted)
     return named(
         op(logits.reshape(ids.numel(), logits.shape[-1]), *args), target.shape, reduction, wanted
     )
+
+
+def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
+    """A view ``(rows, V)`` of the caller's tensor; ValueError where there is none to write to."""
+    if x.is_leaf:
+        checks.refuse(op, f"inplace=True overwrites the {name} by their gradient, so they must "
+                      "come from an operation", f"a leaf: {checks.describe(x)}")  # fmt: skip
+    if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+        raise ValueError(
+            f"{op}: a view of a leaf Variable that requires grad is being used in an in-place "
+            f"operation: inplace=True would overwrite {checks.describe(x._base)} by the gradient "
+            f"of the {name}, a view of it"
+        )
+    if _overlaps_itself(x):
+        checks.refuse(op, f"inplace=True needs {name} whose elements are stored once each",
+                      f"strides {x.stride()}")  # fmt: skip
+    try:
+        return x.view(x.shape[:-1].numel(), x.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: inplace=True needs {name} that can be viewed as (rows, V), got strides "
+            f"{x.stride()}"
+        ) from None
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether elements may share memory: an axis steps within what the finer axes span."""
+    span = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False
 
 
 def options(
@@ -211,3 +263,8 @@ SAMPLES = (
     Sample("8192x128256", _case(8192, 128256), size="bench"),
     Sample("4096x262144", _case(4096, 262144), size="bench"),
 )  # fmt: skip
+INPLACE_SAMPLES = tuple(
+    Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
+    for s in SAMPLES
+    if s.name not in ("no-rows",)
+)

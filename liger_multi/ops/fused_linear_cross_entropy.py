@@ -83,7 +83,7 @@ def fused_linear_cross_entropy(
     Math:
         As :func:`cross_entropy` of ``softcap * tanh(logit_scale * logits / softcap)``. Rows are
         processed in chunks; no result depends on their size. Rows with an ignored target are
-        dropped before the product.
+        dropped before the GEMMs.
 
     Shapes:
         hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``, class_weight
@@ -91,8 +91,8 @@ def fused_linear_cross_entropy(
 
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
-        the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_gemms`` of the configuration asks for them), statistics and loss
+        the dtype of the GEMMs. Inside: GEMMs in that dtype (logits and gradient of hidden in
+        FP8 where ``head_gemms`` of the configuration asks for them), statistics and loss
         fp32 (fp64 for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded
         once to the dtype of weight.
 

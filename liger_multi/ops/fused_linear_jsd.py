@@ -30,7 +30,7 @@ def fused_linear_jsd(
         ``square_temperature`` multiplies by ``temperature^2``, which keeps gradients at the size
         that they have without one. ``mean`` divides by the number of rows that count; without any
         it is 0. Rows where ``target`` (labels, shifted as the caller's loss wants them) is
-        ``ignore_index`` are dropped before the products. The teacher is a constant: no gradient
+        ``ignore_index`` are dropped before the GEMMs. The teacher is a constant: no gradient
         reaches it. Where the vocabularies differ in size, ``vocabulary="common"`` compares the
         distributions over the first classes that both have, renormalized (the others are masked
         in both); ``"equal"``, the default, raises.
@@ -42,7 +42,7 @@ def fused_linear_jsd(
 
     Dtypes:
         In: hidden, weight and bias of one floating dtype, the teacher's of one (perhaps another),
-        or any under autocast, which then sets the dtype of the products. Inside: products in that
+        or any under autocast, which then sets the dtype of the GEMMs. Inside: GEMMs in that
         dtype, statistics and loss fp32 (fp64 for fp64). The gradient of weight accumulates in
         ``accumulate`` and is rounded once to the dtype of weight.
 

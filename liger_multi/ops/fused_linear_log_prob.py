@@ -71,7 +71,7 @@ def fused_linear_log_prob(
         ``log_prob = z[t] - lse``, ``entropy = -sum_j p[j] log p[j]``, ``argmax`` the first largest
         ``z``. Gradients by ``z[j]``: ``[j = t] - p[j]`` of log_prob, ``p[j]`` of lse,
         ``-p[j] (log p[j] + entropy)`` of entropy; 0 where ``p[j]`` is. Rows with an ignored target
-        are dropped before the product: 0, ``argmax`` -1, no gradient.
+        are dropped before the GEMMs: 0, ``argmax`` -1, no gradient.
 
     Shapes:
         hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``; every output
@@ -79,8 +79,8 @@ def fused_linear_log_prob(
 
     Dtypes:
         In: hidden, weight and bias of one floating dtype, or any under autocast, which then sets
-        the dtype of the products. Inside: products in that dtype (logits and gradient of hidden in
-        8 bits where ``head_gemms`` of the configuration asks for them), statistics fp32 (fp64
+        the dtype of the GEMMs. Inside: GEMMs in that dtype (logits and gradient of hidden in
+        FP8 where ``head_gemms`` of the configuration asks for them), statistics fp32 (fp64
         for fp64). Out: fp32 (fp64 for fp64), argmax int64. Gradients of logits in fp16 are scaled
         into its range first. The gradient of weight accumulates in ``accumulate`` and is rounded
         once.
@@ -170,7 +170,7 @@ SAMPLES = (
     Sample("one-row", case(1, 16, 33)),
     Sample("no-rows", case(0, 16, 33)),
     Sample("odd-vocabulary", case(3, 8, 32777), {"chunk": 2}, size="thin"),
-    # hidden's gradient would test how a CPU's product adds 262144 numbers in fp32
+    # hidden's gradient would test how a CPU's GEMM adds 262144 numbers in fp32
     Sample("large-vocabulary", frozen(case(2, 4, 262144), "hidden"), size="thin"),
     Sample("past-65535-rows", case(65537, 2, 3), {"chunk": 65537}, size="thin"),
     Sample("8192x4096x128256", case(8192, 4096, 128256), {"outputs": ("log_prob",)}, size="bench"),

@@ -79,7 +79,7 @@ def fused_moe(
         ``gate, up = x[t] @ gate_up_weight[e].T + gate_up_bias[e]``,
         ``o = (act(gate) * up) @ down_weight[e].T + down_bias[e]``, and
         ``y[t] = sum over k of routing[t, k] * o``. ``swiglu_clamped`` is the operator of that name,
-        with limit, alpha and up_offset. Gate and up are the halves of the first product, or, with
+        with limit, alpha and up_offset. Gate and up are the halves of the first GEMM, or, with
         ``interleaved``, its even and odd columns. An index outside of ``[0, E)`` (the sentinel of
         expert parallelism) adds nothing and gets no gradient. Every sum has one order: no atomic
         additions, and no number is read back by the host.
@@ -91,7 +91,7 @@ def fused_moe(
 
     Dtypes:
         In: integer index, routing of any floating dtype, one floating dtype for the others, or any
-        under autocast, which then sets the dtype of the products. Inside: products accumulate in
+        under autocast, which then sets the dtype of the GEMMs. Inside: GEMMs accumulate in
         fp32 and are rounded; activation, weighting and sums over k are fp32 (fp64 for fp64). Out:
         that of x.
 

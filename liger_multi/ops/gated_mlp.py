@@ -12,7 +12,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-# traced: its products and its activation are then the compiler's to fuse
+# traced: its GEMMs and its activation are then the compiler's to fuse
 op = Op(
     "gated_mlp",
     family="activations",
@@ -71,22 +71,22 @@ def gated_mlp(
         ``gate = x @ gate_weight.T + gate_bias``, ``up = x @ up_weight.T + up_bias``,
         ``y = (act(gate) * up) @ down_weight.T + down_bias``. Backward computes ``act(gate) * up``
         again in the pass that makes the gradients of gate and up, and adds both terms of the
-        gradient of x in the precision of the product.
+        gradient of x in the precision of the GEMM.
 
     Shapes:
         x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
         ``(D, F)``, gate_bias and up_bias ``(F,)``, down_bias ``(D,)``; y ``(..., D)``, contiguous.
 
     Dtypes:
-        In: one floating dtype, or any under autocast, which then sets the dtype of the products.
-        Inside: that of the products is the library's for linear layers; the activation is fp32
+        In: one floating dtype, or any under autocast, which then sets the dtype of the GEMMs.
+        Inside: that of the GEMMs is the library's for linear layers; the activation is fp32
         (fp64 for fp64), rounded to the dtype of gate as the Hugging Face MLP does. Out: that of
-        the products.
+        the GEMMs.
 
     Memory:
         Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
         an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
-        Under PyTorch's checkpointing it runs as such layers, whose last product is then not
+        Under PyTorch's checkpointing it runs as such layers, whose last GEMM is then not
         computed again.
 
     Raises:
@@ -123,14 +123,14 @@ def _in_steps(
     """The same as steps of their own.
 
     Checkpointing computes a layer again until all is there that backward needs. Of ``down`` that is
-    its input, and PyTorch stops before the product: one of the twelve of the MLP's step.
+    its input, and PyTorch stops before the GEMM: one of the twelve of the MLP's step.
     """
     from liger_multi.ops import geglu, swiglu
 
     wide = linear(x, gate, gate_bias), linear(x, up, up_bias)
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    product = swiglu(*wide) if approximate is None else geglu(*wide, approximate=approximate)
-    return linear(product, down, down_bias)
+    inner = swiglu(*wide) if approximate is None else geglu(*wide, approximate=approximate)
+    return linear(inner, down, down_bias)
 
 
 def _shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:

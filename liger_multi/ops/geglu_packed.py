@@ -4,7 +4,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._gated import PACKED_MLPS, even, packed
+from liger_multi.ops._activations import PACKED_MLPS, even, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
 from liger_multi.testing.samples import Sample

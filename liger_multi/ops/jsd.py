@@ -1,14 +1,23 @@
-"""Contract of ``jsd``."""
+"""Contract of ``jsd``; behind ``inplace=True`` the gradient replaces the student."""
 
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence import declare, pair, run, samples_of
+from liger_multi.ops._divergence import (
+    declare,
+    declare_inplace,
+    inplace_samples_of,
+    pair,
+    run,
+    samples_of,
+)
 from liger_multi.testing.samples import Sample
 
 op = Op("jsd", family="divergences")
 declare(op)
+inplace_op = Op("jsd_inplace", family="divergences", inplace="student")
+declare_inplace(inplace_op)
 
 
 def jsd(
@@ -76,3 +85,4 @@ SAMPLES = (
     Sample("beta-0.0-large", pair(2, 32777), {**_LOGITS, "beta": 0.0}, size="thin"),
     Sample("beta-1.0-large", pair(2, 32777), {**_LOGITS, "beta": 1.0}, size="thin"),
 )
+INPLACE_SAMPLES = inplace_samples_of(SAMPLES)

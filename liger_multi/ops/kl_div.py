@@ -1,13 +1,22 @@
-"""Contract of ``kl_div``."""
+"""Contract of ``kl_div``; behind ``inplace=True`` the gradient replaces the student."""
 
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence import FORMS, declare, run, samples_of
+from liger_multi.ops._divergence import (
+    FORMS,
+    declare,
+    declare_inplace,
+    inplace_samples_of,
+    run,
+    samples_of,
+)
 
 op = Op("kl_div", family="divergences")
 declare(op)
+inplace_op = Op("kl_div_inplace", family="divergences", inplace="student")
+declare_inplace(inplace_op)
 
 
 def kl_div(
@@ -59,3 +68,4 @@ def kl_div(
 
 
 SAMPLES = samples_of()
+INPLACE_SAMPLES = inplace_samples_of(SAMPLES)

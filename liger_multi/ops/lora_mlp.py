@@ -57,7 +57,7 @@ def lora_mlp(
     Math:
         With ``layer(x) = x @ weight.T + bias + scale (x @ a.T) @ b.T``, where a layer without a and
         b has none of the last term: ``y = down(act(gate(x)) * up(x))``. The weights and biases are
-        frozen: backward makes the gradients of a and b by products with r columns or rows, and of x
+        frozen: backward makes the gradients of a and b by GEMMs with r columns or rows, and of x
         in one buffer; it computes ``x @ a.T`` and ``act(gate) * up`` again.
 
     Shapes:

@@ -79,8 +79,8 @@ def lora_qkv(
         Each of q, k and v is ``x @ weight.T + bias + scale (x @ a.T) @ b.T``, without the last term
         for a layer without a and b; a layer without a weight is absent. The weights and biases are
         frozen. Backward sums the gradient of x in one buffer, ``dq @ q_weight + dk @ k_weight + dv
-        @ v_weight`` and, as one product, ``scale (dy @ b) @ a`` of all layers; the gradients of all
-        a are one product as well, ``(dy @ b).T @ x``.
+        @ v_weight`` and, as one GEMM, ``scale (dy @ b) @ a`` of all layers; the gradients of all
+        a are one GEMM as well, ``(dy @ b).T @ x``.
 
     Shapes:
         x ``(..., H)`` with any strides; of each layer, with an F and an r of its own, weight

@@ -26,7 +26,7 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     Math:
         ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
         may be of any kind, such as one with quantized weights. Backward computes ``x @ a.T`` again;
-        every product has r columns, rows or terms.
+        every GEMM has r columns, rows or terms.
 
     Shapes:
         base ``(..., F)``, x ``(..., H)``, of the same leading axes and with any strides, a
@@ -34,7 +34,7 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
     Dtypes:
         In: base and x of one floating dtype, a and b of one, which may be another; under autocast
-        x, a and b take its dtype. Inside: the products are in the dtype of a and b, as PEFT's are,
+        x, a and b take its dtype. Inside: the GEMMs are in the dtype of a and b, as PEFT's are,
         sums at least fp32; with two dtypes, some rows are converted at a time. Out: that of base.
 
     Memory:

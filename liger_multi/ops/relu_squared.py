@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from liger_multi.ops._pointwise import pointwise, run, samples_of
+from liger_multi.ops._activations import pointwise, pointwise_samples, run_pointwise
 
 # traced as swiglu, whose traced form was measured; this one's was not
 op = pointwise("relu_squared")
@@ -30,7 +30,7 @@ def relu_squared(x: Tensor) -> Tensor:
     Source:
         So et al. 2021 (arXiv:2109.08668); transformers ``ReLUSquaredActivation``.
     """
-    return run(op, x)
+    return run_pointwise(op, x)
 
 
-SAMPLES = samples_of("8192x16384 8192x24576")
+SAMPLES = pointwise_samples("8192x16384 8192x24576")

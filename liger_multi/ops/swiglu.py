@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._gated import BOTH, FP32_UP, LARGE, MLPS, gate_and_up, multipliers, pair
+from liger_multi.ops._activations import BOTH, FP32_UP, LARGE, MLPS, gate_and_up, multipliers, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._gated import FP32_UP, gate_and_up, pair
+from liger_multi.ops._activations import FP32_UP, gate_and_up, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T

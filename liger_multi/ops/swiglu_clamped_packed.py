@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._gated import even, packed
+from liger_multi.ops._activations import even, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
 from liger_multi.testing.samples import Sample

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._gated import BOTH, PACKED_MLPS, even, multipliers, packed
+from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.testing.samples import Sample
 

@@ -1,12 +1,20 @@
-"""Contract of ``tvd``."""
+"""Contract of ``tvd``; behind ``inplace=True`` the gradient replaces the student."""
 
 from torch import Tensor
 
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence import declare, run, samples_of
+from liger_multi.ops._divergence import (
+    declare,
+    declare_inplace,
+    inplace_samples_of,
+    run,
+    samples_of,
+)
 
 op = Op("tvd", family="divergences")
 declare(op)
+inplace_op = Op("tvd_inplace", family="divergences", inplace="student")
+declare_inplace(inplace_op)
 
 
 def tvd(
@@ -57,3 +65,4 @@ def tvd(
 
 
 SAMPLES = samples_of()
+INPLACE_SAMPLES = inplace_samples_of(SAMPLES)

@@ -117,5 +117,8 @@ class Sample:
 
 
 def of(op: str) -> tuple[Sample, ...]:
-    """The samples of an operator, from its contract."""
-    return importlib.import_module(f"liger_multi.ops.{op}").SAMPLES  # type: ignore[no-any-return]
+    """The samples of an operator, from its contract, which an in-place form shares."""
+    name = op.removesuffix("_inplace")
+    contract = importlib.import_module(f"liger_multi.ops.{name}")
+    found: tuple[Sample, ...] = contract.SAMPLES if op == name else contract.INPLACE_SAMPLES
+    return found

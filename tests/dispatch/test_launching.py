@@ -14,8 +14,8 @@ from liger_multi.dispatch import launch as numbers
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from benchmarks import host_time, tune, tune_table
 from benchmarks import models as bench_models
+from benchmarks import tune
 from liger_multi.backends.triton.common import launching
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
 
 @pytest.mark.slow
 def test_host_time_of_operators_and_steps():
-    command = [sys.executable, "-m", "benchmarks.host_time", "tiny:1x16", "--steps", "1"]
+    command = [sys.executable, "-m", "benchmarks.models", "host-time", "tiny:1x16", "--steps", "1"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_host_time_of_operators_and_steps():
         assert any(re.match(rf"{name} +forward [ \d.]+ backward [ \d.]+ us", x) for x in lines), (
             name
         )
-    for name in host_time.VARIANTS:
+    for name in bench_models.HOST_VARIANTS:
         assert any(re.match(rf"tiny:1x16 +{name} +forward", line) for line in lines), name
 
 
@@ -168,8 +168,8 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
 
     prim = types.SimpleNamespace(call=call, params=("x",), mutates=())
     monkeypatch.setattr(tune, "time_us", time_us)
-    monkeypatch.setattr(tune_table, "where", lambda device: "measured on a card")
-    made = tune_table.measure(prim, (torch.zeros(3),), "an op 64x100", device)
+    monkeypatch.setattr(tune, "where", lambda device: "measured on a card")
+    made = tune.measure(prim, (torch.zeros(3),), "an op 64x100", device)
     assert {k.rows for k in seen} == {2, 4}
     if entries is None:
         assert made == {}
@@ -185,7 +185,7 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
 def test_a_table_is_not_measured_without_a_device(capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        tune_table.main([])
+        tune.main(["table"])
     assert "this machine has none" in capsys.readouterr().err
 
 

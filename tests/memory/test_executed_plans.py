@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import plans
-from benchmarks.memory_cases import Case as Small
-from benchmarks.plan_runs import Case, Worker, executed
+from benchmarks.memory import Case as Small
+from benchmarks.plans import Case, Worker, executed
 from liger_multi.memory import Candidate, Settings
 from liger_multi.memory.planning.cards import CARDS
 from liger_multi.memory.planning.predict import Predictor

@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 
 import liger_multi
 from benchmarks import store
-from benchmarks.memory import STORIES
-from benchmarks.memory_cases import CPU, Case
+from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, measure
 from liger_multi.memory.meta_implementations import MetaImplementations

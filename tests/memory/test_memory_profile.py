@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.memory_cases import Case
+from benchmarks.memory import Case
 from liger_multi.memory import Profile, compare, measure, profile
 from liger_multi.memory.breakdown import summarize
 from liger_multi.memory.history import HIDDEN, OLDER, join

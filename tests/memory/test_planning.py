@@ -13,7 +13,7 @@ from tests.comparing import assert_same_gradients
 
 pytest.importorskip("transformers")
 
-from benchmarks.memory_cases import Case
+from benchmarks.memory import Case
 from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.errors import ConfigurationError, PlanError

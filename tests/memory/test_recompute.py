@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 pytest.importorskip("transformers")
 
 import liger_multi
-from benchmarks.memory_cases import Case
+from benchmarks.memory import Case
 from liger_multi.memory import (
     POLICIES,
     Cost,
@@ -514,13 +514,13 @@ def test_patched_before_or_after():
 @pytest.mark.parametrize("limit", [300, 5000, 100_000, 130_000])
 @pytest.mark.parametrize("start", [100, 20_000, 128_000])
 def test_the_search_for_the_longest_sequence(limit, start):
-    from benchmarks.longest import STEP, search
+    from benchmarks.recompute import LENGTH_STEP, search
 
     tries = list(search(lambda n: n <= limit, start, 0.02, lambda: 1.0))
     longest = max((n for n, good in tries if good), default=0)
     failed = min(n for n, good in tries if not good)
-    assert all(good == (n <= limit) and n % STEP == 0 for n, good in tries)
+    assert all(good == (n <= limit) and n % LENGTH_STEP == 0 for n, good in tries)
     assert longest <= limit < failed
-    assert failed - longest <= max(STEP, 0.02 * failed)
+    assert failed - longest <= max(LENGTH_STEP, 0.02 * failed)
     assert len(tries) == len({n for n, _ in tries}) <= 24
     assert not list(search(lambda n: True, start, 0.02, lambda: 0.0)), "no time, no try"

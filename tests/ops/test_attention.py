@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import ops
-from liger_multi.ops._ranges import from_lengths, key_ranges
+from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.reference.attention import attention as reference
 from liger_multi.reference.attention import attention_blocks
 from liger_multi.testing.tolerance import excess

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from benchmarks import convergence, curves, store
+from benchmarks import convergence, store
 
 RUNS = store.read("convergence")
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def made(shift, controls=(1e-4, 2e-4), steps=40):
 
 
 def test_curve_as_near_as_controls_is_within_bounds():
-    found = curves.judge(made(lambda step: 3.9 * 2e-4 * (-1) ** step))
+    found = convergence.judge(made(lambda step: 3.9 * 2e-4 * (-1) ** step))
     assert found.good
     assert found.beyond is None
     assert found.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
@@ -53,13 +53,13 @@ def test_curve_as_near_as_controls_is_within_bounds():
     ids=["farther", "later", "nan"],
 )
 def test_curve_that_leaves_is_found(shift, beyond):
-    found = curves.judge(made(shift))
+    found = convergence.judge(made(shift))
     assert not found.good
     assert found.beyond == beyond
 
 
 def test_end_elsewhere_is_found_where_controls_are_chaotic():
-    found = curves.judge(made(lambda step: 0.011, controls=(0.1,)))
+    found = convergence.judge(made(lambda step: 0.011, controls=(0.1,)))
     assert found.beyond is None
     assert found.final == pytest.approx(0.011)
     assert not found.good
@@ -68,8 +68,8 @@ def test_end_elsewhere_is_found_where_controls_are_chaotic():
 def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     case = convergence.Case("llama", "float32", 2, 24, 14)
     row = trained(case, ("stock", "control-1", "control-2", "ours", "bug-gradient"))
-    assert curves.judge(row).good
-    assert not curves.judge(row, "bug-gradient").good
+    assert convergence.judge(row).good
+    assert not convergence.judge(row, "bug-gradient").good
     row |= {"model": "llama", "steps": case.steps}
     data = {"kind": "convergence", "date": store.now(), "device": {"name": "cpu"}}
     data |= {"batch": case.batch, "tokens": case.tokens}
@@ -83,7 +83,7 @@ def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
 @pytest.mark.parametrize("run", RUNS, ids=[store.card(run) for run in RUNS])
 def test_committed_curves_are_within_bounds(run):
     for row in run["rows"]:
-        found = curves.judge(row)
+        found = convergence.judge(row)
         assert found.good, f"{row['model']} {row['dtype']}: {found}"
         assert row["steps"] >= 100
 
@@ -100,7 +100,7 @@ def test_ten_architectures_are_committed():
 def test_curves_stay_within_bounds(model, dtype):
     case = convergence.Case(model, dtype, 4, 32, 120)
     row = trained(case, ("stock", "control-1", "control-2", "ours"))
-    found = curves.judge(row)
+    found = convergence.judge(row)
     assert found.good, found
     losses = row["curves"]["ours"]["loss"]
     assert losses[-1] < losses[0] - 0.5  # it has learnt
@@ -111,4 +111,4 @@ def test_curves_stay_within_bounds(model, dtype):
 def test_bugs_are_beyond_the_bounds(bug):
     case = convergence.Case("llama", "float32", 4, 32, 40)
     row = trained(case, ("stock", "control-1", "control-2", bug))
-    assert not curves.judge(row, bug).good
+    assert not convergence.judge(row, bug).good

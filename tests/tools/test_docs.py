@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import liger_multi
-from benchmarks import measured, store
+from benchmarks import store
 from ci import docs, figures
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
@@ -212,8 +212,8 @@ def test_the_site_builds_without_a_warning(site, tmp_path):
 # --- what pages claim ---
 
 
-def test_the_page_of_commands_has_every_command_and_option():
-    text = (ROOT / "docs" / "commands.md").read_text()
+def test_the_table_of_commands_has_every_command_and_option():
+    text = (ROOT / "docs" / "configuration.md").read_text().partition("## Command line")[2]
 
     def check(parser, words):
         for action in parser._actions:
@@ -253,21 +253,21 @@ def disagreements(texts):
     """Quotes of one name with several values, and those that are not what results say."""
     values = {}
     for text in texts:
-        for key, shown in measured.quotes(text):
+        for key, shown in store.quotes(text):
             values.setdefault(key, set()).add(shown)
-    return {key for key, shown in values.items() if shown != {measured.value(key)}}
+    return {key for key, shown in values.items() if shown != {store.value(key)}}
 
 
 def test_pages_agree_on_every_number_that_they_quote():
     """README said 38.4 GiB where the page of benchmarks printed an older row of 46.4."""
     texts = [path.read_text(encoding="utf-8") for path in EVERY]
-    quoted = [key for text in texts for key, _ in measured.quotes(text)]
+    quoted = [key for text in texts for key, _ in store.quotes(text)]
     assert len(quoted) > 70
     assert not disagreements(texts)
     other = texts[0].replace("-->38.4<!-- / -->", "-->46.4<!-- / -->")
     assert other != texts[0]
     assert disagreements([other, *texts[1:]]) == {"models llama-3.2-1b:8x4096 ours GiB"}
-    assert measured.quoted(other) == texts[0]
+    assert store.quoted(other) == texts[0]
 
 
 def test_the_page_of_benchmarks_shows_what_others_quote(site):
@@ -276,15 +276,17 @@ def test_the_page_of_benchmarks_shows_what_others_quote(site):
         for line in (site / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| ")
     ]
-    quoted = {key for path in EVERY for key, _ in measured.quotes(path.read_text("utf-8"))}
+    quoted = {key for path in EVERY for key, _ in store.quotes(path.read_text("utf-8"))}
     seen = 0
     for key in quoted:
         kind, what, who, unit = re.fullmatch(r"(\w+) (.+) (\S+) (\S+)", key).groups()
         if kind != "models" or "/" in who:
             continue
-        (row,) = [r for r in lines if r[0].startswith(f"{what}, {measured.DEVICE}") and r[1] == who]
+        (row,) = [
+            r for r in lines if r[0].startswith(f"{what}, {store.QUOTED_DEVICE}") and r[1] == who
+        ]
         shown = row[4] if unit == "GiB" else f"{float(row[2].replace(',', '')) / 1000:.1f}k"
-        assert shown == measured.value(key), key
+        assert shown == store.value(key), key
         seen += 1
     assert seen > 10
 
@@ -369,7 +371,7 @@ def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
 )
 def test_a_quote_of_nothing_is_refused(key):
     with pytest.raises(ValueError, match=re.escape(repr(key))):
-        measured.value(key)
+        store.value(key)
 
 
 def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
@@ -378,7 +380,7 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
             {"run": "m:1x2", "variant": n, "tokens_per_second": 1e3 * s} for n, s in speeds.items()
         ]
         head = {"kind": "models", "date": f"2026-01-01T0{hour}:00:00+00:00", "limit_gb": None}
-        store.add([{**head, "device": {"name": measured.DEVICE}, "rows": rows}], tmp_path)
+        store.add([{**head, "device": {"name": store.QUOTED_DEVICE}, "rows": rows}], tmp_path)
     monkeypatch.setattr(store, "RESULTS", tmp_path)
-    assert measured.value("models m:1x2 ours tokens") == "5.0k"
-    assert measured.value("models m:1x2 ours/liger tokens") == "2.00"
+    assert store.value("models m:1x2 ours tokens") == "5.0k"
+    assert store.value("models m:1x2 ours/liger tokens") == "2.00"

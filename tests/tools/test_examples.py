@@ -26,7 +26,7 @@ def run(monkeypatch):
         return module.main([])
 
     yield found
-    sys.modules.pop("_tiny", None)
+    sys.modules.pop("_common", None)
 
 
 @pytest.mark.parametrize("name", ["custom_model", "plain_loop", "sft_trainer"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import longest
+from benchmarks import recompute
 
 
 @pytest.mark.parametrize("room", [90_000, 110_000, 300_000, 1_000_000])
@@ -14,10 +14,10 @@ def test_the_end_is_found_on_the_line_that_rules_there(room):
         asked.append(tokens)
         return max(60_000 + tokens, 20_000 + 3 * tokens)
 
-    found = longest.extrapolated(peak, room)
+    found = recompute.extrapolated(peak, room)
     assert peak(found) == pytest.approx(room, rel=0.02)
     assert len(asked) < 9
 
 
 def test_little_room_ends_at_once():
-    assert longest.extrapolated(lambda tokens: 10**6 + tokens, 1000) == longest.STEP
+    assert recompute.extrapolated(lambda tokens: 10**6 + tokens, 1000) == recompute.LENGTH_STEP

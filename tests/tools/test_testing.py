@@ -20,7 +20,8 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.testing import FORMULAS, check_operator, checks, formulas, samples
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "testing-a-backend.md"
+GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PART = GUIDE.partition("## Testing a backend")[2]
 
 
 # --- formulas ---
@@ -169,8 +170,7 @@ def test_a_wrong_result_is_found_without_assertions():
 
 def blocks():
     """The files of the page by their path, which stands in the first line of each."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", PART, re.DOTALL | re.MULTILINE)
     return dict(found)
 
 
@@ -316,16 +316,15 @@ def test_wrong_options_are_refused(toy, arguments, said):
 
 
 def test_the_suite_by_the_command_of_pytest(toy):
-    (command,) = re.findall(r"`(pytest --noconftest [^`]*)`", PAGE.read_text(encoding="utf-8"))
+    (command,) = re.findall(r"`(pytest --noconftest [^`]*)`", PART)
     done = toy(*command.split()[1:], *QUIET, "-k", "rows and float32", module="pytest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert counts(done)["passed"] > 0
 
 
 def test_the_python_of_the_page_runs(toy):
-    text = PAGE.read_text(encoding="utf-8")
     (block,) = [
-        b for b in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M) if "outcome" in b
+        b for b in re.findall(r"^```python\n(.*?)^```", PART, re.S | re.M) if "outcome" in b
     ]
     script = toy.folder / "by_hand.py"
     script.write_text(block + "import json, sys\nsys.stdout.write(json.dumps(exact.shape))\n")
