@@ -1,12 +1,22 @@
-"""Limits of torch_npu's operators, one at a time: the last call that fits, the first beyond.
+"""What can be said of Ascend without its packages: limits of operators, and levels.
 
-Predicates look at shapes, types and strides alone, so this runs anywhere.
+Limits of torch_npu's operators, one at a time: the last call that fits, the first beyond.
+Predicates look at shapes, types and strides alone, so this runs anywhere. Every operator says by
+which path it runs on Ascend, and which level that reached.
 """
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from ci.npu import levels
 from liger_multi.backends.npu.common import limits
+from liger_multi.dispatch.registry import OPS, operators
+
+# --- limits ---
+
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -152,3 +162,40 @@ def test_experts(change, refusal):
     index = torch.empty(at["rows"], at["per"], dtype=torch.int64, device="meta")
     said = limits.experts(x, index, first, down, wide, at["table"])
     assert says(said, refusal)
+
+
+# --- levels ---
+
+
+FOLDER = Path(__file__).parents[2] / "backends" / "npu"
+CALL = re.compile(r"torch\.ops\.npu\.\w+")
+
+
+def sources(op):
+    """The file of an operator or its family, and the kernel files that it imports, as one text."""
+    text = home(op).read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:npu\.\w+\.|import )(\w*(?:kernels|logits|launching))\b", text))
+    return text, "".join(
+        path.read_text(encoding="utf-8") for n in names for path in FOLDER.rglob(f"{n}.py")
+    )
+
+
+def home(op):
+    """The file that implements an operator, if any."""
+    every = (FOLDER / OPS[op].family / f"{op}.py", FOLDER / OPS[op].family / "operators.py")
+    return next((path for path in every if path.exists()), None)
+
+
+def test_every_operator_has_a_row():
+    assert set(levels.ROWS) == set(operators())
+
+
+def test_rows_say_what_stands_in_the_folder():
+    for op, row in levels.ROWS.items():
+        if row.path == levels.REFERENCE:
+            assert home(op) is None, op
+            continue
+        text, kernels = sources(op)
+        assert bool(CALL.search(text)) == ("torch_npu" in row.path), op
+        assert bool(kernels) == ("kernel" in row.path), op
+        assert row.level == (levels.COMPILED if kernels else levels.SIMULATED), op

@@ -1,4 +1,7 @@
-"""``torch.compile``: sizes that vary, one tensor in two arguments, second derivatives."""
+"""``torch.compile``: sizes that vary, one tensor in two arguments, second derivatives.
+
+Marks of the compiler are set without importing it.
+"""
 
 import dataclasses
 import itertools
@@ -10,6 +13,7 @@ from test_autograd_rules import REPORTED, tied_arguments, tied_results
 
 import liger_multi
 from liger_multi import errors, ops
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
@@ -303,3 +307,16 @@ def test_a_patched_mlp_with_sizes_that_vary():
             return (run if module is ours else module)(x).pow(2).mean()
 
         models.assert_same_training(stock, ours, loss)
+
+
+# --- marks ---
+
+
+def test_the_mark_is_the_compilers_own():
+    def ours():
+        return 1
+
+    def theirs():
+        return 1
+
+    assert vars(constant_in_graphs(ours)) == vars(torch.compiler.assume_constant_result(theirs))

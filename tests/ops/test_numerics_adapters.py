@@ -1,9 +1,17 @@
-"""Adapters: what the operators say about arguments that do not fit."""
+"""Adapters: what the operators say about arguments that do not fit, and parts of thin matrices.
+
+The parts that a kernel makes are those of the reference, bit by bit.
+"""
 
 import pytest
 import torch
 
 from liger_multi.ops import lora_mlp, lora_qkv, lora_update
+from liger_multi.reference.adapters import low_rank as low_rank_reference
+from tests import harness
+
+# --- bad input ---
+
 
 x, base = torch.randn(4, 8), torch.randn(4, 6)
 a, b, w, u = torch.randn(2, 8), torch.randn(6, 2), torch.randn(6, 8), torch.randn(8, 6)
@@ -76,3 +84,38 @@ def test_layers_that_autocast_meets():
     assert torch.equal(found.q, wanted.addmm(low, b.to(half).T, alpha=2.0))
     (found.q.sum() + found.v.sum()).backward()
     assert [t.grad.dtype for t in kinds] == [t.dtype for t in kinds]
+
+
+# --- parts of thin matrices ---
+
+
+@pytest.fixture
+def split(device):
+    if device.type == "cpu" and not harness.interpreted():
+        pytest.skip("kernels run on a GPU or interpreted")
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.adapters import low_rank
+
+    return low_rank.split
+
+
+@pytest.mark.parametrize(
+    "order", [low_rank_reference.PARTS, low_rank_reference.LEFT, low_rank_reference.RIGHT]
+)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "part"])
+@pytest.mark.parametrize("shape", [(70, 16), (16, 1100), (5, 7), (1, 3), (3, 1), (0, 4)])
+def test_parts_are_those_of_the_reference(split, device, order, axis, layout, shape):
+    torch.manual_seed(0)
+    wide = torch.randn(shape[0] * 2, shape[1] * 2, device=device) * 1e3
+    x = {
+        "rows": wide[: shape[0], : shape[1]].contiguous(),
+        "columns": wide[: shape[0], : shape[1]].t().contiguous().t(),
+        "gaps": wide[::2, ::2],
+        "part": wide[: shape[0], shape[1] :],
+    }[layout]
+    made = split(x, order, axis)
+    assert torch.equal(made, low_rank_reference.split(x, order, axis))
+    parts = made.chunk(len(order), axis)
+    if order == low_rank_reference.PARTS:
+        assert torch.equal(sum(part.double() for part in parts), x.double())

@@ -18,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ci.docs import coverage as docs_coverage
 from liger_multi.patching import patch
-from tests.sweep.executed import counts, executed
-from tests.sweep.pairs import as_lines, registered
-from tests.sweep.run import Outcome, difference
+from tests.sweep.cases import as_lines, registered
+from tests.sweep.run import Outcome, counts, difference, executed
 
 KEPT = json.loads(docs_coverage.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
@@ -171,7 +170,7 @@ def test_results_of_before_claim_nothing():
 WRONG = """
 from liger_multi.patching.recognize import norms
 from liger_multi.reference.norms import rms_norm
-from tests.sweep.pairs import Pair
+from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
 
 right = rms_norm._scaled
