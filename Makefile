@@ -88,9 +88,9 @@ ROWS ?=
 NPU_VENV ?= .venv-npu
 NPU_SHARE ?= 1/6
 NPU := LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann CANN_STUB_DEVICES=1 $(TEST_ENV) \
-  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.plugin --backend npu $(PROCESSES) $(PART:%=--part %)
+  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.simulate --backend npu $(PROCESSES) $(PART:%=--part %)
 
-$(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
+$(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py
 	@$(RUN) -m ci.npu.environment $(NPU_VENV)
 	@touch $@
 

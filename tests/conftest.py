@@ -136,7 +136,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {n: len(terminalreporter.stats.get(n, ())) for n in results.OUTCOMES}
     backends, device = harness.selected_backends(config), harness.selected_device(config)
     seconds = time.monotonic() - config.stash[STARTED]
-    simulated = config.pluginmanager.hasplugin("ci.npu.plugin")
+    simulated = config.pluginmanager.hasplugin("ci.npu.simulate")
     part = config.getoption("--part")
     notes = ["on a simulated NPU (docs/ascend.md)"] * simulated + [f"part {part}"] * bool(part)
     red = [r.nodeid for n in ("failed", "error") for r in terminalreporter.stats.get(n, ())]

@@ -1,8 +1,8 @@
 """The levels of Ascend that are not the common suite; ``make test-npu`` runs them.
 
-Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin``. Of experts, whose
-results are the common suite's: which of torch_npu's operators run, within which limits, and who
-waits.
+Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.simulate``. Of experts,
+whose results are the common suite's: which of torch_npu's operators run, within which limits, and
+who waits.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 import liger_multi
-from ci.npu import blocks, calls, cases, execute, levels, vendor
+from ci.npu import blocks, levels, lowering
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
 from ci.npu.simulate import READ
@@ -46,14 +46,14 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in th
 
 
 def test_every_call_has_a_probe_and_a_reference():
-    assert calls.used() == set(calls.CALLS)
-    assert calls.used() <= set(REFERENCES)
+    assert levels.used() == set(levels.CALLS)
+    assert levels.used() <= set(REFERENCES)
 
 
-@pytest.mark.parametrize("name", calls.CALLS)
+@pytest.mark.parametrize("name", levels.CALLS)
 def test_calls_fit_the_live_schema(name):
-    args, shapes = calls.CALLS[name]
-    found = getattr(torch.ops.npu, name)(*args, **calls.OPTIONS.get(name, {}))
+    args, shapes = levels.CALLS[name]
+    found = getattr(torch.ops.npu, name)(*args, **levels.OPTIONS.get(name, {}))
     found = [found] if isinstance(found, torch.Tensor) else list(found)
     assert [tuple(t.shape) for t in found] == shapes
     assert all(t.is_meta for t in found)
@@ -61,7 +61,7 @@ def test_calls_fit_the_live_schema(name):
 
 @pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_clipped_swiglu"])
 def test_operators_that_lose_gradients_are_not_used(name):
-    assert name not in calls.used()
+    assert name not in levels.used()
 
 
 # --- level 2: gradients on fake NPU tensors ---
@@ -165,10 +165,10 @@ def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
 def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, path):
     q, k = (torch.randn(2, 3, 5, width).to(NPU, torch.bfloat16).requires_grad_() for _ in "qk")
     cos, sin = (torch.randn(1, 5, rotary).to(NPU, angles) for _ in range(2))
-    before, launched = simulated.calls.copy(), execute.launched["_rope_kernel"]
+    before, launched = simulated.calls.copy(), lowering.launched["_rope_kernel"]
     q_out, k_out = ops.rope(q, k, cos, sin, style=style)
     (q_out.sum() + k_out.sum()).backward()
-    ran, launched = simulated.calls - before, execute.launched["_rope_kernel"] - launched
+    ran, launched = simulated.calls - before, lowering.launched["_rope_kernel"] - launched
     assert ran["npu::npu_rotary_mul"] == (4 if path == "fused" else 0)
     assert launched == (4 if path == "kernel" else 0)
 
@@ -234,12 +234,12 @@ def listed(chip):
 @pytest.mark.parametrize("kind", DTYPES)
 def test_every_form_is_listed_as_todays_sources_have_it(chip, kind):
     known = listed(chip)
-    found = cases.launches(CHIPS[chip], DTYPES[kind])
+    found = blocks.launches_of(CHIPS[chip], DTYPES[kind])
     assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
     for launch in found.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
-        size = vendor.KINDS[blocks.TYPES[blocks.size_of(launch)]]
+        size = lowering.KINDS[blocks.TYPES[blocks.size_of(launch)]]
         assert said[:3] == (blocks.key(launch), size, launch.constants["BLOCK"])
         taken = re.match(rf"(\d+) of {CHIPS[chip].buffer} bytes  ", said[3])
         assert taken, f"{launch}: {said}"
@@ -259,7 +259,7 @@ def test_every_block_is_from_a_finished_search(chip):
             assert entry["source"].startswith("finished search, "), entry
             assert chip in entry["source"]
             # one more step was refused, or there is none
-            kind = vendor.KINDS[blocks.TYPES[size]]
+            kind = lowering.KINDS[blocks.TYPES[size]]
             more = [
                 s for n, k, b, s in listed(chip).values() if (n, k, b) == (name, kind, 2 * block)
             ]
@@ -274,11 +274,11 @@ def test_kernels_compile_as_listed(request, chip, kind):
     """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
     known, grouped = (
         listed(chip),
-        blocks.grouped(cases.launches(CHIPS[chip], DTYPES[kind]).values()),
+        blocks.grouped(blocks.launches_of(CHIPS[chip], DTYPES[kind]).values()),
     )
     every = request.config.getoption("--slow-npu")
     for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
-        verdict = vendor.compile(launch, CHIPS[chip])
+        verdict = lowering.compile_by_vendor(launch, CHIPS[chip])
         assert blocks.fits(verdict), verdict
         assert blocks.why(verdict) == known[launch.key[:16]][3].partition("  ")[0]
 
@@ -286,16 +286,16 @@ def test_kernels_compile_as_listed(request, chip, kind):
 @compiled
 def test_a_block_that_is_too_large_is_refused():
     chip = CHIPS["Ascend910B3"]
-    found = cases.launches(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    found = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
     launch = next(x for x in found.values() if x.name == "_pair_sums_kernel")
-    assert "overflow" in vendor.compile(launch, chip).error
+    assert "overflow" in lowering.compile_by_vendor(launch, chip).error
 
 
 # --- the table of paths ---
 
 
 def test_rows_of_the_levels_are_reached():
-    covered = {OPS[name].name for name in cases.CASES}
+    covered = {OPS[name].name for name in blocks.CASES}
     heads = {n.removeprefix("fused_linear_") for n in levels.ROWS if n.startswith("fused_linear_")}
     for op, row in levels.ROWS.items():
         if row.level == levels.COMPILED:

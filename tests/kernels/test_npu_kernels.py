@@ -18,7 +18,7 @@ import torch
 if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
     pytest.skip("needs the environment of make test-npu", allow_module_level=True)
 
-from ci.npu import blocks, cases
+from ci.npu import blocks
 from liger_multi import ops
 from liger_multi.backends import npu
 from liger_multi.backends.npu.common.launching import start
@@ -93,7 +93,7 @@ def test_results_of_a_kernel(started, call):
             .requires_grad_(t.requires_grad)
             for n, t in made.items()
         }  # fmt: skip
-        with cases.blocks(few):
+        with blocks.blocks(few):
             result = getattr(ops, op)(**given, **options)
             parts = [result] if isinstance(result, torch.Tensor) else list(result)
             outs = [p for p in parts if p is not None and p.requires_grad]

@@ -19,7 +19,8 @@ import yaml
 
 import liger_multi
 from benchmarks import measured, store
-from ci import docs, figures
+from ci import docs
+from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config_file
@@ -109,16 +110,16 @@ def test_links_of_the_site_lead_to_its_pages(site):
 
 
 def test_links_of_committed_pages_become_links_of_the_site(site):
-    known = docs.site.sources(docs.public_operators())
+    known = docs.sources(docs.public_operators())
     for source, page in known.items():
         assert (ROOT / source.partition("#")[0]).exists(), source
         assert (site / "docs" / page).exists(), page
         assert page in docs.whole(), f"{page} is committed"
     text = "[a](../liger_multi/ops/rope.py), [b](../README.md#x), [c](memory.md#d), [e](../a.py)"
     made = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
-    assert docs.site.linked(text, "docs", known) == made
+    assert docs.linked(text, "docs", known) == made
     for code in ("`[a](../README.md)`", "```\n[a](../README.md)\n```"):
-        assert docs.site.linked(code, "docs", known) == code
+        assert docs.linked(code, "docs", known) == code
     front = (site / "docs" / "index.md").read_text(encoding="utf-8")
     assert "[`rope`](ops/rope.md)" in front
     assert "](docs/" not in front
@@ -314,7 +315,7 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
     pages = handwritten()
     names = {path.name for path in pages}
     assert {"README.md", "performance.md", "peft.md", "recompute.md", "memory.md"} <= names
-    by_hand = {path.name: figures.unsupported(text) for path, text in pages.items()}
+    by_hand = {path.name: docs_benchmarks.unsupported(text) for path, text in pages.items()}
     assert not {name: found for name, found in by_hand.items() if found}
 
 
@@ -329,7 +330,7 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
 def test_a_wrong_figure_on_a_page_is_found(right, wrong):
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert text.count(right) == 1
-    assert len(figures.unsupported(text.replace(right, wrong))) == 1
+    assert len(docs_benchmarks.unsupported(text.replace(right, wrong))) == 1
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_wrong_figure_on_a_page_is_found(right, wrong):
     ],
 )
 def test_figures_are_told_by_their_form(block, found):
-    assert figures.figures(block) == found
+    assert docs_benchmarks.figures(block) == found
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
     notes = {"a": ["x3.50 ms, 4.5ms", "1234 MiB"], "b": ["3.5"]}
     store.add([{**head, "name": name, "rows": rows} for name, rows in notes.items()], tmp_path)
     page = page.replace("`R", "`benchmarks/results/a-card.json")
-    assert len(figures.unsupported(page, tmp_path)) == wrong
+    assert len(docs_benchmarks.unsupported(page, tmp_path)) == wrong
 
 
 @pytest.mark.parametrize(

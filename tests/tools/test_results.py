@@ -17,7 +17,7 @@ import torch
 import torch._inductor  # inner sessions forget what they import first, and it aborts twice
 
 from benchmarks import compare, longest, store
-from ci import figures, results
+from ci import results
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
@@ -287,11 +287,14 @@ def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
     text.write_text("a step takes 1.5 ms\n\nand 2 GiB  \n")
     given = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
     assert store.main([str(text), *given]) == 0
-    assert figures.lines("a-card", "steps", tmp_path) == ["a step takes 1.5 ms", "and 2 GiB"]
+    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == [
+        "a step takes 1.5 ms",
+        "and 2 GiB",
+    ]
     text.write_text("a step takes 1.4 ms")
     bench_run = {**store.notes(text, "steps", "A Card", "abc"), "date": "2126-01-01T00:00:00+00:00"}
     store.add([bench_run], tmp_path)
-    assert figures.lines("a-card", "steps", tmp_path) == ["a step takes 1.4 ms"]
+    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == ["a step takes 1.4 ms"]
     with pytest.raises(SystemExit):
         store.main([str(text), "--notes", "steps"])
     assert "--notes wants one file, and --device" in capsys.readouterr().err
