@@ -58,7 +58,7 @@ $(VENV)/.stamp: pyproject.toml setup.py ci/venv.py ci/constraints/pinned.txt lig
 
 pins:  ## the newest versions into ci/constraints/pinned.txt
 	$(PYTHON) -m ci.venv $(VENV)-newest --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "" --extras test,docs
-	$(VENV)-newest/bin/python -m ci.pins
+	$(VENV)-newest/bin/python -m ci.venv --write-pins
 
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@

@@ -30,7 +30,6 @@ from typing import Any
 from benchmarks import measured
 from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
-from ci.docs import memory as docs_memory
 from ci.docs import status as docs_status
 from ci.npu import levels
 
@@ -267,9 +266,9 @@ def pages() -> dict[Path, Callable[[str], str]]:
     made: dict[Path, Callable[[str], str]] = {
         ROOT / "README.md": readme,
         docs / "losses.md": losses_page,
-        docs / "memory.md": docs_memory.memory_page,
-        docs / "planning.md": docs_memory.planning_page,
-        docs / "recompute.md": docs_memory.recompute_page,
+        docs / "memory.md": docs_benchmarks.memory_page,
+        docs / "planning.md": docs_benchmarks.planning_page,
+        docs / "recompute.md": docs_benchmarks.recompute_page,
     }
     return made | {page: measured.quoted for page in docs.glob("*.md") if page not in made}
 

@@ -1,7 +1,9 @@
-"""Pages of measured numbers: times, training curves, and those that pages have by hand.
+"""Pages of measured numbers: times, curves, memory, plans, and those that pages have by hand.
 
 The page of times is made of ``benchmarks/results``, the newest row of each kind; that of training
-curves of what ``python -m benchmarks.convergence`` writes.
+curves of what ``python -m benchmarks.convergence`` writes. The tables of ``docs/memory.md``,
+``docs/planning.md`` and ``docs/recompute.md`` are made of what ``python -m benchmarks.memory``,
+``benchmarks.plans`` and ``benchmarks.recompute`` write.
 
 Measured figures that pages have by hand, and whether the notes of a result have them.
 
@@ -16,6 +18,7 @@ and in the notes with the same digits.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -390,3 +393,243 @@ def _numbers(noted: list[str]) -> set[float]:
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
+
+
+# --- tables of memory, plans and recomputation ---
+
+
+# --- memory ---
+
+
+MEMORY_START, MEMORY_END = "<!-- memory-tables:start -->", "<!-- memory-tables:end -->"
+GIB = 2**30
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:,.2f}"
+
+
+def _how(row: dict[str, Any]) -> str:
+    """How a story's training is spread, in words."""
+    parts = [row.get("dtype", "bfloat16")]
+    if row.get("fsdp") or row.get("zero_stage"):
+        spread = "FSDP2" if row.get("fsdp") else f"ZeRO-{row['zero_stage']}"
+        parts.append(f"{spread} on {row['world']}")
+    return ", ".join(parts + ["checkpointing"] * row.get("checkpointing", False))
+
+
+def stories() -> list[str]:
+    """Static and dynamic bytes, stock and patched, and what the patch saves of the peak."""
+    columns = "| model, batch x tokens | how | static | stock: dynamic | logits | peak "
+    columns += "| patched: dynamic | logits | peak | saved |"
+    lines = [columns, "|---|---|---|---|---|---|---|---|---|---|"]
+    for _, row in store.rows("memory-estimates"):
+        stock, ours = row["stock"], row["patched"]
+        cells = [f"{row['model']}, {row['batch']} x {row['sequence']:,}", _how(row)]
+        cells.append(_gib(stock["static_bytes"]))
+        for made in (stock, ours):
+            cells += [_gib(made[f"{n}_bytes"]) for n in ("dynamic", "logits", "peak")]
+        cells.append(f"{100 * (1 - ours['peak_bytes'] / stock['peak_bytes']):.0f} %")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def measured_peaks() -> list[str]:
+    """Every measured case beside its estimate, newest of each device."""
+    newest: dict[tuple[str, str], tuple[Any, Any]] = {}
+    for data, row in store.rows("memory"):
+        newest[store.device(data), json.dumps(row["case"], sort_keys=True)] = (data, row)
+    lines = [
+        "| device | case | limit, GB | measured, MiB | estimated, MiB | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (device, _), (_, row) in newest.items():
+        case = row["case"]
+        name = [f"{case['model']} {case['batch']} x {case['sequence']}", case["dtype"]]
+        name += ["LoRA"] * case["lora"] + ["checkpointing"] * case["checkpointing"]
+        name.append("patched" if case["patched"] else "stock")
+        got = row.get("measured_bytes")
+        shown = f"{got / 2**20:,.1f}" if got else row["failure"]
+        error = f"{round(row['error_percent'], 1) + 0.0:+.1f} %" if got else "-"
+        guess = f"{row['estimated_bytes'] / 2**20:,.1f}"
+        limit = f"{case['limit_gb']:g}" if case["limit_gb"] else "-"
+        lines.append(f"| {device} | {', '.join(name)} | {limit} | {shown} | {guess} | {error} |")
+    return lines
+
+
+def reused() -> list[str]:
+    """What the chunked loss leaves in an allocator, and how it comes through a shortage."""
+    lines = []
+    for data, found in store.rows("memory-reuse"):
+        if "steps" not in found:
+            continue
+        steps, short = found["steps"], found["shortage"]
+        device, count = store.device(data), len(steps)
+        limit, asked = short["limit_bytes"] / GIB, short["logits_bytes"] / GIB
+        lines += [
+            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:", "",
+            "| after step | allocated, MiB | reserved, MiB | segments | retries |",
+            "|---|---|---|---|---|",
+        ]  # fmt: skip
+        for i in (0, count - 1):
+            row = steps[i]
+            sizes = [f"{row[n] / 2**20:,.1f}" for n in ("allocated", "reserved")]
+            counts = [str(row[n]) for n in ("segments", "retries")]
+            lines.append(f"| {i + 1} | {' | '.join(sizes + counts)} |")
+        text = f"With room for {limit:.2f} GiB and chunks of {asked:.2f} GiB asked for, it said "
+        text += f'"{short["said"][0]}", and the loss differed by {short["loss_difference"]:g}.'
+        lines += ["", text, ""]
+    return lines
+
+
+def memory_page(old: str) -> str:
+    """The page with current tables between its markers."""
+    if old.count(MEMORY_START) != 1 or old.count(MEMORY_END) != 1:
+        raise SystemExit(
+            f"docs/memory.md needs the lines {MEMORY_START} and {MEMORY_END}, once each"
+        )
+    before, rest = old.split(MEMORY_START)
+    tables = [
+        "<!-- generated by `make docs` from the files in `benchmarks/results` -->", "",
+        "### Predicted", "", "In GiB on each device; logits with the loss and its gradients.", "",
+        *stories(), "", "### Measured", "", *measured_peaks(), "", "### Reused", "", *reused(),
+    ]  # fmt: skip
+    return (
+        before
+        + MEMORY_START
+        + "\n"
+        + "\n".join(tables)
+        + "\n"
+        + MEMORY_END
+        + rest.split(MEMORY_END)[1]
+    )
+
+
+# --- planning ---
+
+
+PLANNING_START, PLANNING_END = "<!-- planning-tables:start -->", "<!-- planning-tables:end -->"
+ROWS = 14
+
+
+def cards() -> list[str]:
+    """Published figures that times are told with."""
+    from liger_multi.memory.planning.cards import CARDS
+
+    columns = "| name | card | GB | 16 bits, TFLOPS | fp32, TFLOPS | memory, GB/s | link, GB/s "
+    lines = [columns + "| host, GB/s | from |", "|---|---|---|---|---|---|---|---|---|"]
+    for key, card in CARDS.items():
+        rates = [card.products16 / 1e12, card.products32 / 1e12]
+        rates += [rate / 1e9 for rate in (card.bandwidth, card.link, card.host)]
+        cells = [f"`{key}`", card.name, f"{card.memory / 1e9:g}", *(f"{r:,.6g}" for r in rates)]
+        lines.append(f"| {' | '.join([*cells, card.source])} |")
+    return lines
+
+
+def example() -> list[str]:
+    """The committed plan's first candidates."""
+    found = store.read("plan-example")
+    if not found:
+        return ["Not made yet: `python -m benchmarks.plans --explain`.", ""]
+    from liger_multi.memory import TrainingPlan
+    from liger_multi.memory.planning.page import HEADER, row_of
+
+    made = TrainingPlan.from_data({**found[-1]["plan"], "candidates": found[-1]["rows"]})
+    size = f"{made.devices} x {made.memory_bytes / 1e9:g} GB, {made.batch} sequences a step"
+    lines = [f"{made.model}, {made.layers} layers, {size}; {made.simulations} steps simulated:", ""]
+    lines += [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
+    lines += [f"| {' | '.join(row_of(one))} |" for one in made.candidates[:ROWS]]
+    limits = f"largest micro-batch {made.largest_batch}, longest sequence "
+    limits += f"{made.longest_sequence:,} with the first; {made.most_batch} and "
+    if (store.ROOT / "docs" / "plan-example.png").exists():
+        text = "Memory by part for each way to train, the budget as a dashed line"
+        lines += ["", f"![{text}](plan-example.png)"]
+    return [*lines, "", f"Limits: {limits}{made.most_sequence:,} with the smallest.", ""]
+
+
+def executed() -> list[str]:
+    """Executed plans; what was executed again stands in the later run."""
+    lines = []
+    for data in store.read("plans"):
+        columns = "| model in a memory | way | batch | predicted, GiB | measured, GiB | error "
+        columns += "| told, s | measured, s |"
+        lines += [
+            f"{store.device(data)}, {data['date'][:10]}:",
+            "",
+            columns,
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in data["rows"]:
+            case = row["case"]
+            name = f"{case['model']} {case['batch']} x {case['sequence']} in {case['memory']}"
+            for run in row["runs"]:
+                s, got = run["settings"], run.get("measured_bytes")
+                cells = [name, run["name"], f"{s['micro_batch']} x {s['accumulation']}"]
+                cells.append(f"{run['predicted_bytes'] / 2**30:.2f}")
+                cells.append(f"{got / 2**30:.2f}" if got else run["failure"])
+                cells.append(f"{run['error_percent']:+.1f} %" if got else "-")
+                cells.append(f"{run['predicted_seconds']:.3f}")
+                cells.append(f"{run['measured_seconds']:.3f}" if got else "-")
+                lines.append(f"| {' | '.join(cells)} |")
+        agreed = sum(row["order_agrees"] for row in data["rows"])
+        lines += ["", f"The order of speeds agrees for {agreed} of {len(data['rows'])}.", ""]
+    return lines or ["No device has executed plans yet.", ""]
+
+
+def planning_page(old: str) -> str:
+    """The page with current tables between its markers."""
+    if old.count(PLANNING_START) != 1 or old.count(PLANNING_END) != 1:
+        raise SystemExit(
+            f"docs/planning.md needs the lines {PLANNING_START} and {PLANNING_END}, once each"
+        )
+    before, rest = old.split(PLANNING_START)
+    tables = [
+        "<!-- generated by `make docs` from `liger_multi` and `benchmarks/results` -->", "",
+        "### A plan", "", *example(), "### Executed plans", "", *executed(), "### Cards", "",
+        "Dense products with fp32 sums; links and hosts in one direction.", "", *cards(),
+    ]  # fmt: skip
+    return (
+        before
+        + PLANNING_START
+        + "\n"
+        + "\n".join(tables)
+        + "\n"
+        + PLANNING_END
+        + rest.split(PLANNING_END)[1]
+    )
+
+
+# --- recompute ---
+
+
+RECOMPUTE_START, RECOMPUTE_END = "<!-- recompute:start -->", "<!-- recompute:end -->"
+
+
+def table() -> list[str]:
+    """Step and peak of the newest run, by policy, stock and patched."""
+    found = store.rows("recompute")
+    data = found[-1][0]
+    by: dict[str, dict[bool, Any]] = {}
+    for _, row in found:
+        by.setdefault(row["variant"], {})[row["patched"]] = row
+    said = f"{store.device(data)}, torch {data['versions']['torch'].partition('+')[0]}, "
+    said += f"{data['date'][:10]}; step and peak:"
+    lines = [said, "", "| | stock, ms | GiB | patched, ms | GiB |", "|---|---|---|---|---|"]
+    for variant, rows in by.items():
+        cells = [variant]
+        for patched in (False, True):
+            row = rows[patched]
+            cells += [f"{1e3 * row['step_seconds']:.0f}", f"{row['peak_bytes'] / 2**30:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def recompute_page(old: str) -> str:
+    """The page with the current table between its markers, and its quotes."""
+    if old.count(RECOMPUTE_START) != 1 or old.count(RECOMPUTE_END) != 1:
+        raise SystemExit(
+            f"docs/recompute.md needs the lines {RECOMPUTE_START} and {RECOMPUTE_END}, once each"
+        )
+    before, rest = old.split(RECOMPUTE_START)
+    made = "\n".join([RECOMPUTE_START, "", *table(), "", RECOMPUTE_END])
+    return measured.quoted(before + made + rest.split(RECOMPUTE_END)[1])

@@ -2,7 +2,7 @@
 
 A reference on the device reaches level 3, which is as far as there is anything to check; levels 4
 and 5 are about kernels. tests/kernels/test_npu.py wants what stands here,
-tests/kernels/test_npu_limits.py a row for every operator. For the first two levels there is one
+tests/kernels/test_vendors.py a row for every operator. For the first two levels there is one
 call of every operator of torch_npu that the backend uses.
 """
 

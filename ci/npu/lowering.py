@@ -45,7 +45,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ci.kernel_source import statements
+from ci import statements
 
 # --- launches, and their lowering ---
 

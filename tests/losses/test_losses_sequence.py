@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from liger_multi import losses
 from liger_multi.losses import reductions
 from liger_multi.testing.tolerance import excess
-from tests import trl_eager
+from tests import comparing
 
 # --- given sequences ---
 
@@ -47,15 +47,15 @@ def both(ours, theirs, leaves, dtype=WIDE, wide=None):
 def trl_sft(leaves, target, kind, num_items):
     trl = pytest.importorskip("trl")
     padded = F.pad(leaves[0], (0, 0, 0, 1))
-    model = trl_eager.Toy(padded, *leaves[1:])
+    model = comparing.Toy(padded, *leaves[1:])
     labels = F.pad(target, (1, 0), value=-100)
-    stub = trl_eager.trainer(model, compute_loss_func=None, label_smoother=None)
+    stub = comparing.trainer(model, compute_loss_func=None, label_smoother=None)
     stub.args = type("Args", (), {"loss_type": kind, "average_tokens_across_devices": True})
     stub.get_tp_size = lambda: 1
     stub.accelerator.parallelism_config = None
     inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
     loss = trl.SFTTrainer.compute_loss(stub, model, inputs, num_items_in_batch=num_items)
-    return loss, trl_eager.logged(stub)
+    return loss, comparing.logged(stub)
 
 
 @pytest.mark.parametrize("num_items", [None, 31])

@@ -17,7 +17,7 @@ from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
-from tests import forms
+from tests import harness
 
 # equal sizes of different axes are no reason for another graph
 different_axes = torch.fx.experimental._config.patch(use_duck_shape=False)
@@ -102,7 +102,7 @@ def same_in_every_length(op, sample):
 
 
 def forms_of(op):
-    return [s for s in samples.of(op) if s.size == "small" and forms.adds(op, s)]
+    return [s for s in samples.of(op) if s.size == "small" and harness.adds_to_a_graph(op, s)]
 
 
 OFTEN = (
