@@ -15,7 +15,6 @@ import torch
 
 # --- gradients ---
 
-
 ULPS = 8
 """Rounding of a gradient, in units in the last place of its summands; see :func:`difference`."""
 
@@ -100,7 +99,6 @@ def _named(found: Gradients) -> dict[str, torch.Tensor]:
 
 
 # --- TRL's losses ---
-
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 

@@ -167,7 +167,6 @@ def leaves(item: pytest.Item, thinned: dict[tuple[str, str], list[str]]) -> bool
 
 # --- parts ---
 
-
 SECONDS = Path(__file__).parent / "seconds.json"
 BY_PARAMETER = (
     *("test_ops.py", "test_contracts.py", "test_autograd_rules.py"),

@@ -353,7 +353,6 @@ class Graphs:
 
 # --- trainers ---
 
-
 WORDS = [f"w{i}" for i in range(40)]
 
 

@@ -35,7 +35,6 @@ from ci.npu import levels
 
 # --- pages ---
 
-
 ROOT = Path(__file__).parent.parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
 NOTE = "<!-- generated; edit the operators' docstrings instead -->"
@@ -306,7 +305,6 @@ def stale() -> Mapping[Path, tuple[str, str]]:
 
 # --- the site ---
 
-
 DOCS = ROOT / "docs"
 CONFIG = ROOT / "ci" / "mkdocs.yml"
 NAV = "# operators"  # the line of the configuration that the operators' entries replace
@@ -417,7 +415,6 @@ def write_site(
 
 
 # --- the page of the losses ---
-
 
 LOSSES_PLACE = "<!-- losses:{} -->"
 LOSSES_END = "<!-- losses:end -->"

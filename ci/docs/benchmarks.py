@@ -29,7 +29,6 @@ from benchmarks.curves import EARLIEST, FACTOR, FINAL, LAST, Verdict
 
 # --- times ---
 
-
 BAR = 24  # characters of the longest bar
 HEAD = """# Benchmarks
 
@@ -193,7 +192,6 @@ def page() -> str:
 
 # --- training curves ---
 
-
 PICTURES = store.ROOT / "docs"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 BUGS = {
@@ -297,7 +295,6 @@ def _runs() -> list[tuple[tuple[str, bool], Mapping[str, Any]]]:
 
 # --- figures by hand ---
 
-
 GENERATED = re.compile(r"<!-- ([\w-]+):(?!end)\w+ -->.*?<!-- \1:end -->", re.S)
 CODE = re.compile(r"^```.*?^```|^ {4}(?! *\|)[^\n]*(?=\n)", re.S | re.M)  # blocks
 SPAN = re.compile(r"`([^`\n]*)`")
@@ -399,7 +396,6 @@ def _value(number: str) -> float:
 
 
 # --- memory ---
-
 
 MEMORY_START, MEMORY_END = "<!-- memory-tables:start -->", "<!-- memory-tables:end -->"
 GIB = 2**30
@@ -507,7 +503,6 @@ def memory_page(old: str) -> str:
 
 # --- planning ---
 
-
 PLANNING_START, PLANNING_END = "<!-- planning-tables:start -->", "<!-- planning-tables:end -->"
 ROWS = 14
 
@@ -600,7 +595,6 @@ def planning_page(old: str) -> str:
 
 
 # --- recompute ---
-
 
 RECOMPUTE_START, RECOMPUTE_END = "<!-- recompute:start -->", "<!-- recompute:end -->"
 

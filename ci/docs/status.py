@@ -21,7 +21,6 @@ from ci.results import Result
 
 # --- verification ---
 
-
 ROOT = Path(__file__).parent.parent.parent
 NOT_RUN = "**not run on hardware**"
 CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
@@ -170,7 +169,6 @@ def _own(name: str) -> str:
 
 
 # --- coverage ---
-
 
 RESULTS = ROOT / "tests" / "sweep" / "results.json"
 ELSEWHERE = RESULTS.with_name("elsewhere.json")  # other devices and generations of packages

@@ -41,7 +41,6 @@ from liger_multi.testing.samples import Tensor as T
 
 # --- calls ---
 
-
 ROWS = 4
 WIDTHS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -195,7 +194,6 @@ def appetite(launch: Launch) -> tuple[int, int]:
 
 
 # --- the search, and what it writes ---
-
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"

@@ -31,7 +31,6 @@ from ci.venv import PINNED, ROOT, inherit, packages_of, torch_arguments
 
 # --- the environment ---
 
-
 TORCH = "2.13.0"
 ASCEND = (
     f"torch_npu=={TORCH}", "triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy<2.4",

@@ -18,7 +18,6 @@ from liger_multi.dispatch.registry import packages
 
 # --- levels ---
 
-
 REFERENCE, SIMULATED, COMPILED = "reference", 3, 5
 
 

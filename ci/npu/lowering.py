@@ -221,7 +221,6 @@ def host(value: Any) -> Any:
 
 # --- execution on the CPU ---
 
-
 BIN = Path(ascendnpuir.__file__).parent / "bin"
 CACHE = Path(os.environ.get("ASCEND_CACHE", "build/npu"))
 PASSES = [
@@ -402,7 +401,6 @@ def launches(chip: Chip = CHIPS["Ascend910B3"]) -> Iterator[None]:
 
 
 # --- the vendor's compiler ---
-
 
 KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 BITS = {"f32": 32, "i32": 32, "bf16": 16, "f16": 16, "i16": 16, "i8": 8, "i1": 1, "i64": 64}

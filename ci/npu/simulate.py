@@ -37,7 +37,6 @@ from liger_multi.dispatch.op import OPS
 
 # --- the device ---
 
-
 aten = torch.ops.aten
 # These allocate or look, which torch_npu does itself.
 NATIVE = {
@@ -165,7 +164,6 @@ def resized(room: Any, args: Any, kwargs: Any, declared: Any) -> None:
 
 
 # --- pytest on it ---
-
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = Device()

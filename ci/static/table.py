@@ -50,7 +50,6 @@ from ci.static.code import CORES, Code
 
 # --- rows ---
 
-
 ROOT = Path(__file__).parent.parent.parent
 CACHE = ROOT / ".cache" / "static"
 # beside one launch of every kernel on every target, what the committed table has
@@ -311,7 +310,6 @@ def rows_of(
 
 
 # --- the table ---
-
 
 BASELINE = ROOT / "ci" / "baseline"
 LABEL = 48  # width of what made a launch, in a line of the baseline

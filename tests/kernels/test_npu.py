@@ -305,7 +305,6 @@ def test_rows_of_the_levels_are_reached():
 
 # --- experts ---
 
-
 contract = importlib.import_module("liger_multi.ops.fused_moe")
 SORTED = "npu::npu_moe_token_permute"
 UNSORTED = "npu::npu_moe_token_unpermute"

@@ -28,7 +28,6 @@ from liger_multi.testing.tolerance import excess
 
 # --- every kernel ---
 
-
 NPU = torch.device("npu", 0)
 HOME = Path(npu.__file__).parent
 FILES = sorted(p.relative_to(HOME).with_suffix("") for p in HOME.rglob("*_kernels.py"))
@@ -106,7 +105,6 @@ def test_results_of_a_kernel(started, call):
 
 
 # --- planted bugs ---
-
 
 FEW, NARROW, WIDE, GUARD = 5, 150, 170, 7.0
 # what is written, and what stands there instead; every place of the forward kernel

@@ -29,7 +29,6 @@ from liger_multi.reference.experts.pairs import sorted_pairs
 
 # --- multi_token_attention ---
 
-
 NEEDS = (True, True, False)
 SHAPES = [(1, 1, 37, 37), (1, 2, 21, 53), (1, 1, 40, 19)]
 
@@ -249,7 +248,6 @@ def test_the_library_s_products_serve_the_operator(name):
 
 
 # --- rounding to 8 bits ---
-
 
 ROUNDING = TritonRounding()
 

@@ -23,7 +23,6 @@ from tests.models import batch, build
 
 # --- heads ---
 
-
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
@@ -328,7 +327,6 @@ def test_log_prob_output_is_what_the_operator_gives():
 
 
 # --- devices ---
-
 
 OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
        "fused_linear_jsd", "jsd")  # fmt: skip

@@ -272,7 +272,6 @@ def test_unknown_options_are_errors():
 
 # --- without a reference ---
 
-
 MARGINS = {
     "sigmoid": {},
     "sigmoid-smoothed": {"label_smoothing": 0.1, "beta": 0.4},

@@ -14,7 +14,6 @@ from tests import comparing
 
 # --- given sequences ---
 
-
 HALF, WIDE = torch.bfloat16, torch.float32
 
 

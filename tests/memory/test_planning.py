@@ -47,7 +47,6 @@ from liger_multi.memory.planning.traces import Work
 
 # --- predictions ---
 
-
 BATCH, LENGTH, LAYERS = 2, 128, 5
 BASE = Settings(
     sequence=LENGTH, micro_batch=BATCH, precision="fp32", optimizer="adamw_loop", chunk=64
@@ -468,7 +467,6 @@ def test_the_command(tmp_path, capsys):
 
 
 # --- execution ---
-
 
 SETTINGS = Settings(sequence=64, micro_batch=2, chunk=64, recompute="full", layers=1)
 CASE = Run("nothing", 64, 2, "1GiB")

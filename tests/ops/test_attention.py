@@ -279,7 +279,6 @@ def test_a_list_of_blocks_is_stacked():
 
 # --- attention over depth ---
 
-
 DEPTH_KINDS = [(1, 9, 40), (40, 5, 600), (5, 6, 8200)]
 
 

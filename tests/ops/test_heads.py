@@ -206,7 +206,6 @@ def test_asked_for_by_a_wrong_word():
 
 # --- a vocabulary of several processes ---
 
-
 CASES = """
 import sys, torch, torch.distributed as dist
 import torch.nn.functional as F
@@ -414,7 +413,6 @@ def test_no_logits_cross_processes(alone, monkeypatch):
 
 
 # --- PyTorch's own operator ---
-
 
 here = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no linear_cross_entropy"

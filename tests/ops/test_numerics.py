@@ -472,7 +472,6 @@ def test_targets_out_of_range_on_a_device(device):
 
 # --- bad input ---
 
-
 base = torch.randn(4, 6)
 low_a, low_b, narrow, up = (
     torch.randn(2, 8),

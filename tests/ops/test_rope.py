@@ -367,7 +367,6 @@ def test_learned_angles_are_fine_where_nothing_has_a_gradient():
 
 # --- kinds of positions and layouts ---
 
-
 PAIRS = WIDTH // 2
 SECTIONS = (2, 3, 3)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -114,7 +114,6 @@ def test_a_scaled_gradient_is_never_its_input(device, size):
 
 # --- whole models ---
 
-
 PAIRS = (("causal", "llama", "LlamaForCausalLM"), ("masked", "bert", "BertForMaskedLM"))
 
 

@@ -379,7 +379,6 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
 
 # --- tensor parallel models ---
 
-
 CASES = """
 import copy, os, sys, torch, torch.distributed as dist, transformers
 import torch.nn.functional as F

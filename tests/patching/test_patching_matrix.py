@@ -39,7 +39,6 @@ from tests.models import (
 
 # --- situations ---
 
-
 LENGTH = 8
 HEAD = "fused_linear_cross_entropy"
 
@@ -320,7 +319,6 @@ def test_report_names_what_runs(kind):
 
 
 # --- experts ---
-
 
 ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 

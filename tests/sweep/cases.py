@@ -17,7 +17,6 @@ import torch
 
 # --- pairs ---
 
-
 KINDS = {
     "causal": "CAUSAL_LM",
     "image-text": "IMAGE_TEXT_TO_TEXT",
@@ -62,7 +61,6 @@ def as_lines(result: dict[str, Any]) -> str:
 
 
 # --- tiny configurations ---
-
 
 HIDDEN, HEADS, PAIRS_OF_HEADS, HEAD, INNER = 64, 4, 2, 16, 96
 VOCABULARY = 211  # a prime, so that no other axis is mistaken for it
@@ -261,7 +259,6 @@ def _rope_dict(found: Any, head: int | None) -> None:
 
 
 # --- what some types need beside ---
-
 
 _GEMMA4: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -167,7 +167,6 @@ def _starred(path: str) -> str:
 
 # --- a step, and a process for each ---
 
-
 SECONDS = 90
 """A pair that computes for longer counts as one that cannot be built."""
 LOSS, GRADIENT, FLOOR = 2e-5, 1e-4, comparing.ULPS * torch.finfo(torch.float32).eps

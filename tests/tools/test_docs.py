@@ -395,7 +395,6 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
 
 # --- the examples ---
 
-
 FOLDER = Path(__file__).parents[2] / "examples"
 NEEDS = {"grpo_trl": ("trl", "datasets", "accelerate"), "sft_trainer": ("accelerate",)}
 EXAMPLES = sorted(p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text())

@@ -330,7 +330,6 @@ def test_nothing_stands_behind_a_return(folder):
 
 # --- names of the field ---
 
-
 HERE = Path(__file__).relative_to(ROOT).as_posix()
 # what is gone, by what stands in its place
 GONE = {

@@ -22,7 +22,6 @@ from tests import harness, models
 
 # --- found by use ---
 
-
 V = models.VOCABULARY
 
 
@@ -536,7 +535,6 @@ def test_sequence_parallel_norms_in_two_processes(tmp_path):
 
 
 # --- the table of reported defects ---
-
 
 ROOT = Path(__file__).parents[2]
 FIXES = [(case, fix) for case in regressions.CASES for fix in case.breaks]

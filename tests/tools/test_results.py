@@ -26,7 +26,6 @@ from liger_multi.dispatch.registry import backends
 
 # --- what a run leaves ---
 
-
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
 SUITE = """
@@ -184,7 +183,6 @@ def test_the_commit_may_come_from_outside(monkeypatch):
 
 
 # --- the store ---
-
 
 CARD = {"name": "A Card 9000"}
 FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if "suite-" not in path.name]
@@ -353,7 +351,6 @@ def test_committed_suites_have_nothing_old(tmp_path):
 
 # --- two benchmarks ---
 
-
 ROW = {
     "op": "rms_norm",
     "sample": "8x4",
@@ -475,7 +472,6 @@ def test_little_room_ends_at_once():
 
 
 # --- training curves ---
-
 
 RUNS = store.read("convergence")
 CPU = torch.device("cpu")

@@ -23,7 +23,6 @@ from tests.comparing import ULPS, assert_same_gradients, difference
 
 # --- parts ---
 
-
 ROOT = Path(__file__).parents[2]
 NAMES = [f"tests/test_{f}.py::test_{i}" for f in "abcdefg" for i in range(ord(f) - 90)] + [
     f"tests/ops/test_ops.py::test_{kind}[{op}-reference-{i}]"
@@ -140,7 +139,6 @@ def test_the_workflow_runs_every_part():
 
 # --- ranks ---
 
-
 KINDS = [
     pytest.param(
         True, marks=pytest.mark.skipif(harness.accelerator() is not None, reason="no fork")
@@ -202,7 +200,6 @@ def test_a_rank_that_hangs_says_where(tmp_path, forked):
 
 
 # --- other processors ---
-
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -348,7 +348,6 @@ def test_the_python_of_the_page_runs(toy):
 
 # --- the guide for a new operator ---
 
-
 GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PART = GUIDE.partition("## An elementwise operator")[2].partition("\n## ")[0]
 EXPORTS = "liger_multi/ops/__init__.py"

@@ -34,7 +34,6 @@ from tests import harness, processes
 
 # --- what a rank runs ---
 
-
 WORLD = 2
 CASES = {}
 SLOW = []
@@ -581,7 +580,6 @@ def rank_of_cases():
 
 
 # --- both ranks ---
-
 
 NEEDS = {"adapters": "peft", "deepspeed": "deepspeed"}
 
