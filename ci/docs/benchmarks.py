@@ -392,9 +392,6 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-# --- tables of memory, plans and recomputation ---
-
-
 # --- memory ---
 
 MEMORY_START, MEMORY_END = "<!-- memory-tables:start -->", "<!-- memory-tables:end -->"

@@ -2,8 +2,9 @@
 
 What the repository keeps of runs of the suite can be read. Of benchmarks it keeps one file a card,
 with the newest row of every measurement; of two that are held against each other, some differences
-count as worse, and some are only noise. There is where the search for the longest
-sequence begins. Patched models learn as stock ones do, and the bounds that say so find bugs.
+count as worse, and some are only noise. The search for the longest sequence begins at the end of a
+line through two measurements. Patched models learn as stock ones do, and the bounds that say so
+find bugs.
 """
 
 import copy
