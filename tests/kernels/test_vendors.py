@@ -3,8 +3,8 @@
 AMD without a card: fake devices of five architectures, in waves of 64 and of 32.
 
 Ascend without its packages. Limits of torch_npu's operators, one at a time: the last call that
-fits, the first beyond. Predicates look at shapes, types and strides alone, so this runs anywhere. Every operator says by
-which path it runs on Ascend, and which level that reached.
+fits, the first beyond. Predicates look at shapes, types and strides alone, so this runs anywhere.
+Every operator says by which path it runs on Ascend, and which level that reached.
 """
 
 import re
