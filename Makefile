@@ -44,7 +44,7 @@ DEVICE := $(filter-out cpu,$(BACKEND))
 # Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
 INTERPRETED = $(wildcard tests/ops/test_ops.py tests/*/test_triton*.py)
 COMPILED = $(wildcard tests/kernels/test_static.py)
-FAST = $(wildcard tests/tools/test_harness.py tests/tools/test_layering.py tests/tools/test_names.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py)
+FAST = $(wildcard tests/tools/test_harness.py tests/tools/test_layering.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,7 +58,7 @@ $(VENV)/.stamp: pyproject.toml setup.py ci/venv.py ci/constraints/pinned.txt lig
 
 pins:  ## the newest versions into ci/constraints/pinned.txt
 	$(PYTHON) -m ci.venv $(VENV)-newest --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "" --extras test,docs
-	$(VENV)-newest/bin/python -m ci.pins
+	$(VENV)-newest/bin/python -m ci.venv --write-pins
 
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@
@@ -88,24 +88,24 @@ ROWS ?=
 NPU_VENV ?= .venv-npu
 NPU_SHARE ?= 1/6
 NPU := LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann CANN_STUB_DEVICES=1 $(TEST_ENV) \
-  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.plugin --backend npu $(PROCESSES) $(PART:%=--part %)
+  $(NPU_VENV)/bin/python -W ignore -m pytest -q -m "not slow" -p ci.npu.simulate --backend npu $(PROCESSES) $(PART:%=--part %)
 
-$(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py ci/npu/stubs.py
+$(NPU_VENV)/.stamp: $(ENV) ci/npu/environment.py
 	@$(RUN) -m ci.npu.environment $(NPU_VENV)
 	@touch $@
 
 test-npu: $(NPU_VENV)/.stamp  ## Ascend on a CPU: simulated device, lowered kernels, the vendor's compiler
 	@failed=0; \
 	echo "== Ascend$(comma) simulated"; \
-	$(NPU) tests/kernels/test_npu.py tests/kernels/test_npu_bugs.py tests/kernels/test_npu_experts.py tests/kernels/test_npu_kernels.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
+	$(NPU) tests/kernels/test_npu.py tests/kernels/test_npu_kernels.py $(NPU_FORMS) $(call keep,npu-simulated) $(ARGS) || failed=1; \
 	$(NPU) tests/ops/test_ops.py --share $(NPU_SHARE) $(call keep,npu-simulated-ops) $(ARGS) || failed=1; \
 	echo "== Ascend$(comma) programs in the other order"; \
-	ASCEND_GRID=reversed $(NPU) tests/kernels/test_npu_bugs.py $(NPU_AGAIN) $(ARGS) || failed=1; \
+	ASCEND_GRID=reversed $(NPU) tests/kernels/test_npu_kernels.py $(or $(NPU_AGAIN),-k planted) $(ARGS) || failed=1; \
 	echo "== Ascend$(comma) interpreted"; \
-	TRITON_INTERPRET=1 $(NPU) tests/kernels/test_npu_bugs.py $(NPU_VIEWLESS) $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(NPU) tests/kernels/test_npu_kernels.py $(or $(NPU_VIEWLESS),-k planted) $(ARGS) || failed=1; \
 	exit $$failed
 NPU_FORMS ?=
-NPU_AGAIN ?= tests/kernels/test_npu_kernels.py tests/ops/test_ops.py -k "planted or kernel or (npu and float32 and forward_and_backward)" --share 1/10
+NPU_AGAIN ?= tests/ops/test_ops.py -k "planted or kernel or (npu and float32 and forward_and_backward)" --share 1/10
 # the interpreter gathers a view that has gaps, and then reads it by the strides that it had
 NPU_VIEWLESS ?= $(subst forward_and_backward,forward_and_backward and not packed and not gaps and not sliced and not expanded,$(NPU_AGAIN))
 
@@ -146,7 +146,8 @@ define ADAPTED
 if $(if $(NO_VENV),true,$(MAKE) --no-print-directory $(ADAPTERS)); then \
   echo "== DeepSpeed and bitsandbytes"; \
   PYTHONPATH=$(abspath $(ADAPTERS))$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) $(if $(DEVICE),--backend $(DEVICE)) \
-    $(wildcard tests/patching/test_adapters.py tests/trainers/test_distributed.py tests/trainers/test_examples_parallel.py tests/memory/test_planning.py) \
+    $(wildcard tests/patching/test_adapters.py tests/trainers/test_distributed.py tests/memory/test_planning.py) \
+    $(addsuffix ::test_deepspeed,$(wildcard tests/tools/test_docs.py)) \
     -k "deepspeed or bitsandbytes" $(call keep,$(addsuffix -,$(DEVICE))adapters) $(ARGS) || failed=1; \
 else echo "== DeepSpeed and bitsandbytes: not installed"; failed=1; fi;
 endef

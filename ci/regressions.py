@@ -135,7 +135,7 @@ CASES = (
                 "        increment_version(args[w.overwritten])\n",
                 "        pass\n",
                 (
-                    "tests/kernels/test_triton_inplace.py::test_what_was_overwritten_raises_for_whoever_saved_it",
+                    "tests/ops/test_triton_calls.py::test_what_was_overwritten_raises_for_whoever_saved_it",
                     "--backend",
                     "triton",
                 ),
@@ -201,7 +201,7 @@ CASES = (
                 "if self.weight.numel() == 0:",
                 "if False:",
                 (
-                    "tests/tools/test_reported.py::test_a_head_without_elements_is_named",
+                    "tests/tools/test_regressions.py::test_a_head_without_elements_is_named",
                     "tests/patching/test_patching_logits.py::test_a_partitioned_weight_names_zero3",
                 ),
             ),
@@ -217,7 +217,9 @@ CASES = (
                 "liger_multi/patching/lazy_logits/deferred.py",
                 "return self.head(hidden, job)",
                 "return job.run(self.head, hidden)",
-                ("tests/tools/test_reported.py::test_a_partitioned_head_is_gathered_for_the_loss",),
+                (
+                    "tests/tools/test_regressions.py::test_a_partitioned_head_is_gathered_for_the_loss",
+                ),
             ),
         ),
     ),
@@ -354,7 +356,7 @@ CASES = (
                 "yield slice(start, min(rows, start + step))",
                 "yield slice(start, min(rows, start + step, 65535))",
                 (
-                    "tests/tools/test_reported.py::test_many_rows_and_classes_in_the_fused_loss",
+                    "tests/tools/test_regressions.py::test_many_rows_and_classes_in_the_fused_loss",
                     "tests/ops/test_ops.py::test_forward_and_backward",
                     "-k",
                     "(reference and past-65535-rows) or many_rows",
@@ -412,7 +414,7 @@ CASES = (
                 "name in op.replicated",
                 (
                     "tests/tools/test_regressions.py::test_dtensors_in_two_processes",
-                    "tests/tools/test_reported.py::test_sequence_parallel_norms_in_two_processes",
+                    "tests/tools/test_regressions.py::test_sequence_parallel_norms_in_two_processes",
                 ),
             ),
             Break(

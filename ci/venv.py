@@ -10,7 +10,9 @@ Needs the standard library alone, so that any Python >= 3.10 can run it. Which P
 
 Versions of everything else follow from ``--constraint``, by default ``ci/constraints/pinned.txt``:
 a release of a linter or of transformers changes no run until that file does. What a base
-interpreter of case 1 has stays as it is.
+interpreter of case 1 has stays as it is. ``make pins`` builds an environment without constraints
+and runs ``python -m ci.venv --write-pins`` in it: the names in the file stay, and each gets the
+version that is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import site
 import socket
@@ -30,6 +33,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).absolute().parent.parent
 PINNED = ROOT / "ci" / "constraints" / "pinned.txt"
+PIN = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD_TOOLS = ["pip>=23", "setuptools>=77", "wheel"]
 PROBE = """
@@ -175,10 +179,38 @@ def target(extras: list[str]) -> str:
     return f".[{','.join(extras)}]" if extras else "."
 
 
+# --- pins ---
+
+
+def updated(text: str) -> str:
+    """The file's text with the installed versions; what is not installed stays as it is."""
+
+    def current(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"{name}=={importlib.metadata.version(name)}" if installed(name) else match[0]
+
+    return PIN.sub(current, text)
+
+
+def write_pins() -> None:
+    """Bring the pins up to date with this interpreter, and print what changed."""
+    old = PINNED.read_text(encoding="utf-8")
+    new = updated(old)
+    PINNED.write_text(new, encoding="utf-8")
+    before, after = dict(PIN.findall(old)), dict(PIN.findall(new))
+    for name, version in after.items():
+        if before[name] != version:
+            print(f"{name} {before[name]} -> {version}")
+
+
+# --- the command ---
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Build the project's environment.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="where the environment stands")
+    parser.add_argument("--write-pins", action="store_true", help="pin what is installed here")
     parser.add_argument("--torch", default="torch==2.13.0", help="requirement to install")
     parser.add_argument("--torch-index", default="", help="package index of PyTorch")
     parser.add_argument("--extras", default="test", help="comma-joined extras of the project")
@@ -188,6 +220,10 @@ def main() -> None:
         raise SystemExit(
             f"liger_multi needs Python 3.10 or newer, this is {sys.version.split()[0]}"
         )
+    if args.write_pins:
+        return write_pins()
+    if args.folder is None:
+        parser.error("which folder?")
     print(f"building {args.folder} (minutes, once)", file=sys.stderr)
     try:
         build(

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from liger_multi.testing.poison import poison_empty
-from tests import harness, parts
+from tests import harness
 
 # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
 torch.backends.cudnn.allow_tf32 = False
@@ -77,9 +77,9 @@ def pytest_configure(config):
         config.pluginmanager.register(
             Failures(config.getoption("--results").with_suffix(".failed"))
         )
-    parts.parse(config.getoption("--part"))  # refused before anything is collected
+    harness.parse_part(config.getoption("--part"))  # refused before anything is collected
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(parts.Recorder(config))
+        config.pluginmanager.register(harness.Recorder(config))
     poison_empty()
     if harness.interpreted() and importlib.util.find_spec("triton"):
         harness.interpret_faster()
@@ -104,7 +104,7 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(config, items):
     named = [n for part in config.getoption("--backend") for n in part.split(",")]
     harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
-    parts.select(config, items)
+    harness.select(config, items)
 
 
 def pytest_collection_finish():
@@ -124,7 +124,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return parts.scheduler(config, log)
+    return harness.scheduler(config, log)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
@@ -136,7 +136,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {n: len(terminalreporter.stats.get(n, ())) for n in results.OUTCOMES}
     backends, device = harness.selected_backends(config), harness.selected_device(config)
     seconds = time.monotonic() - config.stash[STARTED]
-    simulated = config.pluginmanager.hasplugin("ci.npu.plugin")
+    simulated = config.pluginmanager.hasplugin("ci.npu.simulate")
     part = config.getoption("--part")
     notes = ["on a simulated NPU (docs/ascend.md)"] * simulated + [f"part {part}"] * bool(part)
     red = [r.nodeid for n in ("failed", "error") for r in terminalreporter.stats.get(n, ())]

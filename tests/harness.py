@@ -1,16 +1,33 @@
-"""What the suite's hooks and tests share beside `liger_multi.testing`: backends under test."""
+"""What the suite's hooks and tests share beside `liger_multi.testing`: backends, parts, forms.
+
+What of the suite runs together, on one worker of ``-n`` and in one part of ``--part i/n``, is a
+unit: a file, whose module fixtures are then made once. A file of samples has no such fixtures and
+is one unit per operator, as is a test that takes longest in its file. Units go out with the longest
+first, by the times of ``seconds.json``, which ``--record-seconds`` writes. A unit without a time
+counts by its tests.
+
+Which samples of an operator reach the same code, so that what is slow need not run all of them? A
+sample's form is what decides the constants of kernels and the graph of a compiler: the tensors that
+are there, their fixed dtypes, which of them need gradients, and the options. Numbers of options
+count as given or not; shapes and strides are run-time arguments. Where a shape chooses another
+kernel, the sample says so (``Sample.path``).
+"""
 
 import fnmatch
+import functools
+import json
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from liger_multi.testing import samples
 from liger_multi.testing.devices import accelerator, device_of, interpreted, refusal
 from liger_multi.testing.suite import expected
-from tests import processes
+from tests import harness, processes
 
 PATIENCE = 1800.0
 """Seconds after which a process of a test hangs; a machine that is only slow has long ended it."""
@@ -146,3 +163,163 @@ def leaves(item: pytest.Item, thinned: dict[tuple[str, str], list[str]]) -> bool
         return None
     callspec = getattr(item, "callspec", None)
     return not any(fnmatch.fnmatchcase(callspec.id if callspec else "", glob) for glob in keep)
+
+
+# --- parts ---
+
+SECONDS = Path(__file__).parent / "seconds.json"
+BY_PARAMETER = (
+    *("test_ops.py", "test_contracts.py", "test_autograd_rules.py"),
+    "test_npu.py::test_kernels_compile_as_listed",
+)
+A_TEST = 0.05
+
+
+def unit(nodeid):
+    """The unit of a test."""
+    path, _, name = nodeid.partition("::")
+    file, (test, _, values) = path.rpartition("/")[2], name.partition("[")
+    if not {file, f"{file}::{test}"}.isdisjoint(BY_PARAMETER):
+        return f"{file}[{values.partition('-')[0].removesuffix(']')}]"
+    return file
+
+
+def run_name(config):
+    """What times are recorded under: kernels that are interpreted take others, as do slow tests."""
+    kind = "interpreted" if harness.interpreted() else "native"
+    return f"{kind} {config.getoption('markexpr')}".strip()
+
+
+def recorded():
+    """Seconds by run and unit."""
+    return json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
+
+
+def weights(nodeids, config):
+    """Seconds by unit, the longest first."""
+    counts = Counter(map(unit, nodeids))
+    known = recorded().get(run_name(config), {})
+    found = {name: known.get(name, count * A_TEST) for name, count in counts.items()}
+    return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def shares(seconds, count):
+    """The part of every unit, from 1: each goes where the least is so far."""
+    totals, found = [0.0] * count, {}
+    for name, each in seconds.items():
+        part = min(range(count), key=totals.__getitem__)
+        totals[part] += each
+        found[name] = part + 1
+    return found
+
+
+def parse_part(text):
+    """Part and count of ``2/4``; without a text, all of one."""
+    if not text:
+        return 1, 1
+    part, _, count = text.partition("/")
+    if not (part.isdigit() and count.isdigit() and 1 <= int(part) <= int(count)):
+        raise pytest.UsageError(f"--part {text}: expected i/n, with i from 1 to n")
+    return int(part), int(count)
+
+
+def select(config, items):
+    """Keep the units of one part, and put the longest first."""
+    seconds = weights([item.nodeid for item in items], config)
+    if not config.pluginmanager.hasplugin("randomly"):
+        order = {name: index for index, name in enumerate(seconds)}
+        items.sort(key=lambda item: order[unit(item.nodeid)])
+    part, count = parse_part(config.getoption("--part"))
+    found = shares(seconds, count)
+    config.hook.pytest_deselected(items=[i for i in items if found[unit(i.nodeid)] != part])
+    items[:] = [item for item in items if found[unit(item.nodeid)] == part]
+
+
+class Recorder:
+    """Writes what every unit took."""
+
+    def __init__(self, config):
+        self.config, self.seconds = config, Counter()
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[unit(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self):
+        every = recorded()
+        found = {n: round(s, 1) for n, s in sorted(self.seconds.items()) if s >= 0.5}
+        every[run_name(self.config)] = every.get(run_name(self.config), {}) | found
+        text = json.dumps(dict(sorted(every.items())), indent=1, sort_keys=True)
+        SECONDS.write_text(text + "\n", encoding="utf-8")
+
+
+def scheduler(config, log):
+    """A worker takes a unit at a time, in the order of the items; for xdist."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
+
+
+# --- forms of samples ---
+
+
+def form(sample):
+    """What samples that reach the same code have in common."""
+    options = frozenset(
+        (name, value if isinstance(value, (bool, str, tuple)) else "given")
+        for name, value in sample.options.items()
+    )
+    tensors = tuple((name, t.dtype, t.grad) for name, t in sample.tensors.items())
+    return options, tensors, sample.path
+
+
+def first_sample(op, sample):
+    """Whether a sample is the first of its operator."""
+    return sample.name == next(s.name for s in samples.of(op) if s.size == "small")
+
+
+def repeats_a_form(op, sample):
+    """Whether an earlier sample of the operator has the same form."""
+    return sample.name in _repeating(op)
+
+
+@functools.cache
+def _repeating(op):
+    seen, names = set(), set()
+    for sample in samples.of(op):
+        if sample.size == "small":
+            (names.add(sample.name) if form(sample) in seen else seen.add(form(sample)))
+    return frozenset(names)
+
+
+def adds_to_a_graph(op, sample):
+    """Whether a sample is the first with one of its options, or the first without some tensor.
+
+    What a graph of the compiler depends on; of frozen tensors the first is enough.
+    """
+    return sample.name in _adding(op, False)
+
+
+def adds_a_launch(op, sample):
+    """The same, or the first of its path: what it adds to the kernels that are launched."""
+    return sample.name in _adding(op, True)
+
+
+@functools.cache
+def _adding(op, paths):
+    seen, names = set(), set()
+    for sample in samples.of(op):
+        if sample.size == "small":
+            options, tensors, path = form(sample)
+            frozen = sum(not grad for *_, grad in tensors) - sum(
+                t.classes > 0 for t in sample.tensors.values()
+            )
+            parts = {*options, frozenset(sample.tensors), frozen > 0, *([("path", path)] * paths)}
+            if not parts <= seen:
+                names.add(sample.name)
+            seen |= parts
+    return frozenset(names)

@@ -3,36 +3,37 @@
 Committed are README, whose operator table is made (between its markers), and pages with made parts
 and quoted numbers (:mod:`benchmarks.store`). One page an operator, the modules, the site's first
 page and list of pages, what :mod:`ci.docs.status` and :mod:`ci.regressions` say, and all that is
-made of results alone are written with the site (:mod:`ci.docs.site`). Backends are read as files,
-so the pages are the same on every machine.
+made of results alone are written with the site. Backends are read as files, so the pages are the
+same on every machine.
+
+A page that is made whole is not committed. What links to it from a committed page names what it is
+made of (a contract, a result, a script), which is there on any host of the repository;
+:data:`MADE_OF` turns such a link into one to the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import difflib
 import importlib
 import inspect
 import re
+import shutil
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from benchmarks import store
 from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
-from ci.docs import convergence as docs_convergence
-from ci.docs import coverage as docs_coverage
-from ci.docs import losses as docs_losses
-from ci.docs import memory as docs_memory
-from ci.docs import planning as docs_planning
-from ci.docs import recompute as docs_recompute
-from ci.docs import site
 from ci.docs import status as docs_status
 from ci.npu import levels
+
+# --- pages ---
 
 ROOT = Path(__file__).parent.parent.parent
 START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
@@ -94,7 +95,7 @@ def table() -> str:
     for name, function in public_operators().items():
         own = [b for b in folders if b != "reference" and directions(b, name)]
         text = summary(sections(function))
-        rows.append([f"[`{name}`]({site.contract(name)})", text, ", ".join(own)])
+        rows.append([f"[`{name}`]({contract(name)})", text, ", ".join(own)])
     return _rows(rows)
 
 
@@ -255,7 +256,7 @@ def readme(old: str) -> str:
 def front() -> str:
     """The site's first page: README, with links as they are from there."""
     text = readme((ROOT / "README.md").read_text(encoding="utf-8"))
-    return NOTE + "\n\n" + site.linked(text, "", site.sources(public_operators()))
+    return NOTE + "\n\n" + linked(text, "", sources(public_operators()))
 
 
 def pages() -> dict[Path, Callable[[str], str]]:
@@ -263,10 +264,10 @@ def pages() -> dict[Path, Callable[[str], str]]:
     docs = ROOT / "docs"
     made: dict[Path, Callable[[str], str]] = {
         ROOT / "README.md": readme,
-        docs / "losses.md": docs_losses.page,
-        docs / "memory.md": docs_memory.page,
-        docs / "planning.md": docs_planning.page,
-        docs / "recompute.md": docs_recompute.page,
+        docs / "losses.md": losses_page,
+        docs / "memory.md": docs_benchmarks.memory_page,
+        docs / "planning.md": docs_benchmarks.planning_page,
+        docs / "recompute.md": docs_benchmarks.recompute_page,
     }
     return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
 
@@ -276,8 +277,8 @@ def whole() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators_page,
-        "convergence.md": docs_convergence.page,
-        "coverage.md": docs_coverage.page,
+        "convergence.md": docs_benchmarks.curves_page,
+        "coverage.md": docs_status.coverage_page,
         "nn.md": modules_page,
         "regressions.md": regressions.page,
         "verification.md": docs_status.page,
@@ -288,7 +289,7 @@ def whole() -> dict[str, Callable[[], str]]:
 
 def build(folder: Path) -> None:
     """Write the sources of the site below a folder."""
-    site.write(folder, public_operators(), whole())
+    write_site(folder, public_operators(), whole())
 
 
 def stale() -> Mapping[Path, tuple[str, str]]:
@@ -300,6 +301,207 @@ def stale() -> Mapping[Path, tuple[str, str]]:
         if new != old:
             found[path] = (old, new)
     return found
+
+
+# --- the site ---
+
+DOCS = ROOT / "docs"
+CONFIG = ROOT / "ci" / "mkdocs.yml"
+NAV = "# operators"  # the line of the configuration that the operators' entries replace
+# code, which has no links, or a link to a file
+CODE_OR_LINK = re.compile(
+    r"^```.*?^```|(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)|`[^`\n]*`", re.DOTALL | re.MULTILINE
+)
+MADE_OF = {
+    "README.md": "index.md",
+    "liger_multi/ops": "ops/index.md",
+    "ci/npu/levels.py": "ops/index.md",
+    "liger_multi/nn": "nn.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md#results-of-the-suite": "verification.md",
+    "benchmarks/README.md#training-curves": "convergence.md",
+    "tests/sweep/results.json": "coverage.md",
+    "ci/regressions.py": "regressions.md",
+}
+
+
+def contract(name: str) -> str:
+    """The file of an operator's contract."""
+    return f"liger_multi/ops/{name}.py"
+
+
+def sources(operators: Iterable[str]) -> dict[str, str]:
+    """The page of the site that is made of a file, by the file's path in the repository."""
+    return MADE_OF | {contract(name): f"ops/{name}.md" for name in operators}
+
+
+def linked(text: str, folder: str, known: Mapping[str, str]) -> str:
+    """A committed page as a page of the site.
+
+    Args:
+        text: The page.
+        folder: Its folder in the repository, from which its links lead.
+        known: From :func:`sources`.
+    """
+
+    def changed(match: re.Match[str]) -> str:
+        picture, shown, link = match.groups()
+        if link is None:
+            return match[0]
+        file, _, anchor = link.partition("#")
+        path = _normal(PurePosixPath(folder) / file)
+        page = known.get(f"{path}#{anchor}") or known.get(path)
+        if page is not None:
+            return f"[{shown}]({page})"
+        if path.startswith("docs/"):
+            inside = path.removeprefix("docs/") + (f"#{anchor}" if anchor else "")
+            return f"{picture}[{shown}]({inside})"
+        return f"{shown} (`{path}`)"  # no page of the site
+
+    return CODE_OR_LINK.sub(changed, text)
+
+
+def _normal(path: PurePosixPath) -> str:
+    """A path without ``..``."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts:
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def configuration(operators: Iterable[str]) -> str:
+    """The configuration of the site, with one entry an operator; it stands beside ``docs``."""
+    text = CONFIG.read_text(encoding="utf-8")
+    found = re.findall(rf"^( *){NAV}$", text, re.MULTILINE)
+    if len(found) != 1:
+        raise SystemExit(f"ci/mkdocs.yml needs the line {NAV!r} once, where the operators go")
+    lines = "\n".join(f"{found[0]}- {name}: ops/{name}.md" for name in operators)
+    return re.sub(rf"^ *{NAV}$", lines, text, flags=re.MULTILINE)
+
+
+def write_site(
+    folder: Path, operators: Iterable[str], whole: Mapping[str, Callable[[], str]]
+) -> None:
+    """Write ``mkdocs.yml`` and ``docs`` below a folder, in place of what is there.
+
+    Args:
+        folder: Where.
+        operators: The public operators.
+        whole: The pages that are made whole, by their path in the site.
+    """
+    names = list(operators)
+    pages = folder / "docs"
+    shutil.rmtree(pages, ignore_errors=True)
+    known = sources(names)
+    for path in sorted(DOCS.rglob("*")):
+        name = path.relative_to(DOCS)
+        if not path.is_file() or name.as_posix() in whole:
+            continue
+        target = pages / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            text = path.read_text(encoding="utf-8")
+            target.write_text(linked(text, "docs", known), encoding="utf-8")
+        else:
+            shutil.copyfile(path, target)
+    for made, make in whole.items():
+        target = pages / made
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(make(), encoding="utf-8")
+    (folder / "mkdocs.yml").write_text(configuration(names), encoding="utf-8")
+
+
+# --- the page of the losses ---
+
+LOSSES_PLACE = "<!-- losses:{} -->"
+LOSSES_END = "<!-- losses:end -->"
+FAMILIES = (
+    ("Pairs against a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
+    ("Pairs without a reference", "cpo_loss", "CPOOptions", ("margins", "CPO")),
+    ("Single answers", "kto_loss", "KTOOptions", ("kto", "KTO")),
+    ("Policies", "policy_loss", "PolicyOptions", ("policies", "POLICY")),
+    ("Sequences", "sequence_loss", "SequenceOptions", ("sequence", "SEQUENCE")),
+    ("Several heads ahead", "mtp_loss", "SequenceOptions", None),
+    ("Distillation", "distillation_loss", "DistillationOptions", ("distillation", "DIVERGENCES")),
+)
+
+
+def arguments(documented: Any) -> dict[str, str]:
+    """The arguments of a docstring in Google's style, by name."""
+    text = inspect.getdoc(documented) or ""
+    body = re.split(r"^Args:\n", text, maxsplit=1, flags=re.MULTILINE)[1]
+    body = textwrap.dedent(re.split(r"^\w+:\n", body, maxsplit=1, flags=re.MULTILINE)[0])
+    found: dict[str, str] = {}
+    for line in body.splitlines():
+        match = re.match(r"(\w+): (.*)", line)
+        if match:
+            found[match[1]] = match[2]
+        elif line.strip():
+            found[list(found)[-1]] += f" {line.strip()}"
+    return found
+
+
+def rows(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table in Markdown."""
+    made = [header, ("---",) * len(header), *lines]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in made]
+
+
+def clean(text: str) -> str:
+    """Docstring text as Markdown."""
+    text = re.sub(r":\w+:`~?([^`]*)`", lambda m: f"`{m[1].rpartition('.')[2]}`", text)
+    return text.replace("``", "`")
+
+
+def options(kind: type) -> list[str]:
+    """The table of a dataclass of options."""
+    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+    lines = [(f"`{n}`", f"`{defaults[n]!r}`", clean(t)) for n, t in arguments(kind).items()]
+    return rows(("Option", "Default", "What"), lines)
+
+
+def head() -> list[str]:
+    """The table of what a head takes."""
+    found = arguments(importlib.import_module("liger_multi.losses").Head)
+    return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in found.items()])
+
+
+def families() -> list[str]:
+    """A section for every function: its arguments, loss types and options."""
+    losses, out = importlib.import_module("liger_multi.losses"), []
+    for title, name, kind, place in FAMILIES:
+        function = getattr(losses, name)
+        text = (inspect.getdoc(function) or "").split("Args:")[0].strip()
+        out += [f"## {title}", "", f"`losses.{name}`: {clean(text)}", ""]
+        given = [(f"`{n}`", clean(t)) for n, t in arguments(function).items() if n != "options"]
+        out += [*rows(("Argument", "What"), given), ""]
+        if place is None:
+            out += ["Further options are those of `sequence_loss`.", ""]
+            continue
+        types = getattr(importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1])
+        what = "Divergence" if place[1] == "DIVERGENCES" else "Loss type"
+        lines = [(f"`{n}`", str(formula.source)) for n, formula in types.items()]
+        out += [*rows((what, "Source"), lines), "", *options(getattr(losses, kind)), ""]
+    return out[:-1]
+
+
+def losses_page(old: str) -> str:
+    """The page with current tables between its markers."""
+    for name, make in (("head", head), ("families", families)):
+        before, found, rest = old.partition(LOSSES_PLACE.format(name))
+        _, end, after = rest.partition(LOSSES_END)
+        if not found or not end:
+            raise SystemExit(
+                f"docs/losses.md needs {LOSSES_PLACE.format(name)} and {LOSSES_END} after it"
+            )
+        old = "\n".join([before + found, "", *make(), "", LOSSES_END + after])
+    return old
+
+
+# --- the command ---
 
 
 def main() -> int:

@@ -6,24 +6,194 @@ kernel compiles within the unified buffer, double buffers included; and ``ci/npu
 what each of those forms takes there, and which one refuses the next larger block. A search is
 finished when both ends are known, and an entry says so. tests/kernels/test_npu.py compares the
 second file with today's sources, and compiles some of it again.
+
+The calls are of real models' widths and reach every kernel in every form that it has. Sizes are
+plain arguments of the kernels, so that few rows compile what many would.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import yaml
 
-from ci.npu import cases, vendor
-from ci.npu.lowering import CHIPS, Chip, Launch
+import liger_multi
+from ci.npu import lowering
+from ci.npu.lowering import CHIPS, Chip, Launch, caught
+from ci.npu.simulate import Device
+from liger_multi import ops
+from liger_multi.backends.npu.common import launching as npu
 from liger_multi.dispatch import launch as launching
+from liger_multi.dispatch.backend import DeviceInfo
+from liger_multi.dispatch.op import OPS
+from liger_multi.ops.cross_entropy import EVERYTHING
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+# --- calls ---
+
+ROWS = 4
+WIDTHS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _logits(cols: int, weighted: bool = False) -> dict[str, T]:
+    made = {"logits": T((ROWS, cols)), "target": T((ROWS,), classes=cols)}
+    extra = {"weight": T((cols,), positive=True, grad=False)}
+    return {**made, **(extra if weighted else {})}
+
+
+def _pair(cols: int) -> dict[str, T]:
+    return {
+        "student": T((ROWS, cols), positive=True),
+        "teacher": T((ROWS, cols), positive=True, grad=False),
+        "target": T((ROWS,), classes=9),
+    }
+
+
+def _norm(cols: int, **terms: T) -> dict[str, T]:
+    return {"x": T((ROWS, cols)), **terms}
+
+
+def _head(cols: int) -> dict[str, T]:
+    return {
+        "hidden": T((ROWS, 64)), "weight": T((cols, 64)), "target": T((ROWS,), classes=cols)
+    }  # fmt: skip
+
+
+FORMS = [
+    {"form": student, "teacher_form": teacher}
+    for student, teacher in (
+        ("logits", "logits"), ("log_prob", "log_prob"), ("prob", "prob"), ("logits", "prob"),
+    )
+]  # fmt: skip
+TERMS = (("x", None), ("residual", torch.float32))
+
+
+def _rope(cols: int, angles: int, dtype: torch.dtype | None = None) -> dict[str, T]:
+    made = {n: T((1, h, ROWS, cols), layout="swapped") for n, h in (("q", 32), ("k", 8))}
+    return made | {n: T((1, ROWS, angles), dtype=dtype, grad=False) for n in ("cos", "sin")}
+
+
+W32 = T((4096,), dtype=torch.float32)
+PLAIN = {"x": T((ROWS, 4096)), "residual": T((ROWS, 4096))}
+CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
+    "cross_entropy": (
+        (_logits(32000), {}),
+        (_logits(151936), {"label_smoothing": 0.1, "z_loss": 1e-4}),
+        (_logits(262144), {"softcap": 30.0}),
+        (_logits(128256, True), EVERYTHING),
+    ),
+    "fused_linear_log_prob": ((_head(32000), {"outputs": ("entropy",), "softcap": 30.0}),),
+    "token_log_prob": ((_logits(32000), {"outputs": ("entropy",), "softcap": 30.0}),),
+    **{
+        name: tuple((_pair(128256), {**form, **own}) for own in options for form in FORMS)
+        for name, options in (
+            ("kl_div", ({},)), ("tvd", ({},)), ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
+        )
+    },
+    "rms_norm": (
+        (_norm(4096, weight=W32), {}),
+        (_norm(16384), {}),
+        ({"x": T((ROWS, 16384), grad=False), "weight": T((16384,))}, {}),
+        (_norm(3072, weight=T((3072,))), {"offset": 1.0, "casting": "gemma"}),
+        (_norm(5120, weight=T((5120,), dtype=torch.float32)), {"offset": 1.0}),
+    ),
+    "fused_add_rms_norm": (
+        ({n: T((ROWS, 16384), dtype=d) for n, d in TERMS} | {"weight": T((16384,))}, {}),
+        (PLAIN | {"weight": T((4096,))}, {}),
+        (PLAIN | {"weight": W32}, {}),
+        (PLAIN | {"weight": T((4096,))}, {"offset": 1.0, "casting": "gemma"}),
+    ),
+    "swiglu": (({"gate": T((ROWS, 14336)), "up": T((ROWS, 14336))}, {}),),
+    "swiglu_packed": (({"gate_up": T((ROWS, 22016))}, {"gate_multiplier": 0.5}),),
+    "geglu": (
+        ({"gate": T((ROWS, 14336)), "up": T((ROWS, 14336))}, {}),
+        ({"gate": T((ROWS, 14336)), "up": T((ROWS, 14336))}, {"approximate": "none"}),
+    ),
+    "geglu_packed": (({"gate_up": T((ROWS, 22016))}, {}),),
+    "rope": tuple(
+        (tensors, {"style": style, **own})
+        for style in ("half", "interleaved")
+        for tensors, own in (
+            (_rope(512, 512, torch.float32), {}),  # what npu_rotary_mul refuses: types that differ,
+            (_rope(128, 128, torch.float32), {}),
+            (_rope(80, 32), {"rotary_dim": 32}),
+            (_rope(128, 64), {"rotary_dim": 64}),  # channels that pass,
+            (_rope(64, 32), {"rotary_dim": 64}),  # and one value a pair
+        )
+    ),
+    "dyt": (
+        (_norm(4096, alpha=T((1,)), weight=T((4096,)), bias=T((4096,))), {}),
+        (_norm(16384, alpha=T((1,)), weight=T((16384,))), {}),
+    ),
+}  # fmt: skip
+
+
+def info(chip: Chip) -> DeviceInfo:
+    """What the backend would say of a chip."""
+    return DeviceInfo("npu", chip.name, 1, 1, chip.buffer, chip.cores, "a5" if chip.a5 else "a2")
+
+
+def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: torch.dtype) -> None:
+    made = Sample("case", tensors, options).make("npu", dtype)
+    result = getattr(ops, op)(**made, **options)
+    parts = [result] if isinstance(result, torch.Tensor) else list(result)
+    outs = [p for p in parts if p is not None and p.requires_grad]
+    torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])
+
+
+@contextlib.contextmanager
+def blocks(of: dict[str, int] | None) -> Iterator[None]:
+    """Use these blocks, by kernel, in place of the table's, however narrow the rows."""
+    if of is None:
+        yield
+        return
+    entries = {name: ({"when": {}, "config": {"block": block}},) for name, block in of.items()}
+    with (
+        mock.patch.object(launching, "table", return_value=entries),
+        mock.patch.object(npu, "power_of_2", return_value=2**30),
+    ):
+        yield
+
+
+def launches_of(
+    chip: Chip, dtype: torch.dtype, of: dict[str, int] | None = None
+) -> dict[str, Launch]:
+    """What the cases launch on a chip, by what is compiled."""
+    found: dict[str, Launch] = {}
+    with (
+        Device(), launching.simulate(info(chip)), blocks(of),
+        caught(lambda made: found.update({made.key: made}), chip),
+    ):  # fmt: skip
+        for op, calls in CASES.items():
+            assert op in OPS, op
+            for tensors, options in calls:
+                with liger_multi.use(**{op: "npu"}):
+                    _call(op, tensors, options, dtype)
+    return found
+
+
+# By what was seen of the compiler: the mixture of two distributions takes the most, and tanh.
+ROOM = {"KIND": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1), "HALF": (1, 0)}
+
+
+def appetite(launch: Launch) -> tuple[int, int]:
+    """How a kernel's forms rank by the room that they want: that with fewer parts left out."""
+    constants = launch.constants
+    kinds = sum(ROOM[n][int(v)] for n, v in constants.items() if n in ROOM)
+    return kinds, -sum(v is None for v in constants.values())
+
+
+# --- the search, and what it writes ---
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"
@@ -59,8 +229,8 @@ class Found:
     """
 
     block: int
-    forms: tuple[tuple[Launch, vendor.Verdict], ...]
-    refused: tuple[Launch, vendor.Verdict] | None
+    forms: tuple[tuple[Launch, lowering.Verdict], ...]
+    refused: tuple[Launch, lowering.Verdict] | None
 
 
 def key(launch: Launch) -> str:
@@ -71,18 +241,18 @@ def key(launch: Launch) -> str:
 def grouped(launches: Iterable[Launch]) -> dict[str, list[Launch]]:
     """Forms of each kernel, the ones that want the most room first."""
     found = defaultdict(list)
-    for launch in sorted(launches, key=cases.appetite, reverse=True):
+    for launch in sorted(launches, key=appetite, reverse=True):
         found[key(launch)].append(launch)
     return dict(found)
 
 
-def fits(verdict: vendor.Verdict) -> bool:
+def fits(verdict: lowering.Verdict) -> bool:
     """Whether a form compiled within the buffer, with double buffers and no scalar loops."""
     clean = not (verdict.scalar_loops or verdict.unstructured)
     return not verdict.error and verdict.multibuffer and clean
 
 
-def why(verdict: vendor.Verdict) -> str:
+def why(verdict: lowering.Verdict) -> str:
     """What the compiler made of a form, in a few words."""
     if verdict.error:
         return verdict.error
@@ -103,7 +273,7 @@ def size_of(launch: Launch) -> int:
 def _launched(chip: Chip, block: int) -> list[Launch]:
     made: dict[str, Launch] = {}
     for dtype in TYPES.values():  # some tensors of a call may be wider than others
-        made |= cases.launches(chip, dtype, dict.fromkeys(NAMES, block))
+        made |= launches_of(chip, dtype, dict.fromkeys(NAMES, block))
     return list(made.values())
 
 
@@ -114,11 +284,11 @@ def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
 
 def compiled(
     launches: list[Launch], chip: Chip
-) -> tuple[list[tuple[Launch, vendor.Verdict]], tuple[Launch, vendor.Verdict] | None]:
+) -> tuple[list[tuple[Launch, lowering.Verdict]], tuple[Launch, lowering.Verdict] | None]:
     """Verdicts of forms up to the first that does not fit, and that one."""
-    made: list[tuple[Launch, vendor.Verdict]] = []
+    made: list[tuple[Launch, lowering.Verdict]] = []
     for launch in launches:
-        verdict = vendor.compile(launch, chip)
+        verdict = lowering.compile_by_vendor(launch, chip)
         if not fits(verdict):
             return made, (launch, verdict)
         made.append((launch, verdict))
@@ -145,9 +315,9 @@ def constants(launch: Launch) -> str:
     return " ".join([*parts, *kinds, *(["without " + ",".join(absent)] if absent else [])])
 
 
-def row(size: int, launch: Launch, verdict: vendor.Verdict) -> str:
+def row(size: int, launch: Launch, verdict: lowering.Verdict) -> str:
     """One line of a chip's file."""
-    kind, block = vendor.KINDS[TYPES[size]], launch.constants["BLOCK"]
+    kind, block = lowering.KINDS[TYPES[size]], launch.constants["BLOCK"]
     said = f"{key(launch):<16}{kind:<6}{block:>6}  {launch.key[:16]}  "
     return f"{said}{why(verdict):<32}  {constants(launch)}"
 
@@ -188,10 +358,10 @@ def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
     # rows narrower than a block take a smaller one: what models launch beside the search
     kept = {text.split()[3] for text in lines}
     for dtype in TYPES.values():
-        for launch in cases.launches(chip, dtype).values():
+        for launch in launches_of(chip, dtype).values():
             if launch.key[:16] not in kept:
                 kept.add(launch.key[:16])
-                lines.append(row(size_of(launch), launch, vendor.compile(launch, chip)))
+                lines.append(row(size_of(launch), launch, lowering.compile_by_vendor(launch, chip)))
     listed.parent.mkdir(exist_ok=True)
     head = (
         f"# Written by `python -m ci.npu.blocks` with bishengir-compile {version}: kernel, type,\n"

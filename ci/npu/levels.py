@@ -2,12 +2,21 @@
 
 A reference on the device reaches level 3, which is as far as there is anything to check; levels 4
 and 5 are about kernels. tests/kernels/test_npu.py wants what stands here,
-tests/kernels/test_levels.py a row for every operator.
+tests/kernels/test_vendors.py a row for every operator. For the first two levels there is one
+call of every operator of torch_npu that the backend uses.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ast
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_multi.dispatch.registry import packages
+
+# --- levels ---
 
 REFERENCE, SIMULATED, COMPILED = "reference", 3, 5
 
@@ -78,3 +87,65 @@ ROWS: dict[str, Row] = {
     "tvd": KERNEL,
     "tvd_inplace": KERNEL,
 }
+
+
+# --- calls ---
+
+
+def _t(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+ANGLES = (1, 1, 5, 64)
+# arguments by operator, and the shapes of what it returns
+CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
+    "npu_rms_norm": ((_t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1)]),
+    "npu_rms_norm_backward": (
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), _t(2, 5, 1).float()), [(2, 5, 64), (64,)],
+    ),
+    "npu_add_rms_norm": (
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1), (2, 5, 64)],
+    ),
+    "npu_swiglu": ((_t(3, 128), -1), [(3, 64)]),
+    "npu_swiglu_backward": ((_t(3, 64), _t(3, 128), -1), [(3, 128)]),
+    "npu_geglu": ((_t(3, 128), -1, 1, True), [(3, 64), (3, 64)]),
+    "npu_rotary_mul": ((_t(2, 4, 5, 64), _t(*ANGLES), _t(*ANGLES), "half"), [(2, 4, 5, 64)]),
+    "npu_fusion_attention_v3": (
+        (_t(2, 5, 4, 64), _t(2, 5, 2, 64), _t(2, 5, 2, 64), 4, "BSND"),
+        [(2, 5, 4, 64), (2, 4, 5, 8), (2, 4, 5, 8), (0,), (1,), (1,)],
+    ),
+    "npu_fusion_attention_grad_v3": (
+        (*(_t(2, 5, n, 64) for n in (4, 2, 2, 4)), 4, "BSND"),
+        [(2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 2, 64), (0,), ()],
+    ),
+    "npu_moe_token_permute": ((_t(5, 64), _ids(5, 2)), [(10, 64), (10,)]),
+    "npu_moe_token_unpermute": ((_t(10, 64), _ids(10).int(), _t(5, 2)), [(5, 64)]),
+    "npu_grouped_matmul": (([_t(10, 64)], [_t(3, 64, 32)]), [(10, 32)]),
+    "npu_grouped_matmul_add_": (
+        (_t(3, 64, 32).float(), _t(10, 64), _t(10, 32), _ids(3)), [(3, 64, 32)],
+    ),
+}  # fmt: skip
+# what is given by name
+OPTIONS: dict[str, dict[str, Any]] = {
+    "npu_grouped_matmul": {"group_list": _ids(3), "split_item": 3, "group_type": 0},
+}
+
+
+def folder() -> Path:
+    """Where the backend stands."""
+    module = __import__(packages()["npu"], fromlist=["BACKEND"])
+    return Path(module.__file__ or "").parent
+
+
+def used() -> set[str]:
+    """Names of torch_npu's operators in the backend's sources."""
+    found = set()
+    for file in folder().rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
+                found.add(node.attr)
+    return found

@@ -263,29 +263,26 @@ def _rope_kinds(
     dtype: torch.dtype = BF16, angle: torch.dtype = BF16,
 ) -> None:  # fmt: skip
     q, k = (_meta(4, 2048, h, width, dtype=dtype).transpose(1, 2) for h in heads)
-    orders: Any = ("0213", "0213")
-    kinds: Any = (dtype, dtype, True, True)
-    how: Any
-    pairs = width // 2
+    orders, pairs = ("0213", "0213"), width // 2
     sections = f"{pairs - 2 * (3 * pairs // 8)},{3 * pairs // 8},{3 * pairs // 8}"
-    if kind == "multimodal":
-        cos = _meta(3, 4, 2048, width, dtype=angle)
-        how = (sections, chunked, style, 1, width, "cohere", *orders)
-        made = rope_kinds.MultimodalRope.forward(q, k, cos, cos, *how)
-        rope_kinds.MultimodalRope.backward(*made, cos, cos, *how, *kinds)
-    elif kind == "complex":
-        freqs = _meta(4, 2048, pairs, 2, dtype=FP32)
-        made = rope_kinds.ComplexRope.forward(q, k, freqs, 1, width, *orders)
-        rope_kinds.ComplexRope.backward(*made, freqs, 1, width, *orders, *kinds)
-    elif kind == "sorted":
-        cos = _meta(4, 2048, pairs, dtype=angle)
-        made = rope_kinds.SortedRope.forward(q, k, cos, cos, 1, width, "cohere", *orders)
-        rope_kinds.SortedRope.backward(*made, cos, cos, 1, width, "cohere", *orders, *kinds)
-    else:
-        ids, freqs = _meta(3, 4, 2048, dtype=torch.int64), _meta(pairs, dtype=FP32)
-        how = (1.0, sections, chunked, style, 1, "llama", *orders)
-        made = rope_kinds.PositionRope.forward(q, k, ids, freqs, *how)
-        rope_kinds.PositionRope.backward(*made, freqs, ids, *how, *kinds)
+    grids, angles = _meta(3, 4, 2048, width, dtype=angle), _meta(4, 2048, pairs, dtype=angle)
+    complexes = _meta(4, 2048, pairs, 2, dtype=FP32)
+    ids, freqs = _meta(3, 4, 2048, dtype=torch.int64), _meta(pairs, dtype=FP32)
+    # by kind: the operator, the tensors of its angles (backward has them in reverse), its options
+    table: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]] = {
+        "multimodal": (
+            rope_kinds.MultimodalRope, (grids, grids),
+            (sections, chunked, style, 1, width, "cohere"),
+        ),
+        "complex": (rope_kinds.ComplexRope, (complexes,), (1, width)),
+        "sorted": (rope_kinds.SortedRope, (angles, angles), (1, width, "cohere")),
+        "positions": (
+            rope_kinds.PositionRope, (ids, freqs), (1.0, sections, chunked, style, 1, "llama"),
+        ),
+    }  # fmt: skip
+    operator, tensors, options = table[kind]
+    made = operator.forward(q, k, *tensors, *options, *orders)
+    operator.backward(*made, *reversed(tensors), *options, *orders, dtype, dtype, True, True)
 
 
 def _rope_calls() -> dict[str, Callable[[], None]]:

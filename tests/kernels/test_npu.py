@@ -1,13 +1,17 @@
-"""The levels of the Ascend levels that are not the common suite; ``make test-npu`` runs them.
+"""The levels of Ascend that are not the common suite; ``make test-npu`` runs them.
 
-Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.plugin``.
+Needs the environment that ci/npu/environment.py builds, and ``-p ci.npu.simulate``. Of experts,
+whose results are the common suite's: which of torch_npu's operators run, within which limits, and
+who waits.
 """
 
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,14 +23,18 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 import liger_multi
-from ci.npu import blocks, calls, cases, execute, levels, vendor
+from ci.npu import blocks, levels, lowering
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
+from ci.npu.simulate import READ
 from liger_multi import ops
+from liger_multi.backends.npu.experts import fused_moe as ours
+from liger_multi.dispatch import launch as launch_config
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import operators
 from liger_multi.errors import BackendUnavailableError
+from liger_multi.reference.experts import fused_moe as theirs
 from liger_multi.testing import samples
 
 NPU = torch.device("npu", 0)
@@ -38,14 +46,14 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in th
 
 
 def test_every_call_has_a_probe_and_a_reference():
-    assert calls.used() == set(calls.CALLS)
-    assert calls.used() <= set(REFERENCES)
+    assert levels.used() == set(levels.CALLS)
+    assert levels.used() <= set(REFERENCES)
 
 
-@pytest.mark.parametrize("name", calls.CALLS)
+@pytest.mark.parametrize("name", levels.CALLS)
 def test_calls_fit_the_live_schema(name):
-    args, shapes = calls.CALLS[name]
-    found = getattr(torch.ops.npu, name)(*args, **calls.OPTIONS.get(name, {}))
+    args, shapes = levels.CALLS[name]
+    found = getattr(torch.ops.npu, name)(*args, **levels.OPTIONS.get(name, {}))
     found = [found] if isinstance(found, torch.Tensor) else list(found)
     assert [tuple(t.shape) for t in found] == shapes
     assert all(t.is_meta for t in found)
@@ -53,7 +61,7 @@ def test_calls_fit_the_live_schema(name):
 
 @pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_clipped_swiglu"])
 def test_operators_that_lose_gradients_are_not_used(name):
-    assert name not in calls.used()
+    assert name not in levels.used()
 
 
 # --- level 2: gradients on fake NPU tensors ---
@@ -157,10 +165,10 @@ def test_limits_of_the_fused_norm(simulated, dtype, weight, offset, fused):
 def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, path):
     q, k = (torch.randn(2, 3, 5, width).to(NPU, torch.bfloat16).requires_grad_() for _ in "qk")
     cos, sin = (torch.randn(1, 5, rotary).to(NPU, angles) for _ in range(2))
-    before, launched = simulated.calls.copy(), execute.launched["_rope_kernel"]
+    before, launched = simulated.calls.copy(), lowering.launched["_rope_kernel"]
     q_out, k_out = ops.rope(q, k, cos, sin, style=style)
     (q_out.sum() + k_out.sum()).backward()
-    ran, launched = simulated.calls - before, execute.launched["_rope_kernel"] - launched
+    ran, launched = simulated.calls - before, lowering.launched["_rope_kernel"] - launched
     assert ran["npu::npu_rotary_mul"] == (4 if path == "fused" else 0)
     assert launched == (4 if path == "kernel" else 0)
 
@@ -226,12 +234,12 @@ def listed(chip):
 @pytest.mark.parametrize("kind", DTYPES)
 def test_every_form_is_listed_as_todays_sources_have_it(chip, kind):
     known = listed(chip)
-    found = cases.launches(CHIPS[chip], DTYPES[kind])
+    found = blocks.launches_of(CHIPS[chip], DTYPES[kind])
     assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
     for launch in found.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
-        size = vendor.KINDS[blocks.TYPES[blocks.size_of(launch)]]
+        size = lowering.KINDS[blocks.TYPES[blocks.size_of(launch)]]
         assert said[:3] == (blocks.key(launch), size, launch.constants["BLOCK"])
         taken = re.match(rf"(\d+) of {CHIPS[chip].buffer} bytes  ", said[3])
         assert taken, f"{launch}: {said}"
@@ -251,7 +259,7 @@ def test_every_block_is_from_a_finished_search(chip):
             assert entry["source"].startswith("finished search, "), entry
             assert chip in entry["source"]
             # one more step was refused, or there is none
-            kind = vendor.KINDS[blocks.TYPES[size]]
+            kind = lowering.KINDS[blocks.TYPES[size]]
             more = [
                 s for n, k, b, s in listed(chip).values() if (n, k, b) == (name, kind, 2 * block)
             ]
@@ -266,11 +274,11 @@ def test_kernels_compile_as_listed(request, chip, kind):
     """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
     known, grouped = (
         listed(chip),
-        blocks.grouped(cases.launches(CHIPS[chip], DTYPES[kind]).values()),
+        blocks.grouped(blocks.launches_of(CHIPS[chip], DTYPES[kind]).values()),
     )
     every = request.config.getoption("--slow-npu")
     for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
-        verdict = vendor.compile(launch, CHIPS[chip])
+        verdict = lowering.compile_by_vendor(launch, CHIPS[chip])
         assert blocks.fits(verdict), verdict
         assert blocks.why(verdict) == known[launch.key[:16]][3].partition("  ")[0]
 
@@ -278,18 +286,165 @@ def test_kernels_compile_as_listed(request, chip, kind):
 @compiled
 def test_a_block_that_is_too_large_is_refused():
     chip = CHIPS["Ascend910B3"]
-    found = cases.launches(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    found = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
     launch = next(x for x in found.values() if x.name == "_pair_sums_kernel")
-    assert "overflow" in vendor.compile(launch, chip).error
+    assert "overflow" in lowering.compile_by_vendor(launch, chip).error
 
 
 # --- the table of paths ---
 
 
 def test_rows_of_the_levels_are_reached():
-    covered = {OPS[name].name for name in cases.CASES}
+    covered = {OPS[name].name for name in blocks.CASES}
     heads = {n.removeprefix("fused_linear_") for n in levels.ROWS if n.startswith("fused_linear_")}
     for op, row in levels.ROWS.items():
         if row.level == levels.COMPILED:
             base = op.removeprefix("fused_linear_").removesuffix("_inplace")
             assert op in covered or base in covered or base in heads, op
+
+
+# --- experts ---
+
+contract = importlib.import_module("liger_multi.ops.fused_moe")
+SORTED = "npu::npu_moe_token_permute"
+UNSORTED = "npu::npu_moe_token_unpermute"
+GROUPED = "npu::npu_grouped_matmul"
+ADDED = "npu::npu_grouped_matmul_add_"
+
+
+def moe(name, dtype, device=NPU):
+    """Tensors and options of a sample."""
+    sample = next(s for s in samples.of("fused_moe") if s.name == name)
+    return sample.make(device, dtype), sample.options
+
+
+def run_moe(simulated, tensors, options):
+    """What ran in both directions, the result and the gradients."""
+    before = simulated.calls.copy()
+    y = ops.fused_moe(**tensors, **options)
+    wanted = [t for t in tensors.values() if t.requires_grad]
+    found = torch.autograd.grad(y, wanted, torch.ones_like(y))
+    return simulated.calls - before, y, found
+
+
+@pytest.mark.parametrize("name", ["rows", "gpt-oss", "transposed", "sentinels", "fp32-routing"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_read_nothing_back(simulated, name, dtype):
+    ran, *_ = run_moe(simulated, *moe(name, dtype))
+    counts = [ran[n] for n in (SORTED, UNSORTED, GROUPED, ADDED, READ)]
+    assert counts == [1, 2, 4, 2, 0]
+
+
+def test_reads_are_counted(simulated):
+    """In fp32 no grouped GEMM makes weights' gradients: the host asks for the groups."""
+    ran, *_ = run_moe(simulated, *moe("rows", torch.float32))
+    assert (ran[GROUPED], ran[ADDED], ran[READ]) == (4, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["rows", "gpt-oss", "transposed", "sentinels", "fp32-routing"])
+def test_experts_fit_the_meta_functions_one_after_another(name):
+    made, options = moe(name, torch.bfloat16, "cpu")
+    given = {"gate_up_bias": None, "down_bias": None, "activation": "silu", "limit": 7.0}
+    given |= {"alpha": 1.702, "up_offset": 1.0, "interleaved": False, "transposed": False}
+    needs = ("x", "gate_up_weight", "down_weight", "routing", "gate_up_bias", "down_bias")
+    needs = {f"needs_{n}": n in made for n in needs}
+    with FakeTensorMode():
+        fake = {
+            n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
+            for n, t in made.items()
+        }
+        given |= fake | options
+        y, *kept = ours.forward(**given, y_dtype=torch.bfloat16, **needs)
+        del given["gate_up_bias"]
+        gradients = ours.backward(
+            y, **given, **dict(zip(("gate_up", "order", "offsets"), kept, strict=True)), **needs
+        )
+        values = {"dy": y, **given, **needs}
+        values |= zip(("gate_up", "order", "offsets"), kept, strict=True)
+        right = contract.op.bwd.fake(*[values[name] for name in contract.op.bwd.params])
+    assert y.shape == made["x"].shape
+    for made, wanted in zip(gradients, right, strict=True):
+        assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
+
+
+@pytest.mark.parametrize("case", ["many experts", "many of a token", "strided", "a5"])
+def test_experts_beyond_the_limits_are_by_the_reference(simulated, case):
+    count, per = 1025 if case == "many experts" else 3, 513 if case == "many of a token" else 2
+    torch.manual_seed(0)
+    made = {"x": torch.randn(3, 4), "gate_up_weight": torch.randn(count, 4, 4)}
+    made |= {"routing": torch.rand(3, per), "index": torch.randint(count, (3, per))}
+    down, step = torch.randn(count, 4, 4), 2 if case == "strided" else 1
+    chip = replace(device_info(NPU), table="a5" if case == "a5" else "a2")
+    found = {}
+    for device in ("cpu", NPU):
+        given = {n: t.to(device) for n, t in made.items()}
+        given["down_weight"] = down.to(device)[..., : 2 * step : step]
+        if case != "strided":
+            given["down_weight"] = given["down_weight"].contiguous()
+        for t in given.values():
+            t.requires_grad_(t.is_floating_point())
+        with launch_config.simulate(chip):
+            ran, *found[device] = run_moe(simulated, given, {})
+        assert not any(ran[n] for n in (SORTED, UNSORTED, GROUPED, ADDED))
+    torch.testing.assert_close([found[NPU][0].cpu()], [found["cpu"][0]])
+    for a, b in zip(found[NPU][1], found["cpu"][1], strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+
+
+def test_rows_of_no_expert_say_nothing_whatever_the_product_makes_of_them(simulated):
+    """The last expert's product of them leaves the range of fp16, both ways."""
+    torch.manual_seed(0)
+    index = torch.tensor([[0, -1], [1, 5], [0, 1]], device=NPU)
+    given = {"x": torch.full((3, 8), 100.0), "gate_up_weight": torch.randn(3, 8, 8) * 1e-2}
+    given |= {"down_weight": torch.randn(3, 8, 4), "routing": torch.rand(3, 2)}
+    given["gate_up_weight"][2], given["down_weight"][2] = 6e4, 6e4
+    given = {n: t.to(NPU, torch.float16).requires_grad_() for n, t in given.items()}
+    ran, y, found = run_moe(simulated, given | {"index": index}, {})
+    assert ran[GROUPED] == 4
+    assert y.isfinite().all()
+    assert all(t.isfinite().all() for t in found)
+    names = dict(zip(given, found, strict=True))
+    assert names["routing"][0, 1] == names["routing"][1, 1] == 0
+    assert not names["gate_up_weight"][2].any()
+    assert not names["down_weight"][2].any()
+
+
+def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
+    """Two experts that say the opposite leave the difference of their weights, 2 ** -9."""
+    torch.manual_seed(0)
+    first, down = torch.randn(1, 8, 4).repeat(2, 1, 1), torch.randn(1, 4, 4)
+    given = {
+        "gate_up_weight": first,
+        "down_weight": torch.cat([down, -down]),
+        "x": torch.ones(1, 4),
+    }
+    given = {n: t.to(NPU, torch.bfloat16).requires_grad_() for n, t in given.items()}
+    index = torch.tensor([[0, 1]], device=NPU)
+    ran, y, _ = run_moe(
+        simulated, given | {"index": index, "routing": torch.tensor([[1 + 2**-9, 1.0]]).to(NPU)}, {}
+    )
+    wanted = ops.fused_moe(**given, index=index, routing=torch.tensor([[1.0, 0.0]]).to(NPU))
+    assert ran[UNSORTED] == 2
+    assert torch.equal(y, wanted * 2**-9)
+
+
+def test_a_backward_follows_any_forward_of_experts():
+    """Token-expert pairs of an expert come in any order, which forward leaves for backward."""
+    made, _ = moe("sentinels", torch.float32)
+    made = {n: t.detach() for n, t in made.items()}
+    how = ("silu", 7.0, 1.702, 1.0, False, False)
+    inputs = [made[n] for n in ("x", "gate_up_weight", "down_weight", "index", "routing")]
+    both = (ours, theirs)
+    kept = [
+        m.forward(
+            *inputs, made["gate_up_bias"], made["down_bias"], *how, torch.float32, *[True] * 6
+        )
+        for m in both
+    ]
+    assert not torch.equal(kept[0][2], kept[1][2])
+    gradients = [
+        m.backward(made["x"], *inputs, made["down_bias"], *k[1:], *how, *[True] * 6)
+        for m in both for k in kept
+    ]  # fmt: skip
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])

@@ -2,11 +2,13 @@
 
 Runs as tests/kernels/test_npu.py does: lowered with programs in either order, and interpreted.
 The rows are more than the cores, and the columns more than a step's; so are heads of a rotation.
+Bugs planted in a kernel are found by running it: the fourth level can fail.
 """
 
 import importlib
 import importlib.util
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,11 +18,15 @@ import torch
 if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("torch_npu") is None:
     pytest.skip("needs the environment of make test-npu", allow_module_level=True)
 
-from ci.npu import blocks, cases
+from ci.npu import blocks
 from liger_multi import ops
 from liger_multi.backends import npu
+from liger_multi.backends.npu.common.launching import start
+from liger_multi.backends.npu.norms import norm_kernels
 from liger_multi.testing.samples import Sample, Tensor
 from liger_multi.testing.tolerance import excess
+
+# --- every kernel ---
 
 NPU = torch.device("npu", 0)
 HOME = Path(npu.__file__).parent
@@ -86,7 +92,7 @@ def test_results_of_a_kernel(started, call):
             .requires_grad_(t.requires_grad)
             for n, t in made.items()
         }  # fmt: skip
-        with cases.blocks(few):
+        with blocks.blocks(few):
             result = getattr(ops, op)(**given, **options)
             parts = [result] if isinstance(result, torch.Tensor) else list(result)
             outs = [p for p in parts if p is not None and p.requires_grad]
@@ -96,3 +102,60 @@ def test_results_of_a_kernel(started, call):
     errors = [excess(got, right, torch.float32) for got, right in zip(*found, strict=True)]
     assert max(errors) <= 1, errors
     assert all(started[name] for name in kernels(call)), started
+
+
+# --- planted bugs ---
+
+FEW, NARROW, WIDE, GUARD = 5, 150, 170, 7.0
+# what is written, and what stands there instead; every place of the forward kernel
+BUGS = {
+    "none": ("", ""),
+    "mask": ("mask = col < cols", "mask = col <= cols"),
+    "stride": ("row * x_stride", "row * cols"),
+    "eps": ("/ cols + eps)", "/ cols)"),
+    "last column": ("mask = col < cols", "mask = col < cols - 1"),
+    "row overrun": ("rows, tl.num_programs(0))", "rows + 1, tl.num_programs(0))"),
+    "no mask": ("mask=mask, other=0.0).to(tl.float32)\n            if residual",
+                "mask=col < 256, other=0.0).to(tl.float32)\n            if residual"),
+    "lost step": ("total += s * s", "total = s * s"),
+}  # fmt: skip
+
+
+def planted(folder, bug):
+    """The kernel file with a bug in its forward kernel."""
+    was, now = BUGS[bug]
+    source = Path(norm_kernels.__file__).read_text(encoding="utf-8")
+    head, mark, rest = source.partition("def _norm_backward_kernel")
+    assert was in head
+    file = folder / f"planted_{bug.replace(' ', '_')}.py"
+    file.write_text(head.replace(was, now) + mark + rest)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module._norm_forward_kernel
+
+
+def run(kernel):
+    """Outputs and what stands around them, of rows inside of wider ones with NaN beyond."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.full((FEW + 1, WIDE), float("nan"))
+    x[:FEW, :NARROW] = torch.randn(FEW, NARROW, generator=generator) * 1e-3
+    weight = torch.full((WIDE,), float("nan"))
+    weight[:NARROW] = torch.randn(NARROW, generator=generator)
+    y, rstd = torch.full((FEW + 2, NARROW), GUARD), torch.full((FEW + 2,), GUARD)
+    x, weight, y, rstd = (t.to("npu") for t in (x, weight, y, rstd))
+    start(
+        kernel, FEW, x, None, weight, y, None, rstd, WIDE, 0, FEW, NARROW, 1e-6, 0.0,
+        EXACT=True, ROUND=False, BLOCK=128,
+    )  # fmt: skip
+    x, y, weight = x.cpu().double(), y.cpu().double(), weight.cpu().double()
+    part = x[:FEW, :NARROW]
+    wanted = part / torch.sqrt((part * part).mean(-1, True) + 1e-6) * weight[:NARROW]
+    close = torch.allclose(y[:FEW], wanted, rtol=1e-5, atol=1e-6)
+    return close and bool((y[FEW:] == GUARD).all()) and bool((rstd.cpu()[FEW:] == GUARD).all())
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(tmp_path, bug):
+    assert run(planted(tmp_path, bug)) is (bug == "none")

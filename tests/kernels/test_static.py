@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton's code generators")
 
-from ci.kernel_source import statements
+from ci import statements
 from ci.static import (
     TARGETS,
     StaticCase,
@@ -23,12 +23,23 @@ from ci.static import (
     variants,
 )
 from ci.static import launch as static_launch
-from ci.static import rows as static_rows
 from ci.static import table as static_table
 from ci.static.cases import calls
 from ci.static.code import CORES, Code, resident
-from ci.static.rows import FAMILIES, Ask, Row, full, launches, rows_of, suite, turn
-from ci.static.table import block, failures, page, verdicts
+from ci.static.table import (
+    FAMILIES,
+    Ask,
+    Row,
+    block,
+    failures,
+    full,
+    launches,
+    page,
+    rows_of,
+    suite,
+    turn,
+    verdicts,
+)
 
 ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
 
@@ -106,21 +117,21 @@ def test_what_gathers_may_load_but_not_store_by_64_bits():
 
 def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
     """A run that was stopped, in the middle of a line even, goes on where it was."""
-    monkeypatch.setattr(static_rows, "CACHE", tmp_path)
+    monkeypatch.setattr(static_table, "CACHE", tmp_path)
     facts = dataclasses.asdict(GOOD)
-    static_rows._store("gfx942", "one", facts)
+    static_table._store("gfx942", "one", facts)
     with (tmp_path / "gfx942.jsonl").open("a") as file:
         file.write('\n["half", {"thr')
-    static_rows._store("gfx942", "two", facts)
-    static_rows._known.cache_clear()
-    assert set(static_rows.known("gfx942")) == {"one", "two"}
-    found = static_rows._to_code(json.loads(json.dumps(static_rows.known("gfx942")["two"])))
+    static_table._store("gfx942", "two", facts)
+    static_table._known.cache_clear()
+    assert set(static_table.known("gfx942")) == {"one", "two"}
+    found = static_table._to_code(json.loads(json.dumps(static_table.known("gfx942")["two"])))
     assert found == GOOD
 
 
 def test_parts_are_the_whole():
-    whole = [(case.identity, v) for case, v in static_rows.wanted(Ask("gfx942", "suite"))]
-    parts = [static_rows.wanted(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
+    whole = [(case.identity, v) for case, v in static_table.wanted(Ask("gfx942", "suite"))]
+    parts = [static_table.wanted(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
     assert sorted(map(repr, whole)) == sorted(repr((c.identity, v)) for p in parts for c, v in p)
 
 

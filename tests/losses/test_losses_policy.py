@@ -11,7 +11,7 @@ from liger_multi.dispatch.op import inline_ops
 from liger_multi.losses import one_pass
 from liger_multi.losses.policies import POLICY
 from liger_multi.testing.tolerance import excess
-from tests import trl_eager
+from tests import comparing
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32
@@ -63,8 +63,8 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
 
     o = losses.PolicyOptions(**options)
     leaves = leaves or b.leaves
-    model = trl_eager.Toy(*leaves, temperature=temperature)
-    stub = trl_eager.trainer(
+    model = comparing.Toy(*leaves, temperature=temperature)
+    stub = comparing.trainer(
         model, **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
         loss_type="grpo" if o.loss_type == "gspo" else o.loss_type,
         importance_sampling_level="sequence" if o.sequence_level else "token",
@@ -97,7 +97,7 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
     names = {"old": "old_per_token_logps", "ratios": "importance_sampling_ratio",
              "sampled": "sampling_per_token_logps", "tools": "tool_mask"}  # fmt: skip
     inputs |= {names[key]: getattr(b, key) for key in given}
-    return GRPOTrainer._compute_loss(stub, model, inputs), trl_eager.logged(stub)
+    return GRPOTrainer._compute_loss(stub, model, inputs), comparing.logged(stub)
 
 
 def ours_policy(b, options, given=(), head=None, **call):

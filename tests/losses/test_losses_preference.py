@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from liger_multi import losses
 from liger_multi.losses.preference import DPO
 from liger_multi.testing.tolerance import excess
-from tests import trl_eager
+from tests import comparing
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32
@@ -46,8 +46,8 @@ def shifted(leaves, ids, mask, chunk="auto", **options):
 
 def dpo_trainer(leaves, frozen, options, **changes):
     o = losses.DPOOptions(**options)
-    model, ref = trl_eager.Toy(*leaves, **changes), trl_eager.Toy(*frozen, **changes)
-    return model, trl_eager.trainer(
+    model, ref = comparing.Toy(*leaves, **changes), comparing.Toy(*frozen, **changes)
+    return model, comparing.trainer(
         model,
         ref_model=ref,
         precompute_ref_logps=False,
@@ -69,7 +69,7 @@ def trl_dpo(leaves, frozen, ids, mask, options, **changes):
     model, stub = dpo_trainer(leaves, frozen, options, **changes)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
               "completion_mask": mask.long()}  # fmt: skip
-    return DPOTrainer._compute_loss(stub, model, inputs, False), trl_eager.logged(stub)
+    return DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
 def both(ours, theirs, leaves, dtype=WIDE, wide=None):
@@ -272,7 +272,6 @@ def test_unknown_options_are_errors():
 
 # --- without a reference ---
 
-
 MARGINS = {
     "sigmoid": {},
     "sigmoid-smoothed": {"label_smoothing": 0.1, "beta": 0.4},
@@ -298,8 +297,8 @@ def pair_inputs(ids, mask):
 
 def trl_margin(module, name, leaves, ids, mask, **attributes):
     trainer = getattr(pytest.importorskip(f"trl.experimental.{module}"), name)
-    model = trl_eager.Toy(*leaves)
-    stub = trl_eager.trainer(
+    model = comparing.Toy(*leaves)
+    stub = comparing.trainer(
         model, is_encoder_decoder=False, padding_value=0, pad_token_id=0, **attributes
     )
     stub.concatenated_inputs = trainer.concatenated_inputs
@@ -368,11 +367,11 @@ def test_orpo_of_answers_that_are_sure_is_finite():
 def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
     from trl import KTOTrainer
 
-    model, ref = trl_eager.Toy(*leaves), trl_eager.Toy(*frozen)
+    model, ref = comparing.Toy(*leaves), comparing.Toy(*frozen)
     other_ids, other_mask, *hidden = others
     model.others, ref.others = [(other_ids, hidden[0])], [(other_ids, hidden[1])]
     o = losses.KTOOptions(**options)
-    stub = trl_eager.trainer(
+    stub = comparing.trainer(
         model, ref_model=ref, precompute_ref_logps=False, loss_type=o.loss_type, beta=o.beta,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
         calculate_KL=o.loss_type == "kto", desirable_weight=o.desirable_weight,
@@ -384,7 +383,7 @@ def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
         "KL_input_ids": other_ids, "KL_attention_mask": torch.ones_like(other_ids),
         "KL_completion_mask": other_mask.long(), "label": desirable,
     }  # fmt: skip
-    return KTOTrainer._compute_loss(stub, model, inputs, False), trl_eager.logged(stub)
+    return KTOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
 @pytest.mark.parametrize("labels", [[1, 0, 1, 1, 0, 0], [1] * 6, [0] * 6])

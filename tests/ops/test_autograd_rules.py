@@ -15,21 +15,21 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.losses.sources import tokens
 from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.checks import outputs
-from tests import forms
+from tests import harness
 
 WIDE = torch.float64
 SMALL = [
     (op, s)
     for op in operators()
     for s in samples.of(op)
-    if s.size == "small" and not s.options.get("inplace") and not forms.repeats(op, s)
+    if s.size == "small" and not s.options.get("inplace") and not harness.repeats_a_form(op, s)
 ]
 
 
 def forms_of(all_of_them):
     """Samples, of which those that add nothing to the graph are slow, or left out."""
     for op, s in SMALL:
-        slow = not forms.adds(op, s)
+        slow = not harness.adds_to_a_graph(op, s)
         if all_of_them or not slow:
             yield pytest.param(op, s, marks=[pytest.mark.slow] if slow else [], id=f"{op}-{s.name}")
 

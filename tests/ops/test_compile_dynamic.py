@@ -1,4 +1,7 @@
-"""``torch.compile``: sizes that vary, one tensor in two arguments, second derivatives."""
+"""``torch.compile``: sizes that vary, one tensor in two arguments, second derivatives.
+
+Marks of the compiler are set without importing it.
+"""
 
 import dataclasses
 import itertools
@@ -10,10 +13,11 @@ from test_autograd_rules import REPORTED, tied_arguments, tied_results
 
 import liger_multi
 from liger_multi import errors, ops
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
-from tests import forms
+from tests import harness
 
 # equal sizes of different axes are no reason for another graph
 different_axes = torch.fx.experimental._config.patch(use_duck_shape=False)
@@ -98,7 +102,7 @@ def same_in_every_length(op, sample):
 
 
 def forms_of(op):
-    return [s for s in samples.of(op) if s.size == "small" and forms.adds(op, s)]
+    return [s for s in samples.of(op) if s.size == "small" and harness.adds_to_a_graph(op, s)]
 
 
 OFTEN = (
@@ -303,3 +307,16 @@ def test_a_patched_mlp_with_sizes_that_vary():
             return (run if module is ours else module)(x).pow(2).mean()
 
         models.assert_same_training(stock, ours, loss)
+
+
+# --- marks ---
+
+
+def test_the_mark_is_the_compilers_own():
+    def ours():
+        return 1
+
+    def theirs():
+        return 1
+
+    assert vars(constant_in_graphs(ours)) == vars(torch.compiler.assume_constant_result(theirs))

@@ -12,7 +12,7 @@ from liger_multi.dispatch.registry import module, operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call, grads, outputs
 from liger_multi.testing.tolerance import excess
-from tests import forms
+from tests import harness
 
 SECTIONS = ("Math:", "Shapes:", "Dtypes:", "Memory:", "Raises:", "Source:")
 IDS = [(op, s) for op in operators() for s in samples.of(op) if s.size == "small"]
@@ -24,7 +24,9 @@ every_small_sample = pytest.mark.parametrize(
 every_form = pytest.mark.parametrize(
     ("op", "sample"),
     [
-        pytest.param(o, s, id=f"{o}-{s.name}", marks=[pytest.mark.slow] * forms.repeats(o, s))
+        pytest.param(
+            o, s, id=f"{o}-{s.name}", marks=[pytest.mark.slow] * harness.repeats_a_form(o, s)
+        )
         for o, s in IDS
     ],
 )
@@ -124,7 +126,7 @@ def compiled():
     """The first sample of every operator is not slow; of losses, the first of every option."""
     seen = set()
     for op, sample in IDS:
-        new = forms.adds(op, sample) if op in ALL_OPTIONS else op not in seen
+        new = harness.adds_to_a_graph(op, sample) if op in ALL_OPTIONS else op not in seen
         marks = [] if new else [pytest.mark.slow]
         yield pytest.param(op, sample, marks=marks, id=f"{op}-{sample.name}")
         seen.add(op)

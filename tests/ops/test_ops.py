@@ -6,7 +6,7 @@ import torch
 from liger_multi.dispatch.registry import module, operators, unavailable
 from liger_multi.testing import samples
 from liger_multi.testing.checks import DTYPES, compare, dtypes_of, exact, has_several_outputs
-from tests import forms, harness
+from tests import harness
 
 INTERPRETED_IN_MINUTES = {
     ("neighborhood_attention", "long"),
@@ -69,10 +69,12 @@ def seldom(op, sample, dtype, once):
         return True
     if once and dtype == torch.float32:
         return False
-    as_bf16 = dtype == torch.float16 and op not in HALF_BY_ITSELF and not forms.first(op, sample)
+    as_bf16 = (
+        dtype == torch.float16 and op not in HALF_BY_ITSELF and not harness.first_sample(op, sample)
+    )
     if op in BY_TWO_OPTIONS:
-        return as_bf16 or forms.repeats(op, sample)
-    return as_bf16 or not forms.launches(op, sample)
+        return as_bf16 or harness.repeats_a_form(op, sample)
+    return as_bf16 or not harness.adds_a_launch(op, sample)
 
 
 def place(request, backend):

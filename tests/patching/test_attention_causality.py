@@ -25,7 +25,7 @@ from liger_multi.patching.replace import attention as ours
 from liger_multi.patching.replace.attention_masks import KeyMask, MaskReadError, mask
 from tests.models import build
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
-from tests.sweep.pairs import registered
+from tests.sweep.cases import registered
 
 PAIRS = registered()
 LATEST = version.parse(transformers.__version__) >= version.parse("5.23")

@@ -18,8 +18,7 @@ from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
 from liger_multi.patching.lazy_logits.rows import is_view
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits
 from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
-from tests.sweep.cases import build, inputs
-from tests.sweep.pairs import registered
+from tests.sweep.cases import build, inputs, registered
 
 IDS = batch()["input_ids"]
 

@@ -16,13 +16,12 @@ transformers = pytest.importorskip("transformers")
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ci.docs import coverage as docs_coverage
+from ci.docs import status as docs_status
 from liger_multi.patching import patch
-from tests.sweep.executed import counts, executed
-from tests.sweep.pairs import as_lines, registered
-from tests.sweep.run import Outcome, difference
+from tests.sweep.cases import as_lines, registered
+from tests.sweep.run import Outcome, counts, difference, executed
 
-KEPT = json.loads(docs_coverage.RESULTS.read_text(encoding="utf-8"))
+KEPT = json.loads(docs_status.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
 PAIRS = registered()
 ROOT = Path(__file__).parents[2]
@@ -68,17 +67,17 @@ def test_what_the_kept_result_promises():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
-    together = {o["type"] for o in pairs if docs_coverage.covers(o) >= {"norms", "mlp", "head"}}
+    together = {o["type"] for o in pairs if docs_status.covers(o) >= {"norms", "mlp", "head"}}
     assert len(together) >= 155
-    rotary = {o["type"] for o in pairs if "rotary" in docs_coverage.covers(o)}
+    rotary = {o["type"] for o in pairs if "rotary" in docs_status.covers(o)}
     assert len(rotary) >= 155
 
 
 def test_kept_outcomes_were_measured():
     """All but pairs that need a library which the machine of the last whole run did not have."""
     equal = [o for o in KEPT["pairs"] if o["status"] == "equal"]
-    assert [o["type"] for o in equal if not docs_coverage.measured(o)] in ([], ["fast_vlm"])
-    for one in filter(docs_coverage.measured, equal):
+    assert [o["type"] for o in equal if not docs_status.measured(o)] in ([], ["fast_vlm"])
+    for one in filter(docs_status.measured, equal):
         for op, n in one["modules"].items():
             ran, served = (one[k].get(op, 0) for k in ("ran", "served"))
             assert served <= ran <= n, one["type"]
@@ -152,7 +151,7 @@ def test_towers_without_inputs_are_named(tmp_path):
     assert outcome.text_only
     assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
     assert "layer_norm" not in outcome.served
-    row = docs_coverage._row(vars(outcome))
+    row = docs_status._row(vars(outcome))
     assert "| equal on **text only** |" in row
     assert "`model.vision_tower` did not run (no image)" in row
     assert f"| 5 of {5 + outcome.modules['layer_norm']} |" in row
@@ -162,16 +161,16 @@ def test_results_of_before_claim_nothing():
     """Outcomes had modules that were patched and calls, but not which modules called."""
     new = OUTCOMES["llama", "LlamaForCausalLM"]
     old = {k: v for k, v in new.items() if k not in ("ran", "served", "stock", "idle", "text_only")}
-    assert docs_coverage.covers(new) == {"norms", "mlp", "rotary", "head"}
-    assert docs_coverage.covers(old) == set()
-    assert docs_coverage._row(old).count(docs_coverage.NOT_MEASURED) == 5
-    assert "not measured in 1 of the equal pairs" in docs_coverage._summary([old, new])
+    assert docs_status.covers(new) == {"norms", "mlp", "rotary", "head"}
+    assert docs_status.covers(old) == set()
+    assert docs_status._row(old).count(docs_status.NOT_MEASURED) == 5
+    assert "not measured in 1 of the equal pairs" in docs_status._summary([old, new])
 
 
 WRONG = """
 from liger_multi.patching.recognize import norms
 from liger_multi.reference.norms import rms_norm
-from tests.sweep.pairs import Pair
+from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
 
 right = rms_norm._scaled
@@ -203,20 +202,20 @@ def test_differences_are_relative_to_each_gradient():
 
 
 def test_what_other_generations_promise():
-    rows = json.loads(docs_coverage.GENERATIONS.read_text(encoding="utf-8"))
+    rows = json.loads(docs_status.ELSEWHERE.read_text(encoding="utf-8"))["generations"]
     assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
     assert all(r["different"] == 0 for r in rows)
     assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
 
 
 def test_the_page_is_made_of_the_kept_result():
-    page = docs_coverage.page()
+    page = docs_status.coverage_page()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
 
 
 def test_the_kept_result_is_one_pair_a_line():
-    written = docs_coverage.RESULTS.read_text(encoding="utf-8")
+    written = docs_status.RESULTS.read_text(encoding="utf-8")
     assert written == as_lines(KEPT)
     assert len(written.splitlines()) == len(KEPT["pairs"]) + 2

@@ -36,7 +36,7 @@ def main() -> int:
     import transformers
 
     from liger_multi.dispatch.config import configure
-    from tests.sweep.pairs import registered
+    from tests.sweep.cases import registered
     from tests.sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
     transformers.logging.set_verbosity_error()
@@ -114,7 +114,7 @@ def keep(result: dict[str, Any], known: list[tuple[str, str, str]]) -> None:
         pair = one["kind"], one["type"], one["cls"]
         if pair not in found or not one["why"].startswith(("ImportError", "ModuleNotFoundError")):
             found[pair] = {k: v for k, v in one.items() if k != "seconds"}
-    from tests.sweep.pairs import as_lines
+    from tests.sweep.cases import as_lines
 
     pairs = [found[pair] for pair in known if pair in found]
     RESULTS.write_text(as_lines({**result, "pairs": pairs}))

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.sweep.cases import configuration, inputs
-from tests.sweep.pairs import Pair
+from tests.sweep.cases import Pair, configuration, inputs
 from tests.sweep.run import liven
 
 OURS = "liger_multi"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ci import pins, plan, portable, results, venv
+from ci import plan, portable, results, venv
 from ci.npu import environment
 from liger_multi.dispatch.registry import backends
 
@@ -81,8 +81,8 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
         assert oldest[name].startswith(floors()[name]), f"{name}: the floor is {floors()[name]}"
     assert versions["oldest"]["python"] == floors_of_python()
     assert versions["oldest"]["constraint"] == "ci/constraints/oldest.txt"
-    assert all((ROOT / row["constraint"]).is_file() for row in rows)
-    assert versions["newest"]["constraint"] == "ci/constraints/none.txt"
+    assert all((ROOT / c).is_file() for row in rows if (c := row["constraint"]))
+    assert not versions["newest"]["constraint"], "whatever the package index has"
 
 
 def test_pull_requests_run_a_part_of_ascend():
@@ -149,7 +149,7 @@ def test_every_setting_of_processors_is_a_job():
 
 
 def test_what_can_turn_a_run_red_is_pinned():
-    pinned = dict(pins.PIN.findall(read("ci/constraints/pinned.txt")))
+    pinned = dict(venv.PIN.findall(read("ci/constraints/pinned.txt")))
     assert {"ruff", "mypy", "transformers", "trl", "triton", "peft", "pytest"} <= set(pinned)
     wanted = set(re.findall(r'^    "([A-Za-z-]+)>=', read("pyproject.toml"), re.M)) - {"setuptools"}
     assert wanted <= set(pinned) | {"wheel"}, wanted - set(pinned)
@@ -178,7 +178,7 @@ def test_constraints_include_and_override(tmp_path, monkeypatch):
 def test_pins_become_what_is_installed():
     text = "# of pytest==1.0\npytest==1.0\nno-such-package==2.0\n"
     wanted = f"# of pytest==1.0\npytest=={pytest.__version__}\nno-such-package==2.0\n"
-    assert pins.updated(text) == wanted
+    assert venv.updated(text) == wanted
 
 
 def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():

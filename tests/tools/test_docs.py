@@ -1,21 +1,30 @@
-"""The pages: their links lead somewhere, their code runs, and what is generated is current."""
+"""The pages: their links lead somewhere, their code runs, and what is generated is current.
+
+The examples run as they stand, on a CPU, and say how to run them on a GPU; those of adapters and of
+several ranks learn as well.
+"""
 
 import argparse
+import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import liger_multi
 from benchmarks import store
-from ci import docs, figures
+from ci import docs
+from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config_file
+from tests import harness
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -101,16 +110,16 @@ def test_links_of_the_site_lead_to_its_pages(site):
 
 
 def test_links_of_committed_pages_become_links_of_the_site(site):
-    known = docs.site.sources(docs.public_operators())
+    known = docs.sources(docs.public_operators())
     for source, page in known.items():
         assert (ROOT / source.partition("#")[0]).exists(), source
         assert (site / "docs" / page).exists(), page
         assert page in docs.whole(), f"{page} is committed"
     text = "[a](../liger_multi/ops/rope.py), [b](../README.md#x), [c](memory.md#d), [e](../a.py)"
     made = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
-    assert docs.site.linked(text, "docs", known) == made
+    assert docs.linked(text, "docs", known) == made
     for code in ("`[a](../README.md)`", "```\n[a](../README.md)\n```"):
-        assert docs.site.linked(code, "docs", known) == code
+        assert docs.linked(code, "docs", known) == code
     front = (site / "docs" / "index.md").read_text(encoding="utf-8")
     assert "[`rope`](ops/rope.md)" in front
     assert "](docs/" not in front
@@ -308,7 +317,7 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
     pages = handwritten()
     names = {path.name for path in pages}
     assert {"README.md", "performance.md", "peft.md", "recompute.md", "memory.md"} <= names
-    by_hand = {path.name: figures.unsupported(text) for path, text in pages.items()}
+    by_hand = {path.name: docs_benchmarks.unsupported(text) for path, text in pages.items()}
     assert not {name: found for name, found in by_hand.items() if found}
 
 
@@ -323,7 +332,7 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
 def test_a_wrong_figure_on_a_page_is_found(right, wrong):
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert text.count(right) == 1
-    assert len(figures.unsupported(text.replace(right, wrong))) == 1
+    assert len(docs_benchmarks.unsupported(text.replace(right, wrong))) == 1
 
 
 @pytest.mark.parametrize(
@@ -339,7 +348,7 @@ def test_a_wrong_figure_on_a_page_is_found(right, wrong):
     ],
 )
 def test_figures_are_told_by_their_form(block, found):
-    assert figures.figures(block) == found
+    assert docs_benchmarks.figures(block) == found
 
 
 @pytest.mark.parametrize(
@@ -362,7 +371,7 @@ def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
     notes = {"a": ["x3.50 ms, 4.5ms", "1234 MiB"], "b": ["3.5"]}
     store.add([{**head, "name": name, "rows": rows} for name, rows in notes.items()], tmp_path)
     page = page.replace("`R", "`benchmarks/results/a-card.json")
-    assert len(figures.unsupported(page, tmp_path)) == wrong
+    assert len(docs_benchmarks.unsupported(page, tmp_path)) == wrong
 
 
 @pytest.mark.parametrize(
@@ -384,3 +393,106 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     assert store.value("models m:1x2 ours tokens") == "5.0k"
     assert store.value("models m:1x2 ours/liger tokens") == "2.00"
+
+
+# --- the examples ---
+
+FOLDER = Path(__file__).parents[2] / "examples"
+NEEDS = {"grpo_trl": ("trl", "datasets", "accelerate"), "sft_trainer": ("accelerate",)}
+EXAMPLES = sorted(p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text())
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def found(name):
+        for package in ("transformers", *NEEDS.get(name, ())):
+            pytest.importorskip(package)
+        spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.main([])
+
+    yield found
+    sys.modules.pop("_common", None)
+
+
+@pytest.mark.parametrize("name", ["custom_model", "plain_loop", "sft_trainer"])
+def test_the_loss_falls(run, name, capsys):
+    losses = run(name)
+    assert losses[-1] < losses[0]
+    if name != "custom_model":
+        assert "fused_linear_cross_entropy" in capsys.readouterr().out
+
+
+def test_grpo(run, capsys):
+    assert len(run("grpo_trl")) == 2
+    assert "rms_norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_says_its_commands(name):
+    """One for a CPU and one for GPUs, with arguments that it takes."""
+    source = (FOLDER / f"{name}.py").read_text()
+    text = ast.get_docstring(ast.parse(source))
+    said = re.findall(rf"(.*)\n\n +(.*examples/{name}\.py.*(?:\n +--.*)*)", text)
+    assert len(said) == 2
+    (tiny, cpu), (real, gpu) = said
+    assert "CPU" in tiny
+    assert "GPU" in real
+    assert cpu.endswith(f"examples/{name}.py")
+    options = re.findall(r" (--[\w-]+)", gpu.partition(f"{name}.py")[2])
+    assert options
+    assert [o for o in options if f'"{o}"' not in source] == []
+
+
+def test_every_example_is_run():
+    """By name, in this file."""
+    run = set()
+    for given in re.findall(r"(?:run|losses|parametrize)\(([^)]*)\)", Path(__file__).read_text()):
+        run |= set(re.findall(r'"(\w+)"', given))
+    assert len(EXAMPLES) >= 7
+    assert set(EXAMPLES) <= run
+
+
+# --- the examples of adapters and of several ranks ---
+
+
+def losses(name, ranks=1, **environment):
+    """What an example printed as its losses; it runs as a user starts it."""
+    pytest.importorskip("transformers")
+    # the launcher holds the port of the ranks' meeting itself: nobody else can take it before them
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else ()), str(FOLDER / f"{name}.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=harness.PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "fused_linear_cross_entropy" in done.stdout
+    return [float(x) for x in re.findall(r"step \d+: loss ([0-9.]+)", done.stdout)]
+
+
+def learns(found):
+    assert len(found) == 12
+    assert sum(found[-3:]) / 3 < found[0] - 0.3, found
+
+
+def test_peft():
+    pytest.importorskip("peft")
+    learns(losses("peft_lora"))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_fsdp2():
+    learns(losses("fsdp2", ranks=2))
+
+
+@pytest.mark.slow
+def test_deepspeed():
+    pytest.importorskip("deepspeed")
+    learns(losses("deepspeed_zero3", ranks=2, DS_ACCELERATOR="cpu"))

@@ -1,6 +1,15 @@
-"""What a run of the suite leaves, and that what the repository keeps of them can be read."""
+"""What runs leave, of the suite and of benchmarks, and what is made of it.
 
+What the repository keeps of runs of the suite can be read. Of benchmarks it keeps one file a card,
+with the newest row of every measurement; of two that are held against each other, some differences
+count as worse, and some are only noise. The search for the longest sequence begins at the end of a
+line through two measurements. Patched models learn as stock ones do, and the bounds that say so
+find bugs.
+"""
+
+import copy
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +18,14 @@ import pytest
 import torch
 import torch._inductor  # inner sessions forget what they import first, and it aborts twice
 
+from benchmarks import convergence, recompute, store
 from ci import results
+from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
 from liger_multi.dispatch.registry import backends
+
+# --- what a run leaves ---
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
@@ -168,3 +181,399 @@ def test_architectures_are_those_that_are_compiled_for():
 def test_the_commit_may_come_from_outside(monkeypatch):
     monkeypatch.setenv("COMMIT", "0123abc")
     assert results.commit() == "0123abc"
+
+
+# --- the store ---
+
+CARD = {"name": "A Card 9000"}
+FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if "suite-" not in path.name]
+
+
+def bench_run(kind, hour, rows, **head):
+    date = f"2026-01-01T{hour:02}:00:00+00:00"
+    return {"kind": kind, "date": date, "commit": f"c{hour}", "device": CARD, **head, "rows": rows}
+
+
+def timed(**speeds):
+    return [{"run": "m:1x2", "variant": who, "tokens_per_second": s} for who, s in speeds.items()]
+
+
+def stored(folder):
+    return {
+        (one["commit"], row["variant"]): row["tokens_per_second"]
+        for one, row in store.rows("models", folder)
+    }
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_newest_row_stays_with_what_it_was_compared_with(tmp_path, order):
+    runs = [
+        bench_run("models", 1, timed(ours=1.0, liger=2.0, stock=3.0), limit_gb=None),
+        bench_run("models", 2, timed(ours=4.0, liger=5.0), limit_gb=None),
+        bench_run("models", 3, timed(ours=6.0), limit_gb=None),
+    ]
+    for place in order:
+        (path,) = store.add([runs[place]], tmp_path)
+    assert path.name == "a-card-9000.json"
+    assert stored(tmp_path) == {
+        ("c1", "ours"): 1.0, ("c1", "liger"): 2.0, ("c1", "stock"): 3.0,
+        ("c2", "ours"): 4.0, ("c2", "liger"): 5.0, ("c3", "ours"): 6.0,
+    }  # fmt: skip
+    store.add(
+        [bench_run("models", 4, timed(ours=7.0, liger=8.0, stock=9.0), limit_gb=None)], tmp_path
+    )
+    assert {commit for commit, _ in stored(tmp_path)} == {"c4"}
+
+
+def test_what_is_measured_elsewhere_replaces_nothing(tmp_path):
+    store.add([bench_run("models", 1, timed(ours=1.0), limit_gb=None)], tmp_path)
+    store.add([bench_run("models", 2, timed(ours=2.0), limit_gb=16.0)], tmp_path)
+    other = {
+        **bench_run("models", 3, timed(ours=3.0), limit_gb=None),
+        "device": {"name": "cpu-x86_64"},
+    }
+    (path,) = store.add([other], tmp_path)
+    assert path.name == "cpu.json"
+    assert sorted(stored(tmp_path).values()) == [1.0, 2.0, 3.0]
+
+
+def test_a_run_that_grows_is_written_again(tmp_path):
+    rows = timed(ours=1.0, liger=2.0)
+    for count in (1, 2):
+        store.add([bench_run("models", 1, rows[:count], limit_gb=None)], tmp_path)
+    assert len(store.rows("models", tmp_path)) == 2
+    assert len(store.read("models", tmp_path)) == 1
+
+
+def test_a_search_that_nothing_stopped_leaves_the_older_end(tmp_path):
+    def searched(longest, failed):
+        row = {"model": "m", "provider": "ours", "longest": longest, "shortest_failed": failed}
+        return [row]
+
+    store.add([bench_run("longest", 1, searched(8, 9), limit_gb=None)], tmp_path)
+    store.add([bench_run("longest", 2, searched(10, None), limit_gb=None)], tmp_path)
+    assert [row["longest"] for _, row in store.rows("longest", tmp_path)] == [8, 10]
+    store.add([bench_run("longest", 3, searched(11, 12), limit_gb=None)], tmp_path)
+    assert [row["longest"] for _, row in store.rows("longest", tmp_path)] == [11]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"kind": "speeds"}, "kind 'speeds'"), ({"date": "2026-01-01"}, "has the date '2026-01-01'")],
+)
+def test_a_run_that_cannot_be_ordered_is_refused(tmp_path, change, said):
+    with pytest.raises(ValueError, match=said):
+        store.add([bench_run("models", 1, timed(ours=1.0)) | change], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_another_machine_are_merged(tmp_path, capsys):
+    (tmp_path / "mine.json").write_text(store.text([bench_run("models", 1, timed(ours=1.0))]))
+    bench = bench_run("operators", 1, [{"op": "x", "sample": "y", "provider": "ours"}], ceilings={})
+    del bench["kind"]  # as `liger-multi bench --output` writes it
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    files = [str(tmp_path / name) for name in ("mine.json", "bench.json")]
+    assert store.main([*files, "--into", str(tmp_path / "out")]) == 0
+    (path,) = (tmp_path / "out").iterdir()
+    assert [one["kind"] for one in store.load(path)] == ["operators", "models"]
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        store.main([str(tmp_path / "bad.json")])
+    assert "is no file of results" in capsys.readouterr().err
+
+
+def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
+    text = tmp_path / "out.txt"
+    text.write_text("a step takes 1.5 ms\n\nand 2 GiB  \n")
+    given = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
+    assert store.main([str(text), *given]) == 0
+    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == [
+        "a step takes 1.5 ms",
+        "and 2 GiB",
+    ]
+    text.write_text("a step takes 1.4 ms")
+    bench_run = {**store.notes(text, "steps", "A Card", "abc"), "date": "2126-01-01T00:00:00+00:00"}
+    store.add([bench_run], tmp_path)
+    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == ["a step takes 1.4 ms"]
+    with pytest.raises(SystemExit):
+        store.main([str(text), "--notes", "steps"])
+    assert "--notes wants one file, and --device" in capsys.readouterr().err
+
+
+def test_the_commit_is_short(monkeypatch):
+    for given, shown in (("ab" * 20 + "+", "abababa+"), ("unknown", "unknown")):
+        monkeypatch.setenv("COMMIT", given)
+        assert store.commit() == shown
+
+
+# --- what is committed ---
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_committed_file_has_nothing_old(path):
+    """It is what its own runs, merged once more, would be: a row a line, and no older row."""
+    again = store.text(store.merge([], store.load(path))).splitlines()
+    for line, other in zip(path.read_text(encoding="utf-8").splitlines(), again, strict=True):
+        assert line[:200] == other[:200]
+        assert len(line) == len(other)
+    assert {store.path_of(one) for one in store.load(path)} == {path}
+
+
+def test_results_are_few_files():
+    files = [path for path in store.RESULTS.rglob("*") if path.is_file()]
+    assert all(path.suffix == ".json" for path in files)
+    files += [*(store.ROOT / "ci" / "baseline").iterdir(), *(store.ROOT / "tests").rglob("*.json")]
+    assert len(files) <= 25
+
+
+def suite(part, day, failed=0):
+    counts = {"passed": 3, **({"failed": failed} if failed else {})}
+    facts = {"device": "cpu", "name": "a machine"}
+    return results.Result(part, [], facts, {}, "abc", f"2026-01-0{day}", counts, 1.0)
+
+
+def test_a_suite_keeps_the_newest_result_of_a_part_and_the_green_one_before_a_red_one(tmp_path):
+    results.keep("card", [suite("native", 1), suite("cuda", 1), suite("cuda", 2)], tmp_path)
+    path = results.keep("card", [suite("native", 4), suite("cuda", 3, failed=1)], tmp_path)
+    found = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
+    assert found == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
+    assert len(path.read_text().splitlines()) == 5, "a line a result"
+    results.keep("card", [suite("cuda", 5)], tmp_path)
+    assert {(one.part, one.date[-1]) for one in results.kept(tmp_path)} == {
+        ("native", "4"), ("cuda", "5"),
+    }  # fmt: skip
+
+
+def test_committed_suites_have_nothing_old(tmp_path):
+    for path in store.RESULTS.glob("suite-*.json"):
+        again = results.keep(path.stem.removeprefix("suite-"), results._load(path), tmp_path)
+        assert again.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+
+
+# --- two benchmarks ---
+
+ROW = {
+    "op": "rms_norm",
+    "sample": "8x4",
+    "provider": "ours",
+    "divisors": {},
+    "both_ms": 1.0,
+    "both_spread_ms": 0.01,
+    "percent_of_peak": {"both": 80.0},
+    "extra_bytes": 2**24,
+    "error": {"tolerances": 0.5},
+}
+FILE = {
+    "device": {"name": "a card"},
+    "dtype": "bfloat16",
+    "ceilings": {},
+    "commit": "abc",
+    "versions": {"torch": "2"},
+    "rows": [ROW],
+}
+
+
+def timed_run(tmp_path, change, arguments=()):
+    new = copy.deepcopy(FILE)
+    change(new)
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, data in zip(paths, (FILE, new), strict=True):
+        path.write_text(json.dumps(data), encoding="utf-8")
+    return store.main(["compare", *map(str, paths), *arguments])
+
+
+def timed_row(**fields):
+    return lambda data: data["rows"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda data: None, 0),
+        (timed_row(both_ms=1.5), 0),  # the same share of a slower device's peak
+        (timed_row(percent_of_peak={"both": 76.0}), 0),  # x 1.05, inside of margin and spreads
+        (timed_row(percent_of_peak={"both": 70.0}), 1),
+        (timed_row(percent_of_peak={"both": 70.0}, both_spread_ms=0.1), 0),  # a noisy run
+        (timed_row(percent_of_peak={}, both_ms=1.2), 1),
+        (timed_row(extra_bytes=2**24 + 2**19), 0),
+        (timed_row(extra_bytes=2**25), 1),
+        (timed_row(error={"tolerances": 1.2}), 1),
+    ],
+)
+def test_worse_is_beyond_the_noise(tmp_path, capsys, change, code):
+    assert timed_run(tmp_path, change) == code
+    assert ("WORSE" in capsys.readouterr().out) == bool(code)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, capsys):
+    def other(data):
+        data["device"] = {"name": "another card"}
+
+    with pytest.raises(SystemExit):
+        timed_run(tmp_path, other)
+    assert "'a card' and 'another card'" in capsys.readouterr().err
+    assert timed_run(tmp_path, other, ["--across"]) == 0
+    with pytest.raises(SystemExit):
+        timed_run(tmp_path, timed_row(provider="liger"))
+    assert "share no row of 'ours'" in capsys.readouterr().err
+
+
+def taken(commit, date, rows):
+    return {"kind": "operators", **FILE, "rows": rows, "commit": commit, "date": date}
+
+
+def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path, monkeypatch):
+    """They were sorted by what follows the day in their names."""
+    liger = ROW | {"provider": "liger", "both_ms": 2.0}
+    for commit, moment, ms, rows in (
+        ("aa", "2026-01-02T23", 4.0, [liger]),
+        ("bb", "2026-01-03T05", 5.0, []),
+        ("cc", "2026-01-02T10", 3.0, [liger]),
+        ("dd", "2026-01-02T09", 1.0, [liger]),
+    ):
+        timed_run = taken(commit, f"{moment}:00:00+00:00", [ROW | {"both_ms": ms}, *rows])
+        (path,) = store.add([timed_run], tmp_path)
+    assert [timed_run["commit"] for timed_run in store.load(path)] == ["aa", "bb"]
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    page = docs_benchmarks.page()
+    assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 |" in page
+    # what was not measured again stands beside ours of its own run
+    assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 |" in page
+    assert "Measured 2026-01-02, aa (torch 2); 2026-01-03, bb (torch 2)." in page
+
+
+@pytest.mark.parametrize("date", ["2026-01-02", "", "yesterday", "2026-01-02T10:00:00"])
+def test_a_result_without_a_time_is_refused(tmp_path, date):
+    (tmp_path / "a-card.json").write_text(store.text([taken("aa", date, [ROW])]))
+    with pytest.raises(ValueError, match=r"a-card\.json has the date"):
+        store.read("operators", tmp_path)
+    with pytest.raises(ValueError, match="has the date"):
+        store.add([taken("aa", date, [ROW])], tmp_path)
+
+
+# --- the longest sequence ---
+
+
+@pytest.mark.parametrize("room", [90_000, 110_000, 300_000, 1_000_000])
+def test_the_end_is_found_on_the_line_that_rules_there(room):
+    """Short lengths peak at another moment, whose line has a third of the slope."""
+    asked = []
+
+    def peak(tokens):
+        asked.append(tokens)
+        return max(60_000 + tokens, 20_000 + 3 * tokens)
+
+    found = recompute.extrapolated(peak, room)
+    assert peak(found) == pytest.approx(room, rel=0.02)
+    assert len(asked) < 9
+
+
+def test_little_room_ends_at_once():
+    assert recompute.extrapolated(lambda tokens: 10**6 + tokens, 1000) == recompute.LENGTH_STEP
+
+
+# --- training curves ---
+
+RUNS = store.read("convergence")
+CPU = torch.device("cpu")
+SHARE = ("llama", "gemma2", "qwen3_moe", "glm4")  # norms, offsets, experts, packed layers
+
+
+def trained_curves(case, providers):
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    ids = convergence.text(case)
+    found = {provider: convergence.train(case, provider, ids, CPU) for provider in providers}
+    return {"dtype": case.dtype, "curves": found}
+
+
+def made_curves(shift, controls=(1e-4, 2e-4), steps=40):
+    """Curves that fall, where another one is off by ``shift(step)``, relative."""
+    stock = [5 - 0.05 * step for step in range(steps)]
+
+    def curve(off):
+        values = [x * (1 + off(step)) for step, x in enumerate(stock)]
+        return {"loss": values, "gradient_norm": values}
+
+    found = {"stock": curve(lambda _: 0.0), "ours": curve(shift)}
+    for number, size in enumerate(controls):
+        found[f"control-{number + 1}"] = curve(lambda step, size=size: size * (-1) ** step)
+    return {"dtype": "bfloat16", "curves": found}
+
+
+def test_curve_as_near_as_controls_is_within_bounds():
+    found = convergence.judge(made_curves(lambda step: 3.9 * 2e-4 * (-1) ** step))
+    assert found.good
+    assert found.beyond is None
+    assert found.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shift", "beyond"),
+    [
+        (lambda step: 4.1 * 2e-4, 10),
+        (lambda step: 1e-2 * (step > 19), 21),
+        (lambda step: math.nan if step == 29 else 0.0, 30),
+    ],
+    ids=["farther", "later", "nan"],
+)
+def test_curve_that_leaves_is_found(shift, beyond):
+    found = convergence.judge(made_curves(shift))
+    assert not found.good
+    assert found.beyond == beyond
+
+
+def test_end_elsewhere_is_found_where_controls_are_chaotic():
+    found = convergence.judge(made_curves(lambda step: 0.011, controls=(0.1,)))
+    assert found.beyond is None
+    assert found.final == pytest.approx(0.011)
+    assert not found.good
+
+
+def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
+    case = convergence.Case("llama", "float32", 2, 24, 14)
+    row = trained_curves(case, ("stock", "control-1", "control-2", "ours", "bug-gradient"))
+    assert convergence.judge(row).good
+    assert not convergence.judge(row, "bug-gradient").good
+    row |= {"model": "llama", "steps": case.steps}
+    data = {"kind": "convergence", "date": store.now(), "device": {"name": "cpu"}}
+    data |= {"batch": case.batch, "tokens": case.tokens}
+    (path,) = store.add([{**data, "rows": [row]}], tmp_path)
+    given = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
+    assert store.newest_of("convergence", path)["rows"] == json.loads(json.dumps([row]))
+    assert convergence.main(given) == 0
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[store.card(run) for run in RUNS])
+def test_committed_curves_are_within_bounds(run):
+    for row in run["rows"]:
+        found = convergence.judge(row)
+        assert found.good, f"{row['model']} {row['dtype']}: {found}"
+        assert row["steps"] >= 100
+
+
+def test_ten_architectures_are_committed():
+    rows = [row for run in RUNS if store.card(run) == "cpu" for row in run["rows"]]
+    for dtype in ("float32", "bfloat16"):
+        assert len({row["model"] for row in rows if row["dtype"] == dtype}) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", SHARE)
+def test_curves_stay_within_bounds(model, dtype):
+    case = convergence.Case(model, dtype, 4, 32, 120)
+    row = trained_curves(case, ("stock", "control-1", "control-2", "ours"))
+    found = convergence.judge(row)
+    assert found.good, found
+    losses = row["curves"]["ours"]["loss"]
+    assert losses[-1] < losses[0] - 0.5  # it has learnt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", convergence.BUGS)
+def test_bugs_are_beyond_the_bounds(bug):
+    case = convergence.Case("llama", "float32", 4, 32, 40)
+    row = trained_curves(case, ("stock", "control-1", "control-2", bug))
+    assert not convergence.judge(row, bug).good

@@ -289,7 +289,7 @@ def test_auto_model(installed, tmp_path):
 
 
 def curve(model, place, **options):
-    from tests.trainers import trainer
+    from tests.models import trainer
 
     made = trainer(model, place, max_steps=2, **options)
     first = made.evaluate()["eval_loss"]

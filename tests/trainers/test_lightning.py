@@ -16,7 +16,7 @@ warnings.simplefilter("ignore")
 import lightning as L
 import torch
 from tests.models import build
-from tests.trainers import Texts
+from tests.models import Texts
 from liger_multi.integrations import LightningCallback
 from liger_multi.patching.replace.swap import Patched
 

@@ -16,8 +16,7 @@ from liger_multi import patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.replace.swap import Patched
-from tests.models import FusedCalls, build, pair
-from tests.trainers import Texts, trainer
+from tests.models import FusedCalls, Texts, build, pair, trainer
 
 
 @pytest.fixture

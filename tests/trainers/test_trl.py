@@ -1,19 +1,130 @@
-"""TRL's real trainers, tiny models, a few steps: with our losses the curves are the same."""
+"""TRL's own trainers on tiny models, a few steps.
+
+With a callback, and with their switch through the import names. With our losses the curves are the
+same.
+"""
+
+import importlib.util
 
 import pytest
 import torch
 
 import liger_multi
 from liger_multi import losses
-from tests.models import build
-from tests.trainers import arguments, rows, tokenizer
+from liger_multi.compat import liger_kernel as alias
+from liger_multi.integrations import TrainerCallback
+from liger_multi.patching.replace.swap import Patched, swapped
+from tests.models import Calls, arguments, build, rows, tokenizer
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
+
+# --- callbacks and import names ---
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
+    words, place = tokenizer(), tmp_path_factory.mktemp("model")
+    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    build(vocab_size=len(words), **ids).save_pretrained(place)
+    return place
+
+
+def reward(completion_ids, **_):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+KINDS = {
+    "SFT": ("completion", {"max_length": 32}, {}),
+    "DPO": ("pair", {"beta": 0.3}, {}),
+    "GRPO": (
+        "prompt",
+        {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 4},
+        {"reward_funcs": reward},
+    ),
+}
+
+
+def run(kind, place, tmp_path, callbacks=(), **more):
+    """Losses of the steps, and the trained model."""
+    import transformers
+
+    data, options, beside = KINDS[kind]
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    config = getattr(trl, f"{kind}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
+    torch.manual_seed(5)
+    made = getattr(trl, f"{kind}Trainer")(
+        model, args=config, train_dataset=rows(data), processing_class=tokenizer(),
+        callbacks=list(callbacks), **beside,
+    )  # fmt: skip
+    made.train()
+    found = [row["loss"] for row in made.state.log_history if "loss" in row]
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return found, weights, model
+
+
+@pytest.fixture(scope="module")
+def stock(saved, tmp_path_factory):
+    """Runs of the trainers as they are, once each."""
+    made = {}
+
+    def found(kind):
+        if kind not in made:
+            made[kind] = run(kind, saved, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return found
+
+
+def assert_same(wanted, got):
+    assert len(wanted[0]) == 2
+    assert got[0] == pytest.approx(wanted[0], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=1e-6)
+
+
+def ops_of(model):
+    return {swapped(m).op for m in model.modules() if isinstance(m, Patched)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callback(kind, stock, saved, tmp_path, monkeypatch):
+    wanted, callback = stock(kind), TrainerCallback()
+    calls = Calls(monkeypatch)
+    got = run(kind, saved, tmp_path, [callback])
+    assert_same(wanted, got)
+    assert callback.report.count("rms_norm") == 5
+    assert calls["rms_norm"] >= 10
+    assert calls["rope"] >= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_use_liger_kernel(kind, stock, saved, tmp_path, monkeypatch):
+    """TRL has its own head, and turns ours off through the configuration."""
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("the real package is installed")
+    wanted = stock(kind)
+    calls = Calls(monkeypatch)
+    alias.install()
+    try:
+        with pytest.warns(FutureWarning, match="use_liger_kernel"):
+            got = run(
+                kind, saved, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}
+            )
+    finally:
+        alias.uninstall()
+    assert_same(wanted, got)
+    assert ops_of(got[2]) == {"rms_norm", "swiglu"}
+    assert calls["rms_norm"] >= 10
+    assert calls["rope"] == 0
+
+
+# --- losses ---
+
+
+@pytest.fixture(scope="module")
+def saved_padded(tmp_path_factory):
     """A tiny model on disk, from which trainers load references."""
     words, place = tokenizer(), tmp_path_factory.mktemp("model")
     made = build("llama", vocab_size=len(words), pad_token_id=words.pad_token_id,
@@ -22,10 +133,10 @@ def saved(tmp_path_factory):
     return place
 
 
-def model(saved):
+def model(saved_padded):
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(saved_padded, dtype=torch.float32)
 
 
 def curve(trainer):
@@ -36,7 +147,7 @@ def curve(trainer):
     return found, weights
 
 
-def assert_same(stock, ours, moved=True):
+def assert_same_curves(stock, ours, moved=True):
     """Losses of every step, and the weights after the last."""
     (a, x), (b, y) = stock, ours
     assert len(a) == len(b) == 4
@@ -63,7 +174,7 @@ def scored(model, inputs, prefix=""):
 
 
 @pytest.mark.parametrize("way", ["subclass", "function", "function on a patched model"])
-def test_sft(tmp_path, saved, way):
+def test_sft(tmp_path, saved_padded, way):
     """Two micro-batches a step, whose tokens are counted together."""
     from trl import SFTConfig, SFTTrainer
 
@@ -81,7 +192,7 @@ def test_sft(tmp_path, saved, way):
         )[0]
 
     def run(trainer, patched=False, **more):
-        own = model(saved)
+        own = model(saved_padded)
         if patched:
             liger_multi.patch(own)
         config = SFTConfig(**arguments(tmp_path, gradient_accumulation_steps=2), max_length=32)
@@ -94,16 +205,18 @@ def test_sft(tmp_path, saved, way):
 
     stock = run(SFTTrainer)
     if way == "subclass":
-        return assert_same(stock, run(Ours))
+        return assert_same_curves(stock, run(Ours))
     with pytest.warns(FutureWarning, match="compute_loss_func"):
-        return assert_same(stock, run(SFTTrainer, "patched" in way, compute_loss_func=function))
+        return assert_same_curves(
+            stock, run(SFTTrainer, "patched" in way, compute_loss_func=function)
+        )
 
 
 # --- preferences: a subclass's compute_loss ---
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", ["sigmoid", "bco_pair", "sft"]])
-def test_dpo(tmp_path, saved, kind):
+def test_dpo(tmp_path, saved_padded, kind):
     from trl import DPOConfig, DPOTrainer
 
     class Ours(DPOTrainer):
@@ -123,14 +236,14 @@ def test_dpo(tmp_path, saved, kind):
             loss_weights=None if weights is None else list(weights),
         )  # fmt: skip
         return curve(
-            trainer(model(saved), None, args=config, train_dataset=rows("pair"),
+            trainer(model(saved_padded), None, args=config, train_dataset=rows("pair"),
                     processing_class=tokenizer())
         )  # fmt: skip
 
-    assert_same(run(DPOTrainer), run(Ours))
+    assert_same_curves(run(DPOTrainer), run(Ours))
 
 
-def test_kto(tmp_path, saved):
+def test_kto(tmp_path, saved_padded):
     from trl import KTOConfig, KTOTrainer
 
     class Ours(KTOTrainer):
@@ -149,10 +262,10 @@ def test_kto(tmp_path, saved):
 
     def run(trainer):
         config = KTOConfig(**arguments(tmp_path), beta=0.3, desirable_weight=1.5)
-        return curve(trainer(model(saved), None, args=config, train_dataset=rows("label"),
+        return curve(trainer(model(saved_padded), None, args=config, train_dataset=rows("label"),
                              processing_class=tokenizer()))  # fmt: skip
 
-    assert_same(run(KTOTrainer), run(Ours))
+    assert_same_curves(run(KTOTrainer), run(Ours))
 
 
 # --- policies: a subclass's compute_loss ---
@@ -165,7 +278,7 @@ def test_kto(tmp_path, saved):
         ("grpo", {"importance_sampling_level": "sequence"}),
     ],
 )
-def test_grpo(tmp_path, saved, kind, extra):
+def test_grpo(tmp_path, saved_padded, kind, extra):
     from trl import GRPOConfig, GRPOTrainer
 
     class Ours(GRPOTrainer):
@@ -194,7 +307,7 @@ def test_grpo(tmp_path, saved, kind, extra):
             **arguments(tmp_path, per_device_train_batch_size=4, learning_rate=0.1),
             loss_type=kind, num_generations=4, max_completion_length=6, **extra,
         )  # fmt: skip
-        return curve(trainer(model(saved), reward, args=config, train_dataset=rows("prompt"),
+        return curve(trainer(model(saved_padded), reward, args=config, train_dataset=rows("prompt"),
                              processing_class=tokenizer()))  # fmt: skip
 
-    assert_same(run(GRPOTrainer), run(Ours))
+    assert_same_curves(run(GRPOTrainer), run(Ours))

@@ -1,11 +1,14 @@
-"""Random programs of what user code does to logits: patched models behave as stock does.
+"""Random programs on patched models and random patched modules behave as stock ones do.
 
-``fuzz_logits.py`` has the generator, the comparison and a command line that shrinks what fails.
+``fuzz_logits.py`` has programs of what user code does to logits: the generator, the comparison and
+a command line that shrinks what fails. ``fuzz_modules.py`` has modules: patched equals unpatched,
+or is left alone.
 """
 
 import contextlib
 import os
 import re
+import sys
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +27,9 @@ from fuzz_logits_run import Program, models, statements
 
 from liger_multi.patching.lazy_logits import lazy_tensor
 from tests.models import FusedCalls
+
+# --- logits ---
+
 
 SEEDS = (1, 2, 3)
 EAGER, COMPILED, WHOLE = 32, 4, 2
@@ -509,3 +515,63 @@ def test_failing_programs_shrink(monkeypatch):
         judge = Fuzzer()._judged
         small = shrink(made, judge, judge(made))
     assert small.steps == ("z = model(ids).logits", "z[..., :5] = 1.0")
+
+
+# --- modules ---
+
+
+@pytest.fixture
+def fuzz_modules():
+    pytest.importorskip("peft")
+    import fuzz_modules
+
+    return fuzz_modules
+
+
+def found(fuzz_modules, seed, modules):
+    summary = fuzz_modules.run(seed, modules)
+    shown = [f"{failure}\n{fuzz_modules.shrunk(case)}" for case, failure in summary.failures[:3]]
+    assert not summary.failures, "\n\n".join([f"{len(summary.failures)} failures", *shown])
+    return summary.counts
+
+
+def test_fifty_modules(fuzz_modules):
+    counts = found(fuzz_modules, 0, 50)
+    assert counts["patched"] > 15
+    assert counts["served"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1000, 2000, 3000])
+def test_five_hundred_modules(fuzz_modules, seed):
+    counts = found(fuzz_modules, seed, 500)
+    for kind in fuzz_modules.FORMS:
+        assert counts[f"patched {kind}"] > 15
+    assert counts["served"] > 1000
+
+
+def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
+    assert fuzz_modules.generate(7) == fuzz_modules.generate(7)
+    assert len({fuzz_modules.generate(seed).source for seed in range(40)}) > 30
+
+
+def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
+    """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
+    from liger_multi.patching.replace import mlp
+
+    monkeypatch.setattr(mlp, "holds", lambda module, signature: True)
+    failures = fuzz_modules.run(0, 60).failures
+    assert failures
+    case = fuzz_modules.shrunk(failures[0][0])
+    assert case.kind == "mlp"
+    assert len(case.actions) == 1
+    assert case.actions[0] in str(case)
+    assert "class Generated(nn.Module):" in str(case)
+
+
+def test_the_command_repeats_one_case(fuzz_modules, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fuzz_modules.py", "--seed", "3", "--shrink"])
+    assert fuzz_modules.main() == 0
+    printed = capsys.readouterr().out
+    assert fuzz_modules.generate(3).source in printed
+    assert "0 failures" in printed

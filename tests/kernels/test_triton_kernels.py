@@ -1,0 +1,298 @@
+"""Kernels beside the common suite, on a GPU or interpreted.
+
+multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
+same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
+give.
+"""
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.reference.attention import multi_token_attention as reference
+from liger_multi.testing import FORMULAS, samples
+from liger_multi.testing.tolerance import excess
+from tests import harness
+
+pytest.importorskip("triton")
+if (DEVICE := harness.device_of("triton")) is None:
+    pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
+
+from liger_multi.backends.triton.attention import multi_token_attention as kernels
+from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
+from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
+from liger_multi.backends.triton.experts import grouped, grouped_weight, pairs
+from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.reference.cross_entropy.float8 import FORMATS, PLAIN
+from liger_multi.reference.experts.pairs import sorted_pairs
+
+# --- multi_token_attention ---
+
+NEEDS = (True, True, False)
+SHAPES = [(1, 1, 37, 37), (1, 2, 21, 53), (1, 1, 40, 19)]
+
+
+def shape(stride=1, padding=1, dilation=1, sparse=False):
+    return stride, padding, dilation, 1, sparse
+
+
+def made(sizes, seed=0, out=2, size=3):
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3.0 * torch.randn(sizes, generator=generator)
+    weight = torch.randn(out, sizes[1], size, size, generator=generator)
+    return scores.to(DEVICE), weight.to(DEVICE)
+
+
+def compare(scores, weight, options):
+    """Forward and backward with the reference's on the same inputs."""
+    y, p = kernels.forward(scores, weight, None, *options)
+    right_y, right_p = reference.forward(scores, weight, None, *options)
+    torch.testing.assert_close(p, right_p, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y, right_y, rtol=1e-5, atol=1e-5)
+    assert not y.triu(1).any()
+    assert not p.triu(1).any()
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    given = dy.clone()
+    found = kernels.backward(dy, weight, None, p, *options, *NEEDS)
+    right = reference.backward(dy, weight, None, p, *options, *NEEDS)
+    assert torch.equal(dy, given)
+    assert not found[0].triu(1).any()
+    for got, exact in zip(found, right, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def same_convolutions():
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+
+
+@pytest.fixture(params=["formula", "steps", "tiles", "turned"])
+def tiles(request, monkeypatch):
+    """As launched, rows of more than a step, tiles of several rows, and heads on the last axis."""
+    if request.param != "formula":
+        tile = TileConfig(1, 16, 1) if request.param == "steps" else TileConfig(4, 128, 1)
+        transpose = kernels.TransposeConfig(16 if request.param == "turned" else 0, 1)
+        others = {"zero": kernels.ZeroConfig(16, 1), "transpose": transpose}
+        monkeypatch.setattr(
+            kernels, "launch_config", lambda name, *_, **__: others.get(name.split(".")[1], tile)
+        )
+
+
+@pytest.mark.usefixtures("same_convolutions")
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_equals_the_reference(tiles, sizes, sparse):
+    compare(*made(sizes), shape(sparse=sparse))
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_heads_that_are_no_power_of_two(tiles):
+    compare(*made((2, 3, 18, 21), out=5), shape())
+
+
+@pytest.mark.usefixtures("same_convolutions")
+@pytest.mark.parametrize("tiles", ["turned"], indirect=True)
+def test_heads_far_apart_are_turned_another_way(tiles, monkeypatch):
+    monkeypatch.setattr(kernels, "FAR", 64)
+    monkeypatch.delattr(kernels, "_multi_token_turn_kernel")
+    compare(*made((2, 3, 18, 21), out=5), shape())
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_the_triangle_is_of_what_the_convolution_makes(tiles):
+    for options in (shape(2, 0), shape(1, 2, 2), shape(3, 3)):
+        compare(*made((1, 1, 23, 30)), options)
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_scores_of_any_strides(tiles):
+    scores, weight = made((2, 2, 4, 33))
+    wide = torch.full((2, 4, 2, 48), torch.nan, device=DEVICE)
+    by_heads = wide.transpose(1, 2)[..., 3:36].copy_(scores)
+    by_columns = scores.mT.contiguous().mT
+    same = scores[:1, :1].expand(2, 2, 4, 33)
+    for view in (by_heads, by_columns, same):
+        compare(view, weight, shape())
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_nothing_past_the_diagonal_is_used(tiles):
+    scores, weight = made((1, 1, 19, 19))
+    past = torch.ones(19, 19, dtype=torch.bool, device=DEVICE).triu(1)
+    filled = scores.masked_fill(past, torch.nan)
+    y, p = kernels.forward(scores, weight, None, *shape())
+    again, _ = kernels.forward(filled, weight, None, *shape())
+    assert torch.equal(y, again)
+    dy = torch.randn_like(y)
+    found = kernels.backward(dy, weight, None, p, *shape(), *NEEDS)
+    others = kernels.backward(dy.masked_fill(past, torch.nan), weight, None, p, *shape(), *NEEDS)
+    assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_an_upstream_gradient_that_is_one_number(tiles):
+    scores, weight = made((1, 2, 18, 18))
+    y, p = kernels.forward(scores, weight, None, *shape())
+    ones = torch.ones((), device=DEVICE).expand(y.shape)
+    found = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
+    right = reference.backward(ones, weight, None, p, *shape(), *NEEDS)
+    for got, exact in zip(found, right, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("same_convolutions")
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_rows_that_see_only_hidden_scores_have_no_probabilities(tiles, hidden):
+    """As those before the first token of a sequence that is padded on the left."""
+    scores, weight = made((1, 2, 20, 20))
+    scores[..., :7] = hidden
+    compare(scores, weight, shape())
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_not_a_number_stays_in_its_row(tiles):
+    scores, weight = made((1, 1, 20, 20))
+    scores[0, 0, 9, 4] = torch.nan
+    _, p = kernels.forward(scores, weight, None, *shape())
+    assert p.isnan().nonzero().tolist() == [[0, 0, 9, col] for col in range(10)]
+
+
+@pytest.mark.usefixtures("same_convolutions")
+def test_doubles_are_refused():
+    assert "float64" in kernels.supports(torch.ones(1, 1, 3, 3, dtype=torch.float64))
+    assert kernels.supports(torch.ones(1, 1, 3, 3)) is None
+
+
+# --- grouped GEMM ---
+
+
+def groups_of(sizes, per=2, spare=0):
+    """Groups of these many rows, from a shuffled order of their pairs."""
+    rows = sum(sizes)
+    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(rows + spare, generator=generator).to(DEVICE, torch.int32)
+    return Groups(offsets, order, per)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "per", "experts"), [(40, 2, 3), (300, 4, 130), (128, 1, 127), (1, 1, 1), (0, 2, 3)]
+)
+def test_slots_are_sorted_stably(tokens, per, experts):
+    """Chunks and steps of experts that divide and do not, ids of no expert, experts of no pair."""
+    generator = torch.Generator().manual_seed(tokens)
+    index = torch.randint(-2, experts + 3, (tokens, per), generator=generator)
+    index[index == experts // 2] = 0
+    order, inverse, offsets = pairs.sorted_pairs(index.to(DEVICE), experts)
+    _, right, starts = sorted_pairs(index, experts)
+    assert order.cpu().tolist() == right.tolist()
+    assert offsets.cpu().tolist() == starts.tolist()
+    assert torch.equal(inverse[order.long()].cpu(), torch.arange(tokens * per).int())
+    assert torch.equal(pairs.inverse_of(order), inverse)
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_products_of_uneven_groups(library, gather):
+    groups = groups_of((37, 0, 1, 16, 0), spare=4)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+    x = draw(groups.rows // 2 if gather else groups.rows, 24)
+    weight, other = draw(5, 40, 24), draw(groups.rows, 40)
+    written = x[groups.order.long() // 2] if gather else x
+    with grouped.products_by(library):
+        made = grouped.product("test", RowOperand(x, gather), weight, groups)
+        sides = (RowOperand(other), RowOperand(x, gather))
+        gradient = grouped_weight.weight_gradient("test", *sides, groups, False)
+        turned = grouped_weight.weight_gradient("test", *sides, groups, True)
+    for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
+        rows = written[start:stop].double()
+        right = rows @ weight[e].double().T
+        assert excess(made[start:stop], right, torch.bfloat16) <= 1
+        right = other[start:stop].double().T @ rows
+        assert excess(gradient[e], right, torch.bfloat16) <= 1
+        assert torch.equal(turned[e], gradient[e].T)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
+def test_the_library_s_products_serve_the_operator(name):
+    """The composition that launch tables may choose, on rows that were gathered before."""
+    sample = next(s for s in samples.of("fused_moe") if s.name == name)
+    tensors = sample.make(DEVICE, torch.bfloat16)
+    exact = {
+        n: t.detach().double().requires_grad_() if t.is_floating_point() else t
+        for n, t in tensors.items()
+    }
+    floats = [n for n, t in tensors.items() if t.is_floating_point()]
+    seen = []
+    stock = torch._grouped_mm
+    with pytest.MonkeyPatch.context() as patch, grouped.products_by(True):
+        patch.setattr(torch, "_grouped_mm", lambda *a, **k: (seen.append(1), stock(*a, **k))[1])
+        with liger_multi.use(fused_moe="triton"):
+            y = ops.fused_moe(**tensors, **sample.options)
+            found = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))
+    right = FORMULAS["fused_moe"](**exact, **sample.options)
+    wanted = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
+    assert seen, "the library was not asked"
+    assert excess(y.detach(), right.detach(), torch.bfloat16) <= 1
+    errors = {
+        n: excess(got, exact_one, torch.bfloat16)
+        for n, got, exact_one in zip(floats, found, wanted, strict=True)
+    }
+    assert max(errors.values()) <= 1, errors
+
+
+# --- rounding to 8 bits ---
+
+ROUNDING = TritonRounding()
+
+
+def same_codes(found, wanted):
+    codes = [made.data.view(torch.uint8).cpu() for made in (found, wanted)]
+    return torch.equal(*codes) and torch.equal(found.scale.cpu(), wanted.scale.cpu())
+
+
+KINDS = [kind for pair in FORMATS for kind in pair]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_value_of_16_bits(kind):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = every.view(dtype)
+        limit = torch.finfo(torch.float16).max  # and what is scaled to nothing by 2**127
+        x = x[x.isfinite() & (x.float().abs() <= limit)]
+        x = x[: x.numel() // 32 * 32].reshape(-1, 32).to(DEVICE)
+        assert same_codes(ROUNDING.rounded(x, kind), PLAIN.rounded(x, kind))
+    near = x[x.float().abs() <= torch.finfo(kind).max].float().reshape(1, -1)
+    assert same_codes(ROUNDING.rounded(near, kind), PLAIN.rounded(near, kind)), "nearly no scale"
+
+
+@pytest.mark.parametrize("kind", [pair[0] for pair in FORMATS], ids=str)
+@pytest.mark.parametrize("shape", [(70, 48), (1, 3000), (200, 16), (64, 128)])
+def test_both_layouts(shape, kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
+    for given in (x, x.t()):
+        for found, wanted in zip(
+            ROUNDING.both_ways(given, kind), PLAIN.both_ways(given, kind), strict=True
+        ):
+            assert found.data.is_contiguous()
+            assert same_codes(found, wanted)
+
+
+def test_nothing_zeros_and_what_is_no_number():
+    for x in (torch.zeros(0, 16), torch.zeros(3, 16)):
+        x = x.to(DEVICE)
+        assert same_codes(ROUNDING.rounded(x), PLAIN.rounded(x))
+        assert same_codes(ROUNDING.both_ways(x)[1], PLAIN.both_ways(x)[1])
+    x = torch.ones(4, 16)
+    x[1, 2] = float("nan")
+    for kind in KINDS:
+        made = ROUNDING.rounded(x.to(DEVICE), kind)
+        assert made.data.float().isnan().nonzero().tolist() == [[1, 2]]

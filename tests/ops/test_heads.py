@@ -1,0 +1,495 @@
+"""Heads whose products are made in another way than by one matrix product of one process.
+
+In 8 bits: the maths that a CPU emulates, and where it is asked for. With a vocabulary split over
+processes: the losses and gradients of one process. By PyTorch's own linear_cross_entropy, where a
+configuration names it.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import liger_multi
+from liger_multi.errors import BackendUnavailableError, ConfigurationError
+from liger_multi.nn import vocab_parallel as nn
+from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
+from liger_multi.reference.cross_entropy import float8, float8_head
+from liger_multi.reference.cross_entropy.float8 import PLAIN
+from tests import harness
+
+# --- products in 8 bits ---
+
+
+@pytest.fixture
+def in_8_bits():
+    liger_multi.configure({"head_gemms": "float8"})
+    yield
+    liger_multi.configure(None)
+
+
+def head(rows=48, width=64, classes=400, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(classes, width, generator=generator) / width**0.5
+    target = torch.randint(classes, (rows,), generator=generator)
+    return hidden, weight.to(dtype).requires_grad_(), target
+
+
+@pytest.mark.parametrize("dtype", [t for pair in float8.FORMATS for t in pair], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4])
+def test_rounded_to_the_nearest_value(dtype, size):
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
+    made = PLAIN.rounded(x, dtype)
+    value = made.data.float() * made.scale
+    info, eps = torch.finfo(dtype), 2.0 ** (-3 if "e4m3" in str(dtype) else -2)  # torch's is wrong
+    assert made.scale.log2() == made.scale.log2().round()
+    assert x.abs().max() / made.scale <= info.max < 2 * x.abs().max() / made.scale
+    room = (x.abs() * eps / 2).clamp_min(info.smallest_normal * eps / 2 * made.scale)
+    assert ((value - x).abs() <= room * 1.0001).all()
+    assert not PLAIN.rounded(torch.zeros(2, 3)).data.float().any()
+
+
+def test_the_maths_of_the_emulation(in_8_bits):
+    hidden, weight, target = head()
+    loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
+    loss.backward()
+
+    h, w = (PLAIN.rounded(t.detach()) for t in (hidden, weight))
+    w = (w.data.float() * w.scale).requires_grad_()
+    total, dhidden, dweight = 0.0, [], 0.0
+    for part in range(0, 48, 16):
+        rows = hidden.detach()[part : part + 16]
+        h = PLAIN.rounded(rows)
+        logits = ((h.data.float() * h.scale) @ w.detach().t()).bfloat16().float().requires_grad_()
+        one = torch.nn.functional.cross_entropy(logits, target[part : part + 16], reduction="sum")
+        (graw,) = torch.autograd.grad(one, logits)
+        graw = graw.bfloat16()
+        g = PLAIN.rounded(graw, torch.float8_e5m2)
+        dhidden.append((g.data.float() * g.scale) @ w.detach())
+        dweight = dweight + graw.float().t() @ rows.float()
+        total += one.item()
+    assert loss.item() == pytest.approx(total / 48, rel=1e-5)
+    expected = torch.cat(dhidden) / 48
+    torch.testing.assert_close(hidden.grad.float(), expected, rtol=2**-7, atol=1e-5)
+    torch.testing.assert_close(weight.grad.float(), dweight / 48, rtol=2**-7, atol=1e-5)
+
+
+def test_logits_alone():
+    """The loss is that of 8 bits; the gradient of hidden states is one of exact products of it."""
+    found = {}
+    for products in ("exact", "float8", "float8_logits"):
+        liger_multi.configure({"head_gemms": products})
+        hidden, weight, target = head()
+        loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
+        loss.backward()
+        found[products] = [loss.detach(), hidden.grad.float(), weight.grad.float()]
+    liger_multi.configure(None)
+    both, logits, exact = found["float8"], found["float8_logits"], found["exact"]
+    assert torch.equal(logits[0], both[0])
+    assert torch.equal(logits[2], both[2])
+    assert not torch.equal(logits[0], exact[0])
+    far, near = ((made[1] - exact[1]).norm() / exact[1].norm() for made in (both, logits))
+    assert 0.001 < near < 0.75 * far, "less is rounded"
+
+
+def test_the_error_and_that_chunks_do_not_change_it(in_8_bits):
+    found = []
+    for chunk in (48, 16, 7):
+        hidden, weight, target = head()
+        fused_linear_cross_entropy(hidden, weight, target, chunk=chunk).backward()
+        found.append((hidden.grad.float(), weight.grad.float()))
+    liger_multi.configure(None)
+    hidden, weight, target = head()
+    fused_linear_cross_entropy(hidden, weight, target).backward()
+    for mine, exact in zip(found[0], (hidden.grad.float(), weight.grad.float()), strict=True):
+        off = (mine - exact).norm() / exact.norm()
+        assert 0.001 < off < 0.06, "rounded, and not by more than three bits of mantissa allow"
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            assert (a - b).norm() <= 0.005 * b.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_kind_of_head(in_8_bits, reduction):
+    hidden, weight, target = head(dtype=torch.float32)
+    bias = torch.randn(400, requires_grad=True)
+    target[::3] = -100
+    loss = fused_linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, chunk=20)
+    loss.sum().backward()
+    exact = torch.nn.functional.cross_entropy(hidden @ weight.t() + bias, target, reduction="none")
+    exact = exact.sum() / (target >= 0).sum() if reduction == "mean" else exact
+    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0.2)
+    assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in (hidden, weight))
+    assert not hidden.grad[::3].any()
+    made = fused_linear_log_prob(hidden, weight, target, outputs=("log_prob",)).log_prob
+    made.sum().backward()
+    rows = torch.log_softmax((hidden @ weight.t()).detach(), -1)
+    taken = rows.gather(1, target.clamp_min(0)[:, None])[:, 0]
+    torch.testing.assert_close(made[target >= 0], taken[target >= 0], rtol=0.05, atol=0.2)
+
+
+def test_what_does_not_offer_it_is_exact(in_8_bits):
+    hidden, weight, _ = head(8, 16, 40, torch.float32)
+    args = (hidden, weight, hidden.detach() * 0.9, weight.detach())
+    inside = fused_linear_jsd(*args)
+    liger_multi.configure(None)
+    assert torch.equal(inside, fused_linear_jsd(*args))
+
+
+class Watched:
+    """A rounding that notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def rounded(self, x, dtype=float8.FACTOR):
+        self.asked.append((tuple(x.shape), dtype))
+        return PLAIN.rounded(x, dtype)
+
+    def both_ways(self, x, dtype=float8.FACTOR):
+        self.asked.append((tuple(x.shape), "both"))
+        return PLAIN.both_ways(x, dtype)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wanted", "first"),
+    [(True, True, "both"), (True, False, float8.FACTOR), (False, True, float8.FACTOR)],
+)
+def test_each_factor_is_rounded_once(gradients, wanted, first):
+    """The second layout of the weight is made only where it is multiplied, and with the first."""
+    seen, weight = Watched(), torch.randn(32, 16)
+    made = float8_head.Head(weight, gradients, wanted, seen)
+    out = made.logits(torch.randn(8, 16), None, torch.empty(8, 32))
+    if gradients and wanted:
+        made.hidden_gradient(out, torch.empty(8, 16))
+    rest = [((8, 32), float8.GRADIENT)] * (gradients and wanted)
+    assert seen.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
+
+
+@pytest.mark.parametrize("known", [*float8.FORMATS, ()], ids=["OCP", "fnuz", "none"])
+def test_a_device_is_asked_for_its_formats(known, monkeypatch):
+    """CDNA 3 refuses OCP's formats and multiplies its own."""
+
+    def multiplied(a, b, out, fast):
+        if a.data.dtype not in known or b.data.dtype not in known:
+            raise RuntimeError(f"{a.data.dtype} is not supported on this device")
+
+    monkeypatch.setattr(float8_head, "_multiply", multiplied)
+    asked = float8_head._asked.__wrapped__(torch.device("cpu"))
+    if known:
+        assert asked == (known, None)
+    else:
+        assert asked[0] == float8.FORMATS[0]
+        assert "float8_e4m3fn is not supported" in asked[1]
+    monkeypatch.setattr(float8_head, "formats", lambda device: known or float8.FORMATS[0])
+    made = float8_head.Head(torch.randn(32, 16), True, True)
+    factor, gradient = known or float8.FORMATS[0]
+    assert {made._weight.data.dtype, made._across.data.dtype} == {factor}
+    assert made._gradient == gradient
+
+
+def test_a_device_that_cannot_says_why(monkeypatch):
+    weight = torch.zeros(401, 64, device="meta")
+    assert float8_head.unsupported(weight.device, weight) is None
+    cuda = torch.device("cuda")
+    assert "multiples of 16, got (401, 64)" in float8_head.unsupported(cuda, weight)
+    monkeypatch.setattr(float8_head, "unsupported", lambda *_: "no such product")
+    with pytest.raises(RuntimeError, match="head_gemms in 8 bits: no such product"):
+        float8_head.Head(torch.zeros(16, 16), True, True)
+
+
+def test_asked_for_by_a_wrong_word():
+    with pytest.raises(ConfigurationError, match="float8"):
+        liger_multi.configure({"head_gemms": "fp8"})
+
+
+# --- a vocabulary of several processes ---
+
+CASES = """
+import sys, torch, torch.distributed as dist
+import torch.nn.functional as F
+from liger_multi.nn.vocab_parallel import (
+    vocab_parallel_cross_entropy, vocab_parallel_fused_linear_cross_entropy,
+    vocab_parallel_fused_linear_log_prob, vocab_range,
+)
+from liger_multi.testing.tolerance import excess
+
+rank, meeting, count = int(sys.argv[1]), sys.argv[2], COUNT
+device = torch.device("cpu") if KIND == "cpu" else torch.device(KIND, rank)
+if KIND != "cpu":
+    torch.get_device_module(device).set_device(device)
+torch.set_default_device(device)
+group = dist.get_default_backend_for_device(device)
+dist.init_process_group(group, init_method=f"file://{meeting}", rank=rank, world_size=count)
+assert dist.get_backend() == {"cpu": "gloo", "cuda": "nccl"}.get(KIND, group)
+torch.manual_seed(0)
+ROWS, H = 7, 6
+
+
+def whole_loss(z, target, smoothing, kind, reduction, cap):
+    V = z.shape[1]
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    share = smoothing * V / (V - 1) if kind == "megatron" else smoothing
+    return F.cross_entropy(z, target, label_smoothing=share, reduction=reduction)
+
+
+def near(got, right, dtype):
+    assert excess(got.detach(), right.detach(), dtype) <= 1, (got, right)
+
+
+def near_part(got, whole, part, dtype, dim=0):
+    # a part of a gradient rounds as the whole does: what cancels has the size of its largest entry
+    among = whole.detach().clone()
+    among.movedim(dim, 0)[part] = got.detach().to(whole).movedim(dim, 0)
+    near(among, whole, dtype)
+
+
+def same_everywhere(x):
+    every = [torch.empty_like(x) for _ in range(count)]
+    dist.all_gather(every, x.contiguous())
+    assert all(torch.equal(e, x) for e in every)
+
+
+def inputs(V, dtype, scale=1.0):
+    g = torch.Generator(device).manual_seed(V)
+    target = torch.randint(V, (ROWS,), generator=g)
+    target[2] = -100
+    hidden, weight, bias = (
+        torch.randn(s, generator=g, dtype=torch.float64).to(dtype) * scale
+        for s in ((ROWS, H), (V, H), (V,))
+    )
+    return hidden, weight, bias, target, slice(*vocab_range(V))
+
+
+OPTIONS = [
+    (0.0, "torch", "mean", None), (0.2, "torch", "sum", None), (0.2, "megatron", "mean", None),
+    (0.0, "torch", "none", 5.0), (0.1, "megatron", "none", 5.0),
+]
+for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
+    hidden, weight, bias, target, part = inputs(V, dtype)
+    logits = hidden @ weight.T + bias
+    for smoothing, kind, reduction, cap in OPTIONS:
+        whole = logits.double().clone().requires_grad_()
+        right = whole_loss(whole, target, smoothing, kind, reduction, cap)
+        up = torch.randn(right.shape, dtype=torch.float64)
+        right.backward(up)
+        mine = logits[:, part].clone().requires_grad_()
+        options = {"label_smoothing": smoothing, "smoothing": kind, "reduction": reduction}
+        loss = vocab_parallel_cross_entropy(mine, target, vocabulary=V, softcap=cap, **options)
+        loss.backward(up.to(loss))
+        same_everywhere(loss.detach())
+        near(loss, right, dtype)
+        near_part(mine.grad, whole.grad, part, dtype, dim=1)
+
+        if smoothing and cap is not None:
+            continue
+        wide = [x.double().clone().requires_grad_() for x in (hidden, weight, bias)]
+        right = whole_loss(wide[0] @ wide[1].T + wide[2], target, smoothing, kind, reduction, cap)
+        right.backward(up)
+        ours = [x.clone().requires_grad_() for x in (hidden, weight[part], bias[part])]
+        loss = vocab_parallel_fused_linear_cross_entropy(
+            ours[0], ours[1], target, vocabulary=V, bias=ours[2], softcap=cap, **options
+        )
+        loss.backward(up.to(loss))
+        near(loss, right, dtype)
+        same_everywhere(ours[0].grad)
+        near(ours[0].grad, wide[0].grad, dtype)
+        for got, exact in zip(ours[1:], wide[1:]):
+            near_part(got.grad, exact.grad, part, dtype)
+
+    for outputs in (("log_prob",), ("entropy",), ("log_prob", "entropy", "lse")):
+        wide = [x.double().clone().requires_grad_() for x in (hidden, weight)]
+        z = wide[0] @ wide[1].T / 0.7
+        log_p, valid = torch.log_softmax(z, -1), target != -100
+        each = {
+            "log_prob": log_p.gather(1, target.clamp(min=0)[:, None])[:, 0],
+            "entropy": -(log_p.exp() * log_p).sum(-1), "lse": z.logsumexp(-1),
+        }
+        ups = {n: torch.randn(ROWS, dtype=torch.float64) for n in outputs}
+        sum((each[n] * valid * ups[n]).sum() for n in outputs).backward()
+        ours = [x.clone().requires_grad_() for x in (hidden, weight[part])]
+        found = vocab_parallel_fused_linear_log_prob(
+            *ours, target, vocabulary=V, temperature=0.7, outputs=outputs
+        )
+        sum((getattr(found, n) * ups[n].to(dtype)).sum() for n in outputs).backward()
+        for n in outputs:
+            near(getattr(found, n), each[n] * valid, dtype)
+            same_everywhere(getattr(found, n).detach())
+        assert all((getattr(found, n) is None) == (n not in outputs) for n in each)
+        near(ours[0].grad, wide[0].grad, dtype)
+        near_part(ours[1].grad, wide[1].grad, part, dtype)
+
+# a sum that overflows fp16, and statistics of bf16 rows, are fp32
+hidden, weight, bias, target, part = inputs(12, torch.bfloat16, 20.0)
+loss = vocab_parallel_fused_linear_cross_entropy(hidden, weight[part], target, vocabulary=12)
+assert loss.dtype == torch.float32
+right = F.cross_entropy((hidden @ weight.T).float(), target)
+torch.testing.assert_close(loss, right, rtol=2e-3, atol=1e-3)
+ours = hidden.clone().requires_grad_()
+reduced = [hidden.clone().requires_grad_() for _ in range(2)]
+for leaf, whole in zip(reduced, (True, False)):
+    vocab_parallel_fused_linear_cross_entropy(
+        leaf, weight[part], target, vocabulary=12, reduce_hidden=whole
+    ).backward()
+total = reduced[1].grad.float()
+dist.all_reduce(total)
+torch.testing.assert_close(reduced[0].grad, total.bfloat16())
+
+# another split, every row ignored, wrong targets
+edges = [0, 9, 10, 12] if count == 3 else [0, 9, 12]
+mine = torch.randn(ROWS, 12, generator=torch.Generator(device).manual_seed(5))
+target = target.clamp(min=0)
+loss = vocab_parallel_cross_entropy(
+    mine[:, edges[rank] : edges[rank + 1]], target, vocabulary=12, start=edges[rank]
+)
+near(loss, F.cross_entropy(mine, target), torch.float32)
+leaf = mine[:, part].clone().requires_grad_()
+loss = vocab_parallel_cross_entropy(leaf, torch.full_like(target, -100), vocabulary=12)
+loss.backward()
+assert loss.item() == 0 and not leaf.grad.any()
+for wrong in (12, -7) if KIND == "cpu" else ():  # elsewhere asking would wait for the device
+    try:
+        vocab_parallel_cross_entropy(leaf, target * 0 + wrong, vocabulary=12)
+        raise AssertionError("no error")
+    except IndexError as error:
+        assert f"target {wrong} is outside of [0, 12)" in str(error)
+try:
+    vocab_parallel_cross_entropy(mine, target, vocabulary=12)
+    raise AssertionError("no error")
+except ValueError as error:
+    assert "pass start=" in str(error) and "got 12 of them" in str(error)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_losses_and_gradients_equal_one_process(tmp_path, count, request):
+    """Also where the classes do not divide, and where a process has none (4 classes, 3 of them)."""
+    kind = harness.kind_of_ranks(request.config, count)
+    body = CASES.replace("COUNT", str(count)).replace("KIND", repr(kind))
+    harness.in_processes(tmp_path, body, count, kind)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_arguments_that_do_not_fit(alone):
+    z, t = torch.randn(3, 5), torch.zeros(3, dtype=torch.int64)
+    for wrong, message in (
+        ({"label_smoothing": 1.5}, r"in \[0, 1\]"),
+        ({"smoothing": "global"}, "smoothing"),
+        ({"reduction": "batchmean"}, "reduction"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nn.vocab_parallel_cross_entropy(z, t, vocabulary=5, **wrong)
+    with pytest.raises(ValueError, match="one id a row"):
+        nn.vocab_parallel_cross_entropy(z, t[:2], vocabulary=5)
+    with pytest.raises(ValueError, match="has no softcap beside it"):
+        nn.vocab_parallel_fused_linear_cross_entropy(
+            z, torch.randn(4, 5), t, vocabulary=4, label_smoothing=0.1, softcap=3.0
+        )
+
+
+def test_no_logits_cross_processes(alone, monkeypatch):
+    sent = []
+    real = dist.all_reduce
+
+    def spy(x, *args, **kwargs):
+        sent.append(tuple(x.shape))
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", spy)
+    h, w = torch.randn(9, 5, requires_grad=True), torch.randn(40, 5, requires_grad=True)
+    nn.vocab_parallel_fused_linear_cross_entropy(
+        h, w, torch.arange(9), vocabulary=40, label_smoothing=0.1
+    ).backward()
+    assert set(sent) == {(9,), (9, 5)}
+
+
+# --- PyTorch's own operator ---
+
+here = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no linear_cross_entropy"
+)
+
+
+def leaves(dtype):
+    torch.manual_seed(0)
+    h, w, b = torch.randn(96, 32), torch.randn(401, 32), torch.randn(401)
+    return [t.to(dtype).requires_grad_() for t in (h, w, b)]
+
+
+def run(backend, tensors, target, **options):
+    h, w, b = tensors
+    with liger_multi.use(fused_linear_cross_entropy=backend):
+        loss = fused_linear_cross_entropy(h, w, target, bias=b, **options)
+        return loss, *torch.autograd.grad(3 * loss, [t for t in tensors if t.requires_grad])
+
+
+@here
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "sum"}, {"class_weight": torch.rand(401)}, {"chunk": 16}],
+    ids=lambda o: next(iter(o), "plain"),
+)
+@pytest.mark.parametrize("ignored", [0, 48, 96])
+def test_equals_the_reference(options, ignored, monkeypatch):
+    target, tensors = torch.randint(401, (96,)), leaves(torch.float32)
+    target[:ignored] = -100
+    right = run("reference", tensors, target, **options)
+    called = []
+    theirs = F.linear_cross_entropy
+    monkeypatch.setattr(
+        F, "linear_cross_entropy", lambda *a, **k: called.append(1) or theirs(*a, **k)
+    )
+    for got, wanted in zip(run("pytorch", tensors, target, **options), right, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert called
+
+
+@here
+def test_gradients_in_16_bits_are_summed_in_32():
+    target, tensors = torch.randint(401, (96,)), leaves(torch.bfloat16)
+    tensors[2].requires_grad_(False)
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    right = run("reference", exact, target)
+    got = run("pytorch", tensors, target)
+    assert [t.dtype for t in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert (got[0].double() - right[0]).abs() < 2**-8 * right[0]
+    for gradient, wanted in zip(got[1:], right[1:], strict=True):
+        assert (gradient.double() - wanted).norm() < 2**-8 * wanted.norm()
+
+
+REFUSED = [
+    ({"softcap": 30.0}, "no softcap"),
+    ({"z_loss": 0.1}, "no z_loss_weight"),
+    ({"reduction": "none"}, "no reduction='none'"),
+    ({"label_smoothing": 0.1}, "no label_smoothing in chunks"),
+    ({"logit_scale": 2.0}, "no logit_scale"),
+]
+
+
+@here
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[r[1] for r in REFUSED])
+def test_what_it_has_not_is_refused(options, said):
+    target = torch.randint(401, (96,))
+    with pytest.raises(BackendUnavailableError, match=said):
+        run("pytorch", leaves(torch.float32), target, **options)
+
+
+def test_older_versions_say_so(monkeypatch):
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(BackendUnavailableError, match=r"has no torch\.nn\.functional\.linear"):
+        run("pytorch", leaves(torch.float32), torch.randint(401, (96,)))
+
+
+def test_no_device_chooses_it():
+    target, tensors = torch.randint(401, (96,)), leaves(torch.float32)
+    right = run("auto", tensors, target)
+    assert all(map(torch.equal, right, run("reference", tensors, target)))
