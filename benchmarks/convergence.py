@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.curves import CURVES, Curves, draw, judge
 from liger_multi.bench import report
-from liger_multi.demo import corpus
+from liger_multi.demo import training
 from liger_multi.memory.sizes import SIZES, config_of
 
 ROOT = Path(__file__).parent.parent
@@ -146,9 +146,9 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 def text(case: Case) -> Tensor:
     """Token ids, steps x batch x tokens; no network is asked."""
     count = case.steps * case.batch
-    found = corpus.read(min(9_000_000, 6 * count * case.tokens + 200_000))
-    learnt = corpus.learn_tokenizer(found, case.vocabulary)
-    cut = corpus.blocks(found, learnt, count, case.tokens, 0).tokens
+    found = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
+    learnt = training.learn_tokenizer(found, case.vocabulary)
+    cut = training.blocks(found, learnt, count, case.tokens, 0).tokens
     return cut.view(case.steps, case.batch, case.tokens)
 
 

@@ -98,7 +98,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    from liger_multi.demo.chart import STYLE
+    from liger_multi.demo.display import STYLE
 
     models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     across = min(4, len(models))

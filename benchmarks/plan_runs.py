@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.memory_cases import LARGE_MOE
 from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
-from liger_multi.memory.planning.files import ENVIRONMENT
+from liger_multi.memory.planning.result import ENVIRONMENT
 from liger_multi.memory.sizes import config_of
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +73,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
     """Train some steps in this process, with no more memory than planned for."""
     from transformers import AutoModelForCausalLM
 
-    from liger_multi.dispatch.config_file import parse_bytes
+    from liger_multi.dispatch.config import parse_bytes
 
     module = torch.get_device_module(device)
     if device.type != "cpu":

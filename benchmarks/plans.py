@@ -24,7 +24,7 @@ from benchmarks import store
 from benchmarks.plan_runs import ROOT, Case, Worker
 from liger_multi.bench import report
 from liger_multi.memory import Candidate, Space, TrainingPlan, plan
-from liger_multi.memory.planning.cards import CARDS
+from liger_multi.memory.planning.cost import CARDS
 from liger_multi.memory.sizes import config_of
 
 PICTURE = ROOT / "docs" / "plan-example.png"

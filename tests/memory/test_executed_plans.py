@@ -15,9 +15,9 @@ from benchmarks import plans
 from benchmarks.memory_cases import Case as Small
 from benchmarks.plan_runs import Case, Worker, executed
 from liger_multi.memory import Candidate, Settings
-from liger_multi.memory.planning.cards import CARDS
+from liger_multi.memory.planning.cost import CARDS
 from liger_multi.memory.planning.predict import Predictor
-from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.planning.traces import Shapes
 
 SETTINGS = Settings(sequence=64, micro_batch=2, chunk=64, recompute="full", layers=1)
 CASE = Case("nothing", 64, 2, "1GiB")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.memory_cases import Case
 from liger_multi.memory import Profile, compare, measure, profile
 from liger_multi.memory.breakdown import summarize
-from liger_multi.memory.history import HIDDEN, OLDER, join
+from liger_multi.memory.profiling import HIDDEN, OLDER, join
 from liger_multi.memory.recorder import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER, Block, Recorder
 
 KIB = 1024

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.replace import adapters
-from liger_multi.patching.replace.projections import SharedInput
+from liger_multi.patching.replace.adapters import SharedInput
 from liger_multi.patching.replace.swap import swapped
 
 NAMES = ("q_proj", "k_proj", "v_proj")

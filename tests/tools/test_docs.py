@@ -15,7 +15,7 @@ from benchmarks import measured, store
 from ci import docs, figures
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
-from liger_multi.dispatch import config_file
+from liger_multi.dispatch import config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -148,7 +148,7 @@ def test_configurations_of_a_page_are_well_formed(name):
     found = blocks(ROOT / name, "yaml")
     assert found
     for block in found:
-        layer = config_file.parse(yaml.safe_load(block), name)
+        layer = config.parse(yaml.safe_load(block), name)
         assert layer.ops[""]
 
 

@@ -7,8 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from liger_multi.patching.replace import sharded_head
-from liger_multi.patching.replace.head import LazyAdaptedHead, LazyHead, adapted_head_refusal
+from liger_multi.patching.replace.head import (
+    LazyAdaptedHead,
+    LazyHead,
+    ShardedHead,
+    adapted_head_refusal,
+    is_sharded,
+    sharded_refusal,
+)
 from liger_multi.patching.replace.swap import buried, has_own_forward, stock_class
 
 
@@ -48,8 +54,8 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
         if "forward" in vars(head) and not has_own_forward(head):
             return f"somebody else replaced the forward of this {kind}"
         return adapted_head_refusal(head)
-    parallel = sharded_head.is_sharded(head, owners)
-    if parallel and (reason := sharded_head.refusal(head)):
+    parallel = is_sharded(head, owners)
+    if parallel and (reason := sharded_refusal(head)):
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
         return f"somebody else replaced the forward of this {kind}"
@@ -87,4 +93,4 @@ def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead
     """The class of lazy heads that fits a module which is not refused."""
     if hasattr(head, "base_layer"):
         return LazyAdaptedHead
-    return sharded_head.ShardedHead if sharded_head.is_sharded(head, owners) else LazyHead
+    return ShardedHead if is_sharded(head, owners) else LazyHead

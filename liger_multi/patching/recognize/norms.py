@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import registered
-from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.recognize.kinds import (
     EPS_NAMES,
     GATE_NAMES,
@@ -24,7 +23,16 @@ from liger_multi.patching.recognize.kinds import (
     TENSOR_NAMES,
     NormKind,
 )
-from liger_multi.patching.recognize.probe import probe_context, random, scalars, skeleton
+from liger_multi.patching.recognize.probe import (
+    MODES,
+    Watch,
+    disagreement,
+    probe_context,
+    random,
+    scalars,
+    set_mode,
+    skeleton,
+)
 from liger_multi.patching.recognize.signature import (
     code_of,
     signature_of,
