@@ -8,6 +8,7 @@ token its weight in the sum:
 with the ratio ``r = exp(log_prob - old)``, of the token or of its sequence (GSPO), advantages
 ``A``, ratios ``v`` of the sampler's policy, and ``H`` the mean entropy. Where every token's loss
 depends on its own statistics only, logits are computed once (:mod:`liger_multi.losses.one_pass`).
+Surrogates and reductions are tables, with the options that they read.
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
 elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+
+Whether a tensor was written since it was looked at, PyTorch's version counter says, but for one
+case: fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
+A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
+number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
+of one thread.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 The module itself is never executed, so meta, quantized and partitioned weights are safe, and no
 random state moves.
+
+A replica is compared with a formula in every mode, by its outputs and by its gradients. A module
+that is patched in evaluation will train, and the other way round. So a formula has to hold in both
+modes, with gradients and without, and the forward may do nothing else: draw no random numbers,
+write to no input and to no attribute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Norms over the last axis, group norm, and hyper-connections, whose coefficients begin with one.
+"""Norms over the last axis, group norm, and manifold-constrained hyper-connections.
 
 ``casting`` says where 16-bit dtypes round. It changes nothing in fp64, so formulas ignore it and
 round as Llama does.
@@ -179,7 +179,7 @@ def dyt(
     return y if bias is None else y + bias
 
 
-# --- manifold-constrained hyper-connections ---
+# --- hyper-connections: coefficients, and streams around a layer ---
 
 
 def hyper_connections(
