@@ -76,18 +76,26 @@ def _called(head: nn.Module, hidden: Tensor, body: Callable[[Tensor], Any]) -> A
         del head.forward
 
 
+_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda head: "forward" in vars(head), "somebody replaced the forward of this {kind}"),
+    (lambda head: not isinstance(head, nn.Linear), "it is a {kind}, not a linear layer"),
+    (
+        lambda head: (
+            type(head).forward is not nn.Linear.forward and not hasattr(head, "stock_forward")
+        ),
+        "{kind} has a forward of its own",
+    ),
+    (
+        lambda head: not head.weight.is_floating_point(),
+        "its weight is quantized ({head.weight.dtype})",
+    ),
+)
+"""Why the weight of a head cannot be used by itself: the first that holds, with its reason."""
+
+
 def _refusal(head: nn.Module) -> str | None:
-    kind = type(head).__name__
-    if "forward" in vars(head):
-        return f"somebody replaced the forward of this {kind}"
-    if not isinstance(head, nn.Linear):
-        return f"it is a {kind}, not a linear layer"
-    own = type(head).forward
-    if own is not nn.Linear.forward and not hasattr(head, "stock_forward"):
-        return f"{kind} has a forward of its own"
-    if not head.weight.is_floating_point():
-        return f"its weight is quantized ({head.weight.dtype})"
-    return None
+    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    return reason and reason.format(kind=type(head).__name__, head=head)
 
 
 def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
