@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.curves import CURVES, Curves, draw, judge
 from liger_multi.bench import report
-from liger_multi.demo import training
 from liger_multi.memory.sizes import SIZES, config_of
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +144,8 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 
 def text(case: Case) -> Tensor:
     """Token ids, steps x batch x tokens; no network is asked."""
+    from liger_multi.demo import training
+
     count = case.steps * case.batch
     found = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
     learnt = training.learn_tokenizer(found, case.vocabulary)

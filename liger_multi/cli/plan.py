@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 from liger_multi.cli import checking
-from liger_multi.cli.checking import simulated
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import LigerMultiError, PlanError
 from liger_multi.memory import estimate
@@ -61,7 +60,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
     if given["capacity"] is not None:
         given["capacity"] = parse_bytes(given["capacity"], "--capacity")
-    with simulated("estimate", arguments.model):
+    with checking.simulated("estimate", arguments.model):
         config = config_of(arguments.model, arguments.sequence)
         made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
     fits = given["capacity"] is None or made.peak_bytes <= given["capacity"]
