@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from benchmarks import store
 from liger_multi.bench import report
-from liger_multi.demo import corpus
 from liger_multi.memory.sizes import SIZES, config_of
 
 # --- the bounds, stated before any run ---
@@ -120,7 +119,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    from liger_multi.demo.chart import STYLE
+    from liger_multi.demo.display import STYLE
 
     models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     across = min(4, len(models))
@@ -285,10 +284,12 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 
 def text(case: Case) -> Tensor:
     """Token ids, steps x batch x tokens; no network is asked."""
+    from liger_multi.demo import training
+
     count = case.steps * case.batch
-    found = corpus.read(min(9_000_000, 6 * count * case.tokens + 200_000))
-    learnt = corpus.learn_tokenizer(found, case.vocabulary)
-    cut = corpus.blocks(found, learnt, count, case.tokens, 0).tokens
+    found = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
+    learnt = training.learn_tokenizer(found, case.vocabulary)
+    cut = training.blocks(found, learnt, count, case.tokens, 0).tokens
     return cut.view(case.steps, case.batch, case.tokens)
 
 

@@ -33,8 +33,8 @@ from benchmarks import store
 from benchmarks.memory import LARGE_MOE
 from liger_multi.bench import report
 from liger_multi.memory import Candidate, Settings, Space, TrainingPlan, apply, measure, plan
-from liger_multi.memory.planning.cards import CARDS
-from liger_multi.memory.planning.files import ENVIRONMENT
+from liger_multi.memory.planning.cost import CARDS
+from liger_multi.memory.planning.result import ENVIRONMENT
 from liger_multi.memory.sizes import config_of
 
 # --- one candidate in a process of its own ---
@@ -86,7 +86,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
     """Train some steps in this process, with no more memory than planned for."""
     from transformers import AutoModelForCausalLM
 
-    from liger_multi.dispatch.config_file import parse_bytes
+    from liger_multi.dispatch.config import parse_bytes
 
     module = torch.get_device_module(device)
     if device.type != "cpu":

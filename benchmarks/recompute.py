@@ -367,7 +367,7 @@ def draw(path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from liger_multi.memory.picture import COLORS, GRID, INK
+    from liger_multi.memory.breakdown import COLORS, GRID, INK
 
     groups: dict[str, dict[str, int]] = {}
     for data, row in store.rows("longest"):

@@ -409,7 +409,7 @@ CASES = (
         (
             Break(
                 "a sharded hidden axis is taken for rows",
-                "liger_multi/dispatch/sharding.py",
+                "liger_multi/dispatch/op.py",
                 "name in op.replicated or placement.dim % arg.ndim == arg.ndim - 1",
                 "name in op.replicated",
                 (
@@ -419,14 +419,14 @@ CASES = (
             ),
             Break(
                 "the weight's gradient is not summed over ranks",
-                "liger_multi/dispatch/sharding.py",
+                "liger_multi/dispatch/op.py",
                 "shared = Replicate() if axis is None else Partial()",
                 "shared = Replicate()",
                 ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
             ),
             Break(
                 "rows are gathered",
-                "liger_multi/dispatch/sharding.py",
+                "liger_multi/dispatch/op.py",
                 "for axis in (None, *range(axes - 1)):",
                 "for axis in (None,):",
                 ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
@@ -440,7 +440,7 @@ CASES = (
         (
             Break(
                 "ratios to the policy that sampled are 1",
-                "liger_multi/losses/reinforcement.py",
+                "liger_multi/losses/policy.py",
                 'log_ratio = own - c.get("old", own.detach())',
                 "log_ratio = own - own.detach()",
                 ("tests/trainers/test_compat.py::test_grpo",),
@@ -454,7 +454,7 @@ CASES = (
             ),
             Break(
                 "weights of desirable and undesirable answers are dropped",
-                "liger_multi/losses/kto.py",
+                "liger_multi/losses/preference.py",
                 "weight = torch.where(good, o.desirable_weight, o.undesirable_weight)",
                 "weight = torch.where(good, 1.0, 1.0)",
                 ("tests/losses/test_losses_preference.py::test_kto_is_trl",),

@@ -19,7 +19,7 @@ os.environ.pop("LIGER_MULTI_CONFIG", None)
 import pytest
 import torch
 
-from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.suite.plugin import poison_empty
 from tests import harness
 
 # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.

@@ -25,8 +25,8 @@ import torch
 import yaml
 
 from liger_multi.testing import samples
-from liger_multi.testing.devices import accelerator, device_of, interpreted, refusal
-from liger_multi.testing.suite import expected
+from liger_multi.testing.checks import accelerator, device_of, interpreted, refusal
+from liger_multi.testing.suite import plugin
 from tests import harness, processes
 
 PATIENCE = 1800.0
@@ -127,17 +127,17 @@ def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None
 # --- expected failures ---
 
 
-def read_xfails(folder: Path) -> dict[str, list[expected.Expected]]:
+def read_xfails(folder: Path) -> dict[str, list[plugin.Expected]]:
     """The lines of ``<backend>.txt`` by backend."""
-    return {file.stem: expected.read(file) for file in sorted(folder.glob("*.txt"))}
+    return {file.stem: plugin.read_expected(file) for file in sorted(folder.glob("*.txt"))}
 
 
 def apply_xfails(
-    items: list[pytest.Item], named: list[str], xfails: dict[str, list[expected.Expected]]
+    items: list[pytest.Item], named: list[str], xfails: dict[str, list[plugin.Expected]]
 ) -> None:
     """Mark every test that a line of its backends means; an unexpected pass then fails."""
     for backend, entries in xfails.items():
-        expected.mark([i for i in items if backend in backends_of_test(i, named)], entries)
+        plugin.mark_expected([i for i in items if backend in backends_of_test(i, named)], entries)
 
 
 def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:

@@ -420,9 +420,9 @@ LOSSES_PLACE = "<!-- losses:{} -->"
 LOSSES_END = "<!-- losses:end -->"
 FAMILIES = (
     ("Pairs against a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
-    ("Pairs without a reference", "cpo_loss", "CPOOptions", ("margins", "CPO")),
-    ("Single answers", "kto_loss", "KTOOptions", ("kto", "KTO")),
-    ("Policies", "policy_loss", "PolicyOptions", ("policies", "POLICY")),
+    ("Pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
+    ("Single answers", "kto_loss", "KTOOptions", ("preference", "KTO")),
+    ("Policies", "policy_loss", "PolicyOptions", ("policy", "POLICY")),
     ("Sequences", "sequence_loss", "SequenceOptions", ("sequence", "SEQUENCE")),
     ("Several heads ahead", "mtp_loss", "SequenceOptions", None),
     ("Distillation", "distillation_loss", "DistillationOptions", ("distillation", "DIVERGENCES")),

@@ -506,7 +506,7 @@ ROWS = 14
 
 def cards() -> list[str]:
     """Published figures that times are told with."""
-    from liger_multi.memory.planning.cards import CARDS
+    from liger_multi.memory.planning.cost import CARDS
 
     columns = "| name | card | GB | 16 bits, TFLOPS | fp32, TFLOPS | memory, GB/s | link, GB/s "
     lines = [columns + "| host, GB/s | from |", "|---|---|---|---|---|---|---|---|---|"]
@@ -524,7 +524,7 @@ def example() -> list[str]:
     if not found:
         return ["Not made yet: `python -m benchmarks.plans --explain`.", ""]
     from liger_multi.memory import TrainingPlan
-    from liger_multi.memory.planning.page import HEADER, row_of
+    from liger_multi.memory.planning.result import HEADER, row_of
 
     made = TrainingPlan.from_data({**found[-1]["plan"], "candidates": found[-1]["rows"]})
     size = f"{made.devices} x {made.memory_bytes / 1e9:g} GB, {made.batch} sequences a step"

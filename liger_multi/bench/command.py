@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from liger_multi.cli import checking
-from liger_multi.dispatch.devices import usable_device
+from liger_multi.dispatch.registry import usable_device
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 
 if TYPE_CHECKING:

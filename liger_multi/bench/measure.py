@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.bench.cases import Truth, differentiable, error
-from liger_multi.bench.peak import Ceilings
+from liger_multi.bench.cases import Ceilings, Truth, differentiable, error
 from liger_multi.bench.providers import Provider
 from liger_multi.memory.measure import measure
 

@@ -12,16 +12,226 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import liger_multi
 from liger_multi import ops
 from liger_multi.bench.cases import Case
-from liger_multi.bench.liger import LIGER, LIGER_MODULE
 from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE
 from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.primitive import candidate
 from liger_multi.dispatch.registry import packages
-from liger_multi.dispatch.resolution import candidate
 from liger_multi.testing.formulas import Formula
+
+# --- Liger-Kernel, by our operators ---
+
+LIGER_MODULE = "liger_kernel.transformers.functional"
+ROTARY = "liger_kernel.transformers"
+
+
+def _liger_mlp(swiglu: Formula) -> Formula:
+    def mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+        product = swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
+        return F.linear(product, down_weight)
+
+    return mlp
+
+
+def _liger_log_prob(nll: Formula) -> Formula:
+    """Their loss of a token is our log-probability with another sign."""
+
+    def call(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        temperature: float = 1.0,
+        outputs: tuple[str, ...] = ("log_prob",),
+    ) -> Any:
+        found = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
+        return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+
+    return call
+
+
+def _liger_moe(moe: Formula) -> Formula:
+    def call(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
+    ) -> Tensor:
+        found: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
+        return found
+
+    return call
+
+
+# Of log-probabilities; of tvd, of probabilities.
+
+
+def _given(loss: Formula, prepare: Formula) -> Formula:
+    def call(
+        student: Tensor, teacher: Tensor, *, form: str = "log_prob", teacher_form: str = "log_prob"
+    ) -> Tensor:
+        found: Tensor = loss(prepare(student, form), prepare(teacher, teacher_form))
+        return found
+
+    return call
+
+
+def _given_logs(x: Tensor, form: str) -> Tensor:
+    return x.log_softmax(-1) if form == "logits" else x
+
+
+def _given_probabilities(x: Tensor, form: str) -> Tensor:
+    return x.softmax(-1) if form == "logits" else x.exp()
+
+
+# Names in LIGER_MODULE, or of another module and what stands in it, and how to call them with our
+# arguments.
+LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    "attention_residuals": (
+        "liger_attn_res",
+        lambda f: lambda blocks, query, weight, eps=1e-6: f(blocks, query, weight, eps),
+    ),
+    "fused_moe": ("liger_kernel.ops:LigerFusedMoEFunction.apply", _liger_moe),
+    "hyper_connections": (
+        "liger_kernel.ops:LigerMHCCoeffsFunction.apply",
+        lambda f: (
+            lambda x, weight, bias, scale: f(
+                x,
+                weight.mT.contiguous(),
+                bias,
+                scale[0],
+                scale[1],
+                scale[2],
+                True,
+                20,
+                1e-6,
+                0.0,
+                1e-6,
+                2.0,
+            )
+        ),
+    ),
+    "hyper_connections_pre": (
+        "liger_kernel.ops:LigerMHCPreFunction.apply",
+        lambda f: lambda x, pre: f(x, pre),
+    ),
+    "hyper_connections_post": (
+        "liger_kernel.ops:LigerMHCPostResFunction.apply",
+        lambda f: lambda x, out, post, mix: f(x, out, post, mix),
+    ),
+    "dyt": (
+        "liger_kernel.ops:LigerDyTFunction.apply",
+        lambda f: lambda x, alpha, weight, bias=None: f(x, alpha, weight, bias),
+    ),
+    "poly_norm": (
+        "liger_kernel.ops:LigerPolyNormFunction.apply",
+        lambda f: lambda x, weight, bias, eps=1e-6: f(x, weight, bias, eps, False),
+    ),
+    "group_norm": (
+        "liger_kernel.ops:LigerGroupNormFunction.apply",
+        lambda f: (
+            lambda x, num_groups, weight, bias, eps=1e-5: f(
+                x, weight, bias, x.shape[1], num_groups, eps
+            )
+        ),
+    ),
+    "modulated_rms_norm": (
+        "liger_kernel.ops:LigerModulatedRMSNormFunction.apply",
+        lambda f: (
+            lambda x, scale, shift=None, weight=None, eps=1e-6: f(
+                x, weight, scale, shift, eps, 0.0, "llama", False
+            )
+        ),
+    ),
+    "rope_multimodal": (
+        f"{ROTARY}.qwen2vl_mrope:liger_multimodal_rotary_pos_emb",
+        lambda f: lambda q, k, cos, sin, *, sections: f(q, k, cos, sin, list(sections)),
+    ),
+    "rope_complex": (
+        f"{ROTARY}.llama4_rope:liger_llama4_text_rotary_pos_emb",
+        lambda f: lambda q, k, freqs: f(q, k, torch.view_as_complex(freqs)),
+    ),
+    "rms_norm": (
+        "liger_rms_norm",
+        lambda f: (
+            lambda x, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
+                x, weight, eps, offset, casting
+            )
+        ),
+    ),
+    "fused_add_rms_norm": (
+        "liger_fused_add_rms_norm",
+        lambda f: (
+            lambda x, residual, weight, eps=1e-6, *, offset=0.0, casting="llama": f(
+                x, residual, weight, eps, offset, casting
+            )
+        ),
+    ),
+    "layer_norm": (
+        "liger_layer_norm",
+        lambda f: lambda x, weight, bias, eps=1e-5: f(x, weight, bias, eps),
+    ),
+    "swiglu": ("liger_swiglu", lambda f: lambda gate, up: f(gate, up)),
+    "swiglu_packed": (
+        "liger_kernel.ops:LigerFusedGateUpSiLUMulFunction.apply",
+        lambda f: lambda gate_up: f(gate_up),
+    ),
+    "gated_mlp": ("liger_swiglu", _liger_mlp),
+    "geglu": ("liger_geglu", lambda f: lambda gate, up: f(gate, up)),
+    "relu_squared": (
+        "liger_kernel.ops:LigerReLUSquaredFunction.apply",
+        lambda f: lambda x: f(x),
+    ),
+    "rope": (
+        "liger_kernel.transformers.rope:liger_rotary_pos_emb",
+        lambda f: lambda q, k, cos, sin: f(q, k, cos, sin),
+    ),
+    "cross_entropy": ("liger_cross_entropy", lambda f: lambda logits, target: f(logits, target)),
+    "cross_entropy_inplace": (
+        "liger_cross_entropy",
+        lambda f: lambda logits, target: f(logits, target),
+    ),
+    "fused_linear_cross_entropy": (
+        "liger_fused_linear_cross_entropy",
+        lambda f: lambda hidden, weight, target, bias=None: f(hidden, weight, target, bias),
+    ),
+    "fused_linear_log_prob": (
+        "liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply",
+        _liger_log_prob,
+    ),
+    "softmax": ("liger_softmax", lambda f: lambda x: f(x)),
+    "multi_token_attention": (
+        "liger_multi_token_attention",
+        lambda f: lambda scores, weight, padding=0: f(scores, weight, None, 1, padding),
+    ),
+    "sparsemax": ("liger_sparsemax", lambda f: lambda x: f(x, -1)),
+    "embedding": (
+        "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply",
+        lambda f: lambda index, weight: f(weight, index),
+    ),
+    "kl_div": (
+        "liger_kl_div",
+        lambda f: _given(lambda q, p: f(q, p, reduction="batchmean", log_target=True), _given_logs),
+    ),
+    "jsd": ("liger_jsd", lambda f: _given(lambda q, p: f(q, p), _given_logs)),
+    "tvd": (
+        "liger_tvd",
+        lambda f: _given(lambda q, p: f(q, p, reduction="batchmean"), _given_probabilities),
+    ),
+    "fused_linear_jsd": (
+        "liger_fused_linear_jsd",
+        lambda f: (
+            lambda hidden, weight, teacher_hidden, teacher_weight, target: f(
+                hidden, weight, teacher_hidden, teacher_weight, target
+            )
+        ),
+    ),
+}
+LIGER |= {f"{name}_inplace": LIGER[name] for name in ("kl_div", "jsd", "tvd")}
+
+
+# --- providers ---
 
 
 @dataclass(frozen=True)

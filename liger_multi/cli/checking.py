@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from liger_multi.dispatch.devices import device_of, usable_device
+from liger_multi.dispatch.registry import device_of, usable_device
 from liger_multi.errors import (
     ConfigurationError,
     LigerMultiError,

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import checking, doctor, estimate, plan
+from liger_multi.cli import checking, doctor, plan
 from liger_multi.demo import command as demo
-from liger_multi.demo import memory as memory_demo
+from liger_multi.demo import command as memory_demo
 from liger_multi.errors import LigerMultiError
 from liger_multi.page import Page
 
@@ -123,18 +123,18 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "where the memory of one training step goes, stock and patched"
     command = commands.add_parser("memory-demo", help=text, description=text)
-    memory_demo.add_arguments(command)
-    command.set_defaults(run=memory_demo.run)
+    memory_demo.add_memory_arguments(command)
+    command.set_defaults(run=memory_demo.run_memory)
 
     text = "how much memory training a model will need on each device"
     command = commands.add_parser("estimate", help=text, description=text)
-    estimate.add_arguments(command)
-    command.set_defaults(run=estimate.run)
+    plan.add_estimate_arguments(command)
+    command.set_defaults(run=plan.run_estimate)
 
     text = "the fastest way to train a model that fits, and ready files for it"
     command = commands.add_parser("plan", help=text, description=text)
-    plan.add_arguments(command)
-    command.set_defaults(run=plan.run)
+    plan.add_plan_arguments(command)
+    command.set_defaults(run=plan.run_plan)
     return parser
 
 
@@ -155,7 +155,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from liger_multi.dispatch.config_file import load
+    from liger_multi.dispatch.config import load
 
     load(arguments.file)
     sys.stdout.write(f"{arguments.file}: fine\n")

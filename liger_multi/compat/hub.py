@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
-from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
+from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.recognize.rotary import Rotary, recognized
-from liger_multi.patching.replace import experts, experts_interface, mlp, norms, swap
+from liger_multi.patching.replace import experts_interface, mlp, norms, swap
 from liger_multi.patching.replace.rotary import served_function
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
@@ -53,12 +52,10 @@ def _rotary(module: nn.Module) -> Any:
 def _experts(module: Any) -> bool:
     inner = getattr(module, "experts", None)
     found = experts_kind(inner) if isinstance(inner, nn.Module) else None
-    if not isinstance(found, experts.ExpertsKind) or inner is None:
+    if not isinstance(found, mlp.ExpertsKind) or inner is None:
         return False
-    settings = experts.ExpertsSettings(found, _DEFAULT)
-    swap.apply(
-        inner, swap.Swap("fused_moe", swap.stock_class(inner), experts.FusedExperts, settings)
-    )
+    settings = mlp.ExpertsSettings(found, _DEFAULT)
+    swap.apply(inner, swap.Swap("fused_moe", swap.stock_class(inner), mlp.FusedExperts, settings))
     return True
 
 

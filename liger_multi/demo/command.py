@@ -1,4 +1,8 @@
-"""The demo's command: train stock and patched, show both while they run, judge the result."""
+"""The commands of the demo: train stock and patched, and show where the memory of a step goes.
+
+``liger-multi demo`` shows both while they run and judges the result; ``liger-multi memory-demo``
+profiles one step of each.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,16 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError
+from liger_multi.memory import Comparison, Profile, compare, profile
+from liger_multi.memory.breakdown import comparison_page, profile_page
 from liger_multi.memory.measure import format_bytes
+from liger_multi.page import Page
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display
     from liger_multi.demo.training import DemoConfig, Run
+
+# --- demo ---
 
 MODELS = ("qwen2", "llama", "qwen3", "mistral")
 FILES = ("demo.png", "demo.json")
@@ -99,7 +108,8 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     from transformers.utils import logging
 
     from liger_multi import patch
-    from liger_multi.demo import chart, corpus
+    from liger_multi.demo import training
+    from liger_multi.demo.display import draw
 
     logging.set_verbosity_error()
     begin = time.perf_counter()
@@ -108,9 +118,9 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     count = plan.total * scale.batch
     try:
         with display.busy("learning a tokenizer from the standard library"):
-            text = corpus.read(scale.corpus_characters)
-            tokenizer = corpus.learn_tokenizer(text, scale.vocabulary)
-            data = corpus.blocks(text, tokenizer, count, scale.sequence, plan.seed)
+            text = training.read(scale.corpus_characters)
+            tokenizer = training.learn_tokenizer(text, scale.vocabulary)
+            data = training.blocks(text, tokenizer, count, scale.sequence, plan.seed)
     except (FileNotFoundError, ValueError) as error:  # no sources, or more steps than they give
         raise LigerMultiError(f"demo with {plan.total} steps: {error}") from error
     display.opening(text, tokenizer.get_vocab_size(), plan)
@@ -122,7 +132,7 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     verdict = "FAILED, see the output" if problems else "same curves, less memory"
     arguments.output.mkdir(exist_ok=True)
     picture = arguments.output / "demo.png"
-    chart.draw(pairs, plan, f"liger_multi: {verdict}", picture)
+    draw(pairs, plan, f"liger_multi: {verdict}", picture)
     numbers = {
         "where": plan.where,
         "bound": plan.bound,
@@ -186,3 +196,90 @@ def as_data(run: Run) -> dict[str, Any]:
         "widest_shape": widest.widest_shape,
         "tokens_per_second": run.tokens_per_second,
     }
+
+
+# --- memory-demo ---
+
+MEMORY_FILES = ("memory.png", "stock.json", "patched.json")
+MEMORY_NEEDED = ("transformers", "matplotlib")
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``liger-multi memory-demo``."""
+    parser.add_argument("--model", default="qwen2", choices=MODELS, help="Hugging Face model type")
+    parser.add_argument(
+        "--seed", type=checking.seed, default=0, help="seed of weights and data (default: 0)"
+    )
+    parser.add_argument(
+        "--output",
+        type=checking.path,
+        default=Path("memory-demo-output"),
+        help="folder of the picture and the numbers",
+    )
+    checking.add_overwrite(parser)
+    parser.add_argument(
+        "--device", help="cpu, or a device type of torch (default: the accelerator, else the CPU)"
+    )
+    parser.add_argument("--quick", action="store_true", help="toy sizes")
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Profile a step stock and patched; 0 when the patched one has the lower peak, else 1."""
+    missing = [name for name in MEMORY_NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LigerMultiError(
+            f"memory-demo needs {', '.join(missing)}, which cannot be imported here; "
+            'install with: pip install "liger-multi[transformers,cli]"'
+        )
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    device = checking.device("memory-demo", arguments.device)
+    checking.folder("--output", arguments.output, MEMORY_FILES, arguments.overwrite)
+    both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
+    _show_memory(both, arguments.output)
+    return 0 if both.saved_bytes > 0 else 1
+
+
+def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool) -> Profile:
+    """One step of the demo's model on random tokens."""
+    from liger_multi import patch
+    from liger_multi.demo import training
+
+    arguments.steps = None
+    plan = make_plan(arguments, device)
+    scale = plan.scale
+    model: Any = training.build(arguments.model, scale, arguments.seed).to(device)
+    model.train()
+    if not plan.on_cpu:
+        model.to(torch.bfloat16)
+    if patched:
+        patch(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    generator = torch.Generator().manual_seed(arguments.seed)
+    ids = torch.randint(
+        scale.vocabulary, (scale.batch, scale.sequence), generator=generator
+    ).to(device)  # fmt: skip
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    title = f"{arguments.model} {'patched' if patched else 'stock'}"
+    made = profile(step, model=model, optimizer=optimizer, title=title)
+    gc.collect()
+    return made
+
+
+def _show_memory(both: Comparison, folder: Path) -> None:
+    page = Page()
+    for made in (both.first, both.second):
+        page.sections += profile_page(made).sections
+    page.sections += comparison_page(both).sections
+    folder.mkdir(exist_ok=True)
+    both.draw(folder / "memory.png")
+    for name, made in (("stock", both.first), ("patched", both.second)):
+        made.save(folder / f"{name}.json")
+    first, second = both.first.peak_bytes, both.second.peak_bytes
+    drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of stock"
+    page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]
+    page.show()

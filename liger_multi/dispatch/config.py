@@ -3,23 +3,218 @@
 Precedence: :func:`use` (scoped) over :func:`configure` over the file named by
 ``LIGER_MULTI_CONFIG`` over ``auto``. Each source is one :class:`Layer`; what a layer does not name
 is asked of the next one.
+
+The form of a configuration, in YAML or as a mapping::
+
+    default: auto
+    chunk_bytes: 512MiB                 # byte budget of a chunk of logits
+    head_gemms: float8               # of heads with a loss, in 8 bits; float8_logits; exact
+    ops:
+      rms_norm: reference               # a name pins the operator: it runs or the call fails with
+      the reason
+      cross_entropy: [npu, reference]   # a list is exactly that order
+      "fused_linear_*": triton          # a glob
+    devices:
+      cuda:                             # narrows what stands above for one device type
+        ops: {swiglu: reference}
+
+A key without a value (null) is as good as absent; a choice (``default``, an operator) has one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
+import functools
+import numbers
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
 
-from liger_multi.dispatch.config_file import AUTO, Choice, Layer, load, order, parse
-from liger_multi.errors import ConfigurationError
+from liger_multi.documents import read_yaml
+from liger_multi.errors import ConfigurationError, shown, unknown
+
+# --- the form of a configuration ---
+
+AUTO = ("auto",)
+KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms")
+HEAD_GEMMS = ("exact", "float8", "float8_logits")
+SECTION_KEYS = ("default", "ops")
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES = re.compile(r"\s*([0-9]{1,19})(\.[0-9]{1,19})?\s*([a-z]*)\s*", re.ASCII)
+_PATTERN = re.compile(r"[a-z0-9_*?\[\]!-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backends to try for one operator; ``pinned`` when a single name was given."""
+
+    order: tuple[str, ...]
+    pinned: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one source says: operator patterns per device (``""`` is any device)."""
+
+    source: str
+    ops: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    default: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    chunk_bytes: int | None = None
+    head_gemms: str | None = None
+
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for layers that say the same; patterns count in their order."""
+        ops = tuple((device, tuple(named.items())) for device, named in self.ops.items())
+        default = tuple(self.default.items())
+        return self.source, ops, default, self.chunk_bytes, self.head_gemms
+
+    def choice(self, op: str, device: str) -> Choice | None:
+        """What this layer says of ``op`` on ``device``; the device's section goes first."""
+        for section in (device, ""):
+            patterns = self.ops.get(section, {})
+            matches = [p for p in patterns if p == op] or [
+                p for p in patterns if fnmatch.fnmatchcase(op, p)
+            ]
+            order = patterns[matches[0]] if matches else self.default.get(section)
+            if order is not None:
+                return Choice(order, len(order) == 1 and order != AUTO, self.source)
+        return None
+
+
+def load(path: str | os.PathLike[str]) -> Layer:
+    """Read a YAML file into a layer."""
+    content = read_yaml(path, "the configuration")
+    return parse({} if content is None else content, os.fspath(path))
+
+
+def parse(content: Any, source: str) -> Layer:
+    """Check a mapping and turn it into a layer."""
+    given = _section(content, KEYS, source, "key in")
+    devices = given.get("devices", {})
+    _expect(devices, Mapping, f"devices in {source}", "a mapping of device types")
+    sections: dict[str, Any] = {"": {k: given[k] for k in SECTION_KEYS if k in given}}
+    for device, section in devices.items():
+        where = f"devices.{_device(device, source)} in {source}"
+        content = {} if section is None else section
+        sections[device] = _section(content, SECTION_KEYS, where, "key of")
+    ops: dict[str, dict[str, tuple[str, ...]]] = {}
+    default: dict[str, tuple[str, ...]] = {}
+    for device, section in sections.items():
+        named = section.get("ops", {})
+        where = f"ops of devices.{device} in {source}" if device else f"ops in {source}"
+        _expect(named, Mapping, where, "a mapping of operator names to backends")
+        ops[device] = {_pattern(op, source): _order(v, op, source) for op, v in named.items()}
+        if "default" in section:
+            default[device] = _order(section["default"], "default", source)
+    size = parse_bytes(given["chunk_bytes"], source) if "chunk_bytes" in given else None
+    products = given.get("head_gemms")
+    if products is not None:
+        products = _name(products, f"value of head_gemms in {source}", HEAD_GEMMS)
+    return Layer(source, ops, default, size, products)
+
+
+def parse_bytes(value: Any, source: str) -> int:
+    """A number of bytes from an integer or a text such as ``512MiB``."""
+    count = 0
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        count = int(value)
+    elif isinstance(value, str):
+        match = _BYTES.fullmatch(value.lower())
+        unit = _UNITS.get(match[3], 0) if match else 0
+        if match and unit and not (match[2] and unit == 1):
+            count = int(Fraction(match[1] + (match[2] or "")) * unit)
+    if not 1 <= count < 2**63:
+        raise ConfigurationError(
+            f"a byte count in {source} must be a positive number below 2**63 such as 536870912 or "
+            f"'512MiB', got {shown(value)}"
+        )
+    return count
+
+
+def _expect(value: object, kind: type, where: str, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{where} must be {wanted}, got {type(value).__name__} {shown(value)}"
+        )
+
+
+def _section(content: Any, keys: tuple[str, ...], where: str, kind: str) -> dict[str, Any]:
+    """A mapping of some keys, without those that have no value."""
+    wanted = f"a mapping with the keys {', '.join(keys)}"
+    _expect(content, Mapping, where, wanted)
+    named = {_name(key, f"{kind} {where}", keys): value for key, value in content.items()}
+    return {key: value for key, value in named.items() if value is not None or key == "default"}
+
+
+def _name(name: object, kind: str, known: Iterable[str]) -> str:
+    """``name``, if it is a text that is known."""
+    if not isinstance(name, str) or name not in known:
+        raise ConfigurationError(unknown(kind, name, known))
+    return str.__str__(name)
+
+
+def _device(name: object, source: str) -> str:
+    from liger_multi.dispatch.registry import device_type
+
+    return device_type(name, f"device type in {source}")
+
+
+def _pattern(op: object, source: str) -> str:
+    from liger_multi.dispatch.registry import operators
+
+    if isinstance(op, str) and _PATTERN.fullmatch(op):
+        try:
+            if any(fnmatch.fnmatchcase(name, op) for name in operators()):
+                return str.__str__(op)
+        except re.error:  # a range such as [z-a], before Python 3.12
+            pass
+    raise ConfigurationError(unknown(f"operator in {source}", op, operators()))
+
+
+def _order(value: Any, op: object, source: str) -> tuple[str, ...]:
+    from liger_multi.dispatch.registry import backends
+
+    names = order(value)
+    if not names:
+        raise ConfigurationError(
+            f"the choice for {shown(op)} in {source} must be a backend's name or a list of names, "
+            f"got {shown(value)}"
+        )
+    kind, known = f"backend for {shown(op)} in {source}", (*backends(), "auto")
+    names = tuple(_name(name, kind, known) for name in names)
+    if len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"the choice for {shown(op)} in {source} names a backend twice: {shown(value)}"
+        )
+    if "auto" in names and len(names) > 1:
+        raise ConfigurationError(
+            f"the choice for {shown(op)} in {source} mixes 'auto' with names: {shown(value)}"
+        )
+    return names
+
+
+def order(value: object) -> tuple[str, ...]:
+    """The names of a choice, unchecked; empty for what is neither a text nor a list of texts."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    return ()
+
+
+# --- scopes, calls and the file ---
 
 ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
 MOST_CONFIGURATIONS = 64  # that keep their plans for when they are configured again

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.devices import device_of
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.registry import backends, operators
-from liger_multi.dispatch.resolution import Candidate, candidate, candidates
+from liger_multi.dispatch.primitive import Candidate, candidate, candidates
+from liger_multi.dispatch.registry import backends, device_of, operators
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 

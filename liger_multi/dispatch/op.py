@@ -5,8 +5,8 @@ schema and the body the shape rule. Backward is declared by names, from which bo
 ``reads="dy x weight rstd"``, ``dy`` is the gradient of output ``y``, ``x`` and ``weight`` are
 inputs of forward, and ``rstd`` is an output of forward kept as a residual. The returned ``dx``
 belongs to ``x``. ``needs_x`` tells whether anybody wants the gradient of ``x``, and ``x_dtype`` is
-the dtype of ``x``. A gradient that nobody wants, or that no upstream gradient reaches, is an empty
-tensor and becomes None.
+the dtype of ``x``; so a name also tells a type. The gradient ``dx`` is as large as ``x``; one that
+nobody wants, or that no upstream gradient reaches, is an empty tensor and becomes None.
 
 Forward and backward are each a ``torch.library`` operator, so that compilers, fake tensors and
 dispatch modes see one named, opaque call. Plain eager tensors skip that boundary and go straight to
@@ -16,10 +16,14 @@ Forward and backward together are a third ``torch.library`` operator, which is w
 its graph. AOTAutograd expands it by the same ``autograd.Function`` as in eager mode. Dynamo itself
 does not trace that Function: it refuses one tensor in two arguments, and loses symbolic sizes that
 forward keeps for backward.
+
+With DTensor inputs, row-wise operators run on local rows, others are refused with the reason.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,12 +33,127 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from liger_multi.dispatch.autograd import anchor_of, make_function, wire
-from liger_multi.dispatch.derived import Rule, Shape, backward_of
 from liger_multi.dispatch.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
 from liger_multi.dispatch.registry import OPS
-from liger_multi.errors import TransformError
+from liger_multi.errors import ContractError, TransformError
 
 __all__ = ["OPS", "Op", "inline_ops"]
+
+# --- backward, from names ---
+
+Shape = str | Callable[..., Sequence[int]]
+Rule = Callable[..., tuple[Tensor, ...]]
+
+
+def differentiable(op: Op) -> list[str]:
+    """The visible outputs of forward that have a gradient."""
+    hidden = {*op.residuals, *op.non_differentiable}
+    return [name for name in op.fwd.returns if name not in hidden]
+
+
+def signature_of(op: Op, reads: str, returns: str, shared: Mapping[str, str]) -> inspect.Signature:
+    """The signature of backward.
+
+    Args:
+        op: The operator, its forward declared.
+        reads: Names of the arguments. ``x?`` marks an input that backward does not always get. The
+            flags of several gradients follow at the end where none is named.
+        returns: Names of the gradients.
+        shared: Inputs whose gradient is that of another one.
+    """
+    names, inputs = reads.split(), op.fwd.signature.parameters
+    gradients = [name[1:] for name in returns.split()]
+    for name in returns.split():
+        if not name.startswith("d") or name[1:] not in inputs:
+            raise ContractError(
+                f"{op.name}.backward returns {name!r}, which is no gradient of an input of forward"
+            )
+    wanted = [name for name in inputs if name in gradients or name in shared]
+    if len(wanted) > 1 and not any(name.startswith("needs_") for name in names):
+        names += [f"needs_{name}" for name in wanted]
+    given = [
+        inspect.Parameter(
+            name.rstrip("?"), inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=_type(op, name)
+        )
+        for name in names
+    ]
+    several = tuple[tuple(Tensor for _ in gradients)] if gradients else None  # type: ignore[misc]
+    return inspect.Signature(given, return_annotation=Tensor if len(gradients) == 1 else several)
+
+
+def _type(op: Op, name: str) -> Any:
+    """The type of an argument of backward, from where it comes."""
+    inputs = op.fwd.signature.parameters
+    if name.endswith("?"):
+        return _type(op, name[:-1]) | None
+    if name in inputs:
+        return inputs[name].annotation
+    if name in op.fwd.returns:
+        return Tensor
+    visible = differentiable(op)
+    if name[1:] in visible and name[0] == "d":
+        return Tensor if len(visible) == 1 else Tensor | None
+    if name.removesuffix("_dtype") in inputs:
+        given = inputs[name.removesuffix("_dtype")].annotation
+        return torch.dtype if given is Tensor else torch.dtype | None
+    if name.removeprefix("needs_") in inputs:
+        return bool
+    raise ContractError(
+        f"{op.name}.backward: {name!r} is no gradient, input, output or flag of forward"
+    )
+
+
+def backward_of(
+    op: Op,
+    reads: str,
+    returns: str,
+    shared: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    beside: Mapping[str, str],
+    rule: Rule | None,
+) -> Callable[..., Any]:
+    """The shape rule of backward, with its signature; :meth:`Op.backward` says what is given."""
+    signature = signature_of(op, reads, returns, shared)
+    params = signature.parameters
+    first = next(n for n in params if params[n].annotation is Tensor)
+    required = (n for n in params if n in op.fwd.params and params[n].annotation is Tensor)
+    owner = next(required, first)  # an absent input has an empty gradient of this one's dtype
+    rules = {name[1:]: shapes.get(name[1:], name[1:]) for name in returns.split()}
+    needs = {n: [f"needs_{m}" for m in (n, *shared) if shared.get(m, m) == n] for n in rules}
+
+    def gradient(name: str, like: Any, given: Mapping[str, Any]) -> Tensor:
+        dtype = given.get(f"{name}_dtype")
+        wanted = any(given.get(flag, True) for flag in needs[name])
+        if isinstance(like, str):
+            tensor = given[like]
+            if tensor is None:
+                return given[beside.get(name, owner)].new_empty(0)  # type: ignore[no-any-return]
+            return tensor.new_empty(tensor.shape if wanted else (0,), dtype=dtype)  # type: ignore[no-any-return]
+        shape = called(like, given) if wanted else (0,)
+        return given[beside.get(name, owner)].new_empty(shape, dtype=dtype)  # type: ignore[no-any-return]
+
+    def fake(*args: Any, **named: Any) -> Any:
+        """Shape rule."""
+        given = {**dict(zip(params, args, strict=False)), **named}
+        if rule is not None:
+            return called(rule, given)
+        made = tuple([gradient(name, like, given) for name, like in rules.items()])
+        return made[0] if len(made) == 1 else made or None
+
+    fake.__signature__ = signature  # type: ignore[attr-defined]
+    return fake
+
+
+def called(rule: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a rule with those of the arguments that it names, or all for ``**given``."""
+    named = inspect.signature(rule).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in named.values()):
+        return rule(**given)
+    return rule(**{name: given[name] for name in named})
+
+
+# --- the operator ---
+
 
 Declared = TypeVar("Declared", bound=Callable[..., Any])
 
@@ -209,8 +328,72 @@ class Op:
             if kind is Tensor or kind is Parameter:
                 found |= is_functorch_wrapped_tensor(args[i])  # dead wrappers, which leak out
             elif kind.__name__ == "DTensor":
-                from liger_multi.dispatch.sharding import prepare
-
                 prepare(self, args)
                 return True
         return found
+
+
+# --- DTensor inputs ---
+
+
+def prepare(op: Op, args: tuple[Any, ...]) -> None:
+    """Refuse placements that the operator cannot run on, and register the others once.
+
+    Raises:
+        NotImplementedError: The operator has no row-wise form, or its last axis is sharded.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not op.rows:
+        raise NotImplementedError(
+            f"liger_multi.{op.name} does not take DTensors; pass local or full tensors (FSDP's "
+            f"forward hooks do, where the "
+            "loss is reached through the head's own call)"
+        )
+    for name, arg in zip(op.fwd.params, args, strict=False):
+        if not isinstance(arg, DTensor):
+            continue
+        for placement in arg.placements:
+            if isinstance(placement, Shard) and (
+                name in op.replicated or placement.dim % arg.ndim == arg.ndim - 1
+            ):
+                raise NotImplementedError(
+                    f"liger_multi.{op.name}: {name} is sharded on axis {placement.dim} of "
+                    f"{arg.ndim}, which every rank needs "
+                    "whole; redistribute it to Replicate() or shard another axis"
+                )
+    _register(op)
+
+
+@functools.cache
+def _register(op: Op) -> None:
+    for prim in op.primitives:
+        _register_half(op, prim)
+
+
+def _register_half(op: Op, prim: Primitive) -> None:
+    """Accept replicas, or rows sharded on a leading axis with partial sums of shared gradients."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def strategy(*args: Any) -> list[tuple[list[Any], list[Any]]]:
+        specs = dict(zip(prim.params, args, strict=False))
+        axes = next(
+            len(s.tensor_meta.shape)
+            for n, s in specs.items()
+            if n in op.rows and hasattr(s, "tensor_meta")
+        )
+        rows = set(op.rows) | {f"d{name}" for name in op.rows} | {"y"}
+        accepted = []
+        for axis in (None, *range(axes - 1)):
+            row = Replicate() if axis is None else Shard(axis)
+            shared = Replicate() if axis is None else Partial()
+            outs = [row if name in rows else shared for name in prim.returns]
+            ins = [
+                None if not hasattr(spec, "tensor_meta") else row if name in rows else Replicate()
+                for name, spec in specs.items()
+            ]
+            accepted.append((outs, ins))
+        return accepted
+
+    register_sharding(prim.overload)(strategy)

@@ -1,4 +1,4 @@
-"""Backends, found by their folders, and the choice of one per (operator, direction, device, dtype).
+"""Backends, found by their folders, the choice of one per operator, and devices by name.
 
 The path is the registration. An operator's module in a backend is ``<family>/<op>.py``, or
 ``<op>.py`` in a backend that has no families. It exports ``forward`` and ``backward`` (either may
@@ -7,6 +7,8 @@ which return the reason for a refusal or None. Operators that differ by a consta
 ``<family>/operators.py``, whose ``OPERATORS`` maps the name of each to an object with the same
 attributes. Modules are imported when first asked for and checked against the operator's schema.
 ``liger_multi.reference`` ends every automatic chain.
+
+A device is checked against what PyTorch and the backends know, and what a machine has.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from liger_multi.dispatch.backend import Backend
-from liger_multi.errors import ConfigurationError
+from liger_multi.errors import ConfigurationError, first_line, shown, unknown
 
 OPS: dict[str, Any] = {}
 """Every declared operator by name; contracts are registered when they are imported."""
@@ -98,3 +103,79 @@ def _spec(path: str) -> Any:
     """Where a module of a package comes from; None where there is none. Siblings stay unloaded."""
     parent = importlib.import_module(path.rpartition(".")[0])
     return importlib.util.find_spec(path) if hasattr(parent, "__path__") else None
+
+
+# --- devices by name ---
+
+
+def device_types() -> tuple[str, ...]:
+    """Device types that backends serve, and the CPU."""
+    served = {record.device_type for record in backends().values() if record.device_type}
+    return tuple(sorted({"cpu", *served}))
+
+
+def device_type(name: object, what: str = "device type") -> str:
+    """``name``, if it is a device type of a backend or of PyTorch.
+
+    Args:
+        name: Such as ``"cuda"``, without an index.
+        what: What the name is, for the message.
+
+    Raises:
+        ConfigurationError: It is none; the message names the nearest one.
+    """
+    if isinstance(name, str) and re.fullmatch("[a-z0-9_]+", name):
+        if name in device_types():
+            return name
+        try:
+            if torch.device(name).type == name:
+                return name
+        except RuntimeError:
+            pass
+    raise ConfigurationError(unknown(what, name, device_types()))
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a name such as ``"cuda"`` or ``"cuda:1"``.
+
+    Raises:
+        ConfigurationError: No such type, or an index that this machine does not have.
+    """
+    kind, colon, index = name.partition(":")
+    device_type(kind)
+    # PyTorch keeps 8 bits of an index: its device "cuda:300" is another one
+    if colon and not re.fullmatch("[0-9]{1,2}", index):
+        raise ConfigurationError(
+            f"the index of a device must be a number below 100, got {shown(index)}"
+        )
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:  # of an extension that is not installed
+        raise ConfigurationError(f"this PyTorch has no device type {kind!r}") from error
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type == device.type and device.index is not None:
+        count = torch.accelerator.device_count()
+        if device.index >= count:
+            raise ConfigurationError(f"there is no {name}: this machine has {count} of its type")
+    return device
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of a name, after a tensor was made there; None: the accelerator, or the CPU.
+
+    Raises:
+        ConfigurationError: It is unknown, absent or does not work.
+    """
+    if name is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else found
+    device = device_of(name)
+    if device.type == "cpu":
+        return device
+    try:
+        if not torch.get_device_module(device).is_available():
+            raise RuntimeError(f"this machine has no {device.type} device")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # as backends of PyTorch raise
+        raise ConfigurationError(first_line(error)) from error
+    return device

@@ -7,8 +7,8 @@ from typing import Any
 import transformers
 
 from liger_multi.errors import PatchError
-from liger_multi.integrations.held import HeldPatch
 from liger_multi.patching import PatchReport
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.options import OpChoice
 
 

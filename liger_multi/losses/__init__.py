@@ -7,14 +7,19 @@ from liger_multi.losses.distillation import (
     TopK,
     distillation_loss,
 )
-from liger_multi.losses.kto import KTOMetrics, KTOOptions, kto_divergence, kto_loss
-from liger_multi.losses.margins import CPOOptions, cpo_loss
 from liger_multi.losses.one_pass import token_sum
 from liger_multi.losses.pairs import PreferenceMetrics
-from liger_multi.losses.policies import PolicyOptions
-from liger_multi.losses.preference import DPOOptions, dpo_loss
-from liger_multi.losses.reductions import segments_of
-from liger_multi.losses.reinforcement import PolicyMetrics, policy_loss
+from liger_multi.losses.policy import PolicyMetrics, PolicyOptions, policy_loss
+from liger_multi.losses.preference import (
+    CPOOptions,
+    DPOOptions,
+    KTOMetrics,
+    KTOOptions,
+    cpo_loss,
+    dpo_loss,
+    kto_divergence,
+    kto_loss,
+)
 from liger_multi.losses.sequence import (
     MTPMetrics,
     SequenceMetrics,
@@ -22,6 +27,7 @@ from liger_multi.losses.sequence import (
     mtp_loss,
     sequence_loss,
 )
+from liger_multi.losses.shared import segments_of
 from liger_multi.losses.sources import Head, Logits, Source, tokens
 
 __all__ = [

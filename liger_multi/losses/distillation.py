@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks, ops
-from liger_multi.losses.one_pass import Columns, token_sum
-from liger_multi.losses.options import Options
-from liger_multi.losses.reductions import counted, divisor, masked_mean
+from liger_multi.losses.one_pass import Columns, curved, tiled_sum, token_sum
 from liger_multi.losses.sequence import sequence_loss
+from liger_multi.losses.shared import Options, counted, divisor, masked_mean
 from liger_multi.losses.sources import IGNORED, Head, Logits, Source, as_source, tokens
-from liger_multi.losses.tiles import curved, tiled_sum
 from liger_multi.ops import LogProbOutput
 
 

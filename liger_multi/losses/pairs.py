@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.losses.reductions import counted, lengths, masked_mean
+from liger_multi.losses.one_pass import mean_logits
+from liger_multi.losses.shared import counted, lengths, masked_mean
 from liger_multi.losses.sources import Source, tokens
-from liger_multi.losses.tiles import mean_logits
 from liger_multi.ops import LogProbOutput
 
 EXTRA = ("entropy", "token_accuracy", "logits")

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.losses.one_pass import PASSES, Columns, token_sum
-from liger_multi.losses.options import Options
-from liger_multi.losses.reductions import counted, divisor, masked_mean, of_tokens, segment_weights
+from liger_multi.losses.shared import (
+    Options,
+    counted,
+    divisor,
+    masked_mean,
+    of_tokens,
+    segment_weights,
+)
 from liger_multi.losses.sources import IGNORED, Source
 from liger_multi.ops import LogProbOutput
 

@@ -6,6 +6,18 @@ Every loss takes its policy, reference, student or teacher in one of these forms
 * :class:`Logits`, or a tensor with one axis more than the targets: given logits;
 * :class:`~liger_multi.ops.LogProbOutput`, or a tensor of the targets' shape: log-probabilities that
   somebody has computed already.
+
+The weight of a head is reached through the head's own call: hooks of FSDP and ZeRO-3 gather a
+sharded weight when the module that owns it is called, and free it again after the call and after
+its backward. So a loss that takes a module runs inside of that call. A LoRA adapter on the head is
+computed exactly, as columns beside the weight:
+
+    h W^T + s dropout(h) A^T B^T = [h, s dropout(h) A^T] [W, B]^T
+
+Where a byte budget allows it, the logits of log-probabilities stay until backward. Losses of pairs
+and of sequences know what arrives at a token only when all tokens are known, so without logits they
+look at the vocabulary twice. Where the logits of all rows fit into a budget, they are kept and
+overwritten by their gradient: three products of the head, not four.
 """
 
 from __future__ import annotations
@@ -18,13 +30,269 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
-from liger_multi.dispatch.config_file import parse_bytes
-from liger_multi.losses.heads import through
-from liger_multi.losses.options import check_kinds, kinds_of
-from liger_multi.losses.reductions import counted
+from liger_multi.dispatch.config import parse_bytes
+from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.dispatch.primitive import resolve
+from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
-from liger_multi.ops.fused_linear_log_prob import prepared
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
+
+# --- the weight of a head, through the head's own call ---
+
+Loss = Callable[[Tensor, Tensor, Tensor | None], Any]
+
+
+def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
+    """``loss(hidden, weight, bias)`` in a call of ``head``.
+
+    Raises:
+        TypeError: A head that is not linear, with the reason why it is none.
+    """
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):  # a wrapper around copies that train whole
+        disabled = getattr(head, "_disable_adapters", False)
+        active = [n for n in getattr(head, "active_adapters", ()) if n in copies]
+        chosen = head.original_module if disabled or not active else copies[active[0]]
+        return through(chosen, hidden, loss)  # type: ignore[arg-type]
+    if hasattr(head, "base_layer"):
+        return _adapted(head, hidden, loss)
+    reason = _refusal(head)
+    if reason is not None:
+        raise TypeError(f"the weight of this head cannot be used by itself: {reason}")
+    if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
+        from liger_multi.patching.lazy_logits.deferred import Job
+
+        return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
+    return _called(head, hidden, lambda h: loss(h, head.weight, head.bias))  # type: ignore[arg-type]
+
+
+def _called(head: nn.Module, hidden: Tensor, body: Callable[[Tensor], Any]) -> Any:
+    """Call ``head`` with another forward, so that its hooks run around ``body``."""
+    head.forward = body
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+
+
+_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda head: "forward" in vars(head), "somebody replaced the forward of this {kind}"),
+    (lambda head: not isinstance(head, nn.Linear), "it is a {kind}, not a linear layer"),
+    (
+        lambda head: (
+            type(head).forward is not nn.Linear.forward and not hasattr(head, "stock_forward")
+        ),
+        "{kind} has a forward of its own",
+    ),
+    (
+        lambda head: not head.weight.is_floating_point(),
+        "its weight is quantized ({head.weight.dtype})",
+    ),
+)
+"""Why the weight of a head cannot be used by itself: the first that holds, with its reason."""
+
+
+def _refusal(head: nn.Module) -> str | None:
+    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    return reason and reason.format(kind=type(head).__name__, head=head)
+
+
+def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
+    kind = type(head).__name__
+    if "forward" in vars(head):
+        raise TypeError(f"somebody replaced the forward of this adapter ({kind})")
+    if getattr(head, "disable_adapters", False) and getattr(head, "merged", False):
+        raise TypeError(f"the adapter {kind} is disabled but merged into the weight; unmerge it")
+    if getattr(head, "disable_adapters", False) or getattr(head, "merged", False):
+        return _called(head, hidden, lambda h: through(head.base_layer, h, loss))
+    names = [n for n in head.active_adapters if n in getattr(head, "lora_A", {})]
+    variants = getattr(head, "lora_variant", {})
+    strange = [n for n in names if n in variants] or not isinstance(
+        getattr(head, "lora_A", None), nn.ModuleDict
+    )
+    if strange or any(n not in names for n in head.active_adapters):
+        raise TypeError(
+            f"the adapter on the head ({kind}) is no plain LoRA, so its logits are not a product "
+            "of hidden states and a weight; give the loss real logits, or keep the head out of "
+            "target_modules"
+        )
+    for name in names:
+        if getattr(head.lora_B[name], "bias", None) is not None:
+            raise TypeError(f"the adapter {name!r} on the head has a bias; give real logits")
+
+    def body(h: Tensor) -> Any:
+        parts = []
+        for name in names:
+            a = head.lora_A[name]
+            low = a(head.lora_dropout[name](h.to(a.weight.dtype))) * head.scaling[name]
+            parts.append((low.to(h.dtype), head.lora_B[name].weight))
+
+        def beside(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            wide = torch.cat((h, *[low for low, _ in parts]), -1)
+            both = torch.cat((weight, *[up.to(weight.dtype) for _, up in parts]), 1)
+            return loss(wide, both, bias)
+
+        return through(head.base_layer, h, beside if parts else loss)
+
+    return _called(head, hidden, body)
+
+
+# --- row kernels ---
+
+
+def row_kernels(tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """The row kernels of the backend that serves these tensors; None where operators must."""
+    if torch.compiler.is_compiling() or any(
+        x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta)
+        for x in tensors
+    ):
+        return None
+    return getattr(resolve(op.fwd, args), "kernels", None)
+
+
+def on_device(x: Tensor) -> Any:
+    """The device of ``x`` as the current one, where its kind has several."""
+    import contextlib
+
+    if x.device.type in ("cpu", "meta"):
+        return contextlib.nullcontext()
+    return torch.get_device_module(x.device.type).device(x.device.index)
+
+
+# --- logits that stay until backward ---
+
+LEAST_SHARE = 8  # an eighth of the rows, or it is not worth a chunk of its own
+
+
+def kept_tokens(
+    tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
+) -> LogProbOutput | None:
+    """Statistics of tokens with gradients; None where too few of their logits can be kept."""
+    from liger_multi.reference.common.chunking import is_whole, whole_steps
+
+    hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
+    rows, width = hidden.shape
+    if keep == "auto":
+        fit = rows if is_whole(rows, width, weight.shape[0], size, args[7], args[8]) else 0
+    else:
+        limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
+        fit = min(rows, whole_steps(limit // max(1, weight.shape[0] * size)))
+    if fit * LEAST_SHARE < rows:
+        return None
+    kernels = row_kernels(tensors, args)
+    if kernels is None:
+        return None
+    apply: Any = _Kept.apply
+    found = apply(hidden, weight, args[3], kernels, args, fit)
+    asked = args[-1].split(",")
+    return LogProbOutput(
+        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, found, strict=True) if n in asked}
+    )
+
+
+class _Kept(torch.autograd.Function):
+    """A first chunk whose logits stay, and the others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: Any,
+        args: Any,
+        fit: int,
+    ) -> tuple[Tensor, ...]:
+        from liger_multi.reference.cross_entropy.reduction import check_targets
+        from liger_multi.reference.cross_entropy.rows import RowStats
+
+        ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
+        target, outputs = args[2], args[-1]
+        check_targets(target, weight.shape[0], args[4], args[12])
+        with torch._C._DisableAutocast(), on_device(hidden):
+            chunks = _chunks(args, fit)
+            rows = RowStats.empty(
+                target.numel(), chunks.spec, outputs, chunks.buffer,
+                ignored=chunks.index is not None, loss=False,
+            )  # fmt: skip
+            ctx.kept = chunks.first()
+            for _, where, _, t, raw in chunks.over(ctx.kept):
+                rows.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
+        ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.argmax)
+        return rows.log_prob, rows.entropy, rows.lse, rows.argmax
+
+    @staticmethod
+    @first_derivatives_only("losses (with logits that are kept)")
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
+        from liger_multi.reference.cross_entropy.gradients import Accumulator
+        from liger_multi.reference.cross_entropy.log_prob import upstream_of, within_range
+
+        if all(g is None for g in grads[:3]):
+            return (None,) * 6
+        *tensors, entropy, lse = saved
+        hidden, weight, target, bias = tensors
+        kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
+        with torch._C._DisableAutocast(), on_device(hidden):
+            chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
+            ready = kept is not None
+            kept = chunks.first() if kept is None else kept
+            chunks.widen(kept)
+            into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
+            arrived = upstream_of(
+                *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
+                objective=chunks.spec,
+            )  # fmt: skip
+            upstream, factor = within_range(arrived, chunks.spec, chunks.kind)
+            for place, where, h, t, raw in chunks.over(kept, ready):
+                ctx.kernels.log_prob_gradient_(
+                    raw, t, lse[where].contiguous(), chunks.spec, upstream.at(where)
+                )
+                into.add(place, where, h, raw)
+            kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            scale = ctx.kernels.scale
+            made = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
+        found = [g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)]
+        return (*found, None, None, None)
+
+
+def _chunks(args: tuple[Any, ...], fit: int) -> Any:
+    """Chunks of which the first has the rows that fit."""
+    from liger_multi.reference.common.chunking import row_blocks
+    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
+    from liger_multi.reference.cross_entropy.rows import Objective
+
+    class Kept(Chunks):
+        spec = Objective(args[4], 0.0, 0.0, args[5], args[6])
+
+        def first(self) -> Tensor:
+            """Room for the logits that stay; where these are all, the buffer itself."""
+            if self.buffer.shape[0] == self.rows:
+                return self.buffer
+            return self.buffer.new_empty(min(fit, self.rows), self.weight.shape[0])
+
+        def widen(self, kept: Tensor) -> None:
+            """The others take the place of the first chunk, once that is done with."""
+            if kept.shape[0] > self.buffer.shape[0]:
+                self.buffer, self.step = kept, kept.shape[0]
+
+        def over(self, kept: Tensor, ready: bool = False) -> Any:
+            edge = kept.shape[0]
+            if edge:
+                yield self.at(slice(0, edge), kept, ready)
+            for part in row_blocks(self.rows - edge, 1, self.step):
+                place = slice(edge + part.start, edge + part.stop)
+                yield self.at(place, self.buffer[: part.stop - part.start])
+
+    hidden, weight, target, bias = args[:4]
+    chunk, budget = args[7:9] if fit < target.numel() else (max(1, target.numel()), 0)
+    plan = ChunkSpec(chunk, budget, args[10], args[11])
+    return Kept(hidden, weight, target, bias, Kept.spec, plan)
+
+
+# --- heads, logits, numbers ---
 
 IGNORED = -100
 
@@ -217,8 +485,6 @@ def tokens(
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
         if found.keep and torch.is_grad_enabled():
-            from liger_multi.losses.kept import kept_tokens
-
             args = prepared(
                 hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
                 **found.options(),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from liger_multi.memory.breakdown import Comparison, Holder, Profile
-from liger_multi.memory.choosing import Adaptive, Choice, adapt, choose
-from liger_multi.memory.costs import Cost, Stats
+from liger_multi.memory.choosing import Adaptive, Choice, Cost, Stats, adapt, choose, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
-from liger_multi.memory.layers import layer_stats
 from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
 from liger_multi.memory.offload import Offload, offload_activations
 from liger_multi.memory.planning import Candidate, Settings, Space, TrainingPlan, apply, load, plan
-from liger_multi.memory.policies import POLICIES, Policy
 from liger_multi.memory.profiling import compare, profile
-from liger_multi.memory.recompute import Recompute, apply_recompute, decoder_layers
+from liger_multi.memory.recompute import (
+    POLICIES,
+    Policy,
+    Recompute,
+    apply_recompute,
+    decoder_layers,
+)
 from liger_multi.memory.setup import TrainingSetup
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a recorded step held, over time and at its peak, as plain data."""
+"""What a recorded step held, over time and at its peak: as data, as tables, and as a picture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recorder import CATEGORIES, FORWARD, SAVED, Block
+from liger_multi.page import Page
+
+if TYPE_CHECKING:
+    from liger_multi.memory.estimation import Estimate
+
+# --- data ---
 
 POINTS = 600  # of a timeline; between two of them the highest moment is kept
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -126,17 +133,13 @@ class Profile:
 
     def draw(self, path: str | Path) -> None:
         """Write a PNG of the timeline (needs matplotlib)."""
-        from liger_multi.memory.picture import draw
-
-        draw([self], Path(path))
+        draw_timelines([self], Path(path))
 
     def __str__(self) -> str:
-        from liger_multi.memory.tables import profile_page
 
         return profile_page(self).plain()
 
     def __rich__(self) -> Any:
-        from liger_multi.memory.tables import profile_page
 
         return profile_page(self).rich()
 
@@ -155,17 +158,13 @@ class Comparison:
 
     def draw(self, path: str | Path) -> None:
         """Write a PNG with both timelines on one scale (needs matplotlib)."""
-        from liger_multi.memory.picture import draw
-
-        draw([self.first, self.second], Path(path))
+        draw_timelines([self.first, self.second], Path(path))
 
     def __str__(self) -> str:
-        from liger_multi.memory.tables import comparison_page
 
         return comparison_page(self).plain()
 
     def __rich__(self) -> Any:
-        from liger_multi.memory.tables import comparison_page
 
         return comparison_page(self).rich()
 
@@ -262,3 +261,160 @@ def _holders(
         holder.bytes += round(size * factors.get(category, 1.0))
         holder.count += 1
     return sorted(found.values(), key=lambda holder: -holder.bytes)
+
+
+# --- pages of tables ---
+
+ROWS = 10  # of a list of origins
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def profile_page(profile: Profile) -> Page:
+    """One step: what was held at the peak, and what forward kept."""
+    page, peak = Page(), profile.peak_bytes
+    where = " in ".join(part for part in (profile.peak_op, profile.peak_module) if part)
+    facts = [
+        ("peak", format_bytes(peak)),
+        ("reached", f"{profile.peak_phase}: {where}" if where else profile.peak_phase),
+        ("seen by", f"{profile.method} on {profile.device}"),
+    ]
+    facts += [(name, format_bytes(size)) for name, size in profile.allocator.items()]
+    page.add(f"Memory of {profile.title}", facts)
+    rows = [
+        (name, format_bytes(size), _share(size, peak), format_bytes(profile.largest[name]))
+        for name, size in profile.at_peak.items()
+        if size or profile.largest[name]
+    ]
+    page.add("By category", rows, ("category", "at the peak", "share", "own largest"))
+    _origins(page, profile, peak)
+    return page
+
+
+def _origins(page: Page, profile: Profile, peak: int) -> None:
+    held = list(profile.by("category", "kind", "op").items())
+    page.add(
+        "Held at the peak by",
+        [
+            (category, kind or "-", op or "-", format_bytes(size), _share(size, peak))
+            for (category, kind, op), size in held[:ROWS]
+        ],
+        ("category", "module", "operator", "bytes", "share"),
+    )
+    kept = list(profile.by("kind", "op", saved=True).items())
+    total = sum(size for _, size in kept)
+    page.add(
+        "Kept by forward for backward",
+        [
+            (kind or "-", op or "-", format_bytes(size), _share(size, total))
+            for (kind, op), size in kept[:ROWS]
+        ],
+        ("module", "operator", "bytes", "share"),
+    )
+
+
+def comparison_page(both: Comparison) -> Page:
+    """Two steps beside each other."""
+    page = Page()
+    a, b = both.first, both.second
+
+    def row(name: str, x: int, y: int) -> Sequence[str]:
+        ratio = f"{y / x:.2f}" if x else "-"
+        return name, format_bytes(x), format_bytes(y), format_bytes(y - x), ratio
+
+    rows = [row("peak", a.peak_bytes, b.peak_bytes)]
+    rows += [
+        row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
+    ]
+    kept = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
+    rows.append(row("kept by forward", *kept))
+    for kind in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
+        sizes = [p.by("kind", saved=True).get(kind, 0) for p in (a, b)]
+        rows.append(row(f"  {kind[0] or '-'}", *sizes))
+    page.add("Peak memory and where it goes", rows, ("", a.title, b.title, "difference", "ratio"))
+    return page
+
+
+def estimate_page(made: Estimate) -> Page:
+    """A prediction: static, dynamic, peak."""
+    page = Page()
+    trained = f"{made.trained / 1e6:,.1f} M trained of {made.total / 1e6:,.1f} M parameters"
+    rows = [("model", trained)]
+    rows += [(f"static: {name}", format_bytes(size)) for name, size in made.parts.items()]
+    rows.append(("static", format_bytes(made.static_bytes)))
+    if made.host_bytes:
+        rows.append(("on the host instead", format_bytes(made.host_bytes)))
+    rows.append(("dynamic, at its own peak", format_bytes(made.dynamic_bytes)))
+    for name in CATEGORIES[3:]:
+        if made.profile.largest.get(name):
+            rows.append((f"  {name}, largest", format_bytes(made.profile.largest[name])))
+    if made.gathered_bytes:
+        rows.append(("shards of others, for a while", format_bytes(made.gathered_bytes)))
+    if made.workspace_bytes:
+        rows.append(("workspace of products", format_bytes(made.workspace_bytes)))
+    rows.append(("peak of a device", format_bytes(made.peak_bytes)))
+    page.add(f"Estimate for {made.title}", rows)
+    peak = [
+        (name, format_bytes(size), _share(size, made.peak_bytes))
+        for name, size in made.profile.at_peak.items()
+        if size
+    ]
+    page.add(f"At the peak ({made.profile.peak_phase})", peak, ("category", "bytes", "share"))
+    return page
+
+
+# --- timelines ---
+
+COLORS = ("#3b5b7a", "#8a6fb0", "#6f8fb5", "#0b6e69", "#c2571a", "#d9a441", "#b9c0c7")
+INK, GRID = "#22272e", "#e3e6ea"
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def draw_timelines(profiles: Sequence[Profile], path: Path) -> None:
+    """Stacked bytes by category over a step, one panel a profile, all on one scale."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    top = max(max(map(sum, p.timeline), default=0) for p in profiles)
+    unit, name = next(((u, n) for u, n in UNITS if top >= u), (1, "B"))
+    with matplotlib.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(10, 1.2 + 3.6 * len(profiles)), dpi=140, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(len(profiles), 1, squeeze=False, sharey=True)[:, 0]
+        for axis, profile in zip(axes, profiles, strict=True):
+            _timeline(axis, profile, unit)
+            axis.set_ylabel(name)
+            axis.set_ylim(0, 1.18 * top / unit)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path)
+
+
+def _timeline(axis: Any, profile: Profile, unit: int) -> None:
+    steps = range(len(profile.timeline))
+    columns = [[row[i] / unit for row in profile.timeline] for i in range(len(CATEGORIES))]
+    axis.stackplot(steps, columns, labels=CATEGORIES, colors=COLORS, lw=0)
+    for spine in ("top", "right"):
+        axis.spines[spine].set_visible(False)
+    axis.set_axisbelow(True)
+    axis.grid(axis="y", color=GRID)
+    axis.set_xlim(0, max(1, len(profile.timeline) - 1))
+    axis.set_xticks([])
+    axis.set_xlabel("allocations in order")
+    totals = [sum(row) for row in profile.timeline]
+    best = max(steps, key=totals.__getitem__)
+    axis.plot([best], [totals[best] / unit], marker="o", color=INK, ms=5, clip_on=False)
+    axis.set_title(
+        f"{profile.title}: peak {format_bytes(profile.peak_bytes)} in {profile.peak_phase}",
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
+    for place, name in profile.phases:
+        axis.axvline(place, color=INK, lw=0.8, ls=(0, (3, 3)))
+        axis.annotate(
+            f" {name}", (place, 1), xycoords=("data", "axes fraction"), va="top", fontsize=9
+        )

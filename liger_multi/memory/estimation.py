@@ -101,12 +101,12 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        from liger_multi.memory.tables import estimate_page
+        from liger_multi.memory.breakdown import estimate_page
 
         return estimate_page(self).plain()
 
     def __rich__(self) -> Any:
-        from liger_multi.memory.tables import estimate_page
+        from liger_multi.memory.breakdown import estimate_page
 
         return estimate_page(self).rich()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_multi.memory.storages import StorageMode, Storages, tensors_in
+from liger_multi.memory.measure import StorageMode, Storages, tensors_in
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 SAVED, LOGITS, TEMPORARY, OTHER = "saved activations", "logits and loss", "temporaries", "other"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from liger_multi.dispatch.devices import device_type
+from liger_multi.dispatch.registry import device_type
 from liger_multi.errors import shown, unknown
 
 if TYPE_CHECKING:

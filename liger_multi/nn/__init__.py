@@ -1,13 +1,9 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
-from liger_multi.nn.activations import DyT, PolyNorm, ReLUSquared
-from liger_multi.nn.experts import Experts, HyperConnection
-from liger_multi.nn.group_norms import GatedRMSNorm, GroupNorm, ModulatedRMSNorm
-from liger_multi.nn.losses import CrossEntropyLoss
-from liger_multi.nn.mlp import GEGLUMLP, ClampedSwiGLUMLP, PackedSwiGLUMLP, SwiGLUMLP
-from liger_multi.nn.norms import FusedAddRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm
-from liger_multi.nn.objectives import (
+from liger_multi.nn.activations import DyT, Embedding, PolyNorm, ReLUSquared, Softmax, Sparsemax
+from liger_multi.nn.losses import (
     CPOLoss,
+    CrossEntropyLoss,
     DistillationLoss,
     DPOLoss,
     KTOLoss,
@@ -16,6 +12,24 @@ from liger_multi.nn.objectives import (
     PolicyLoss,
     SequenceLoss,
     SimPOLoss,
+)
+from liger_multi.nn.mlp import (
+    GEGLUMLP,
+    ClampedSwiGLUMLP,
+    Experts,
+    HyperConnection,
+    PackedSwiGLUMLP,
+    SwiGLUMLP,
+    TiledMLP,
+)
+from liger_multi.nn.norms import (
+    FusedAddRMSNorm,
+    GatedRMSNorm,
+    GemmaRMSNorm,
+    GroupNorm,
+    LayerNorm,
+    ModulatedRMSNorm,
+    RMSNorm,
 )
 from liger_multi.nn.operator_losses import (
     FusedLinearCrossEntropyLoss,
@@ -27,8 +41,6 @@ from liger_multi.nn.operator_losses import (
     KLDivLoss,
     TVDLoss,
 )
-from liger_multi.nn.probabilities import Embedding, Softmax, Sparsemax
-from liger_multi.nn.tiled import TiledMLP
 
 __all__ = [
     "GEGLUMLP",

@@ -5,7 +5,7 @@ Options are checked when the module is made, tensors when it is called.
 
 from torch import nn
 
-from liger_multi.nn._from_operator import from_operator
+from liger_multi.nn._shared import from_operator
 
 ROWS = "The loss of rows of the student against the teacher's."
 HEADS = "The loss of the student's head against the teacher's."

@@ -4,7 +4,7 @@ Importing this imports no transformers; ``docs/patching.md`` tells how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
-from liger_multi.patching.lazy_logits.materialize import real_logits
+from liger_multi.patching.lazy_logits.traced import real_logits
 from liger_multi.patching.recognize.kinds import MlpKind, MlpNames, NormKind
 from liger_multi.patching.recognize.registered import Replacement, register, unregister
 from liger_multi.patching.replace.attention import register_attention, unregister_attention

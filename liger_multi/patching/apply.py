@@ -1,11 +1,20 @@
-"""``patch``, ``unpatch`` and ``patched``: go through a model and swap what the probes recognize."""
+"""``patch``, ``unpatch`` and ``patched``: go through a model and swap what the probes recognize.
+
+The fused head is kept when a model's vocabulary is resized, which puts a new layer in its place.
+A callback of a trainer holds a patch on one model and can take it back exactly.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -14,30 +23,37 @@ from liger_multi.patching import modeltypes
 from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
-from liger_multi.patching.recognize.experts import experts_kind, looks_like_experts
 from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal, with_heads
 from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
-from liger_multi.patching.recognize.mlp import mlp_kind, mlp_names
+from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
-from liger_multi.patching.replace import blocks, resize
-from liger_multi.patching.replace.adapters import FusedLora, adapters, looks_like_lora
-from liger_multi.patching.replace.experts import ExpertsSettings, FusedExperts
+from liger_multi.patching.replace.adapters import (
+    FusedLora,
+    SharedInput,
+    adapters,
+    looks_like_lora,
+    projections,
+    share,
+)
 from liger_multi.patching.replace.head import LazyHead
-from liger_multi.patching.replace.mlp import FusedMlp
+from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, FusedMlp
 from liger_multi.patching.replace.norms import FusedNorm
-from liger_multi.patching.replace.projections import SharedInput, projections, share
 from liger_multi.patching.replace.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
 from liger_multi.patching.replace.swap import (
+    Block,
     Patched,
     Swap,
     apply,
     buried,
+    lock,
     refuse_buried,
     restore,
     stock_class,
     swapped,
 )
 from liger_multi.patching.report import Entry, PatchReport, Skipped, promised
+
+__all__ = ["HeldPatch", "patch", "patched", "unpatch"]
 
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
@@ -90,7 +106,7 @@ def unpatch(model: nn.Module | str) -> PatchReport:
     if isinstance(model, str):
         modeltypes.unregister(model)
         return PatchReport(f"models of type {model}, no more")
-    with blocks.lock:
+    with lock:
         refuse_buried(_module(model).named_modules(), "unpatch")
         report = PatchReport(type(model).__name__)
         for path, module in model.named_modules():
@@ -126,7 +142,7 @@ def patched(
         finally:
             end()
         return
-    block = blocks.Block(_module(model))
+    block = Block(_module(model))
     try:
         yield patch(model, strict=strict, **ops)
     finally:
@@ -155,8 +171,8 @@ def _patch(
     model: nn.Module, request: Request, strict: bool, head_needed: bool = True
 ) -> PatchReport:
     report = PatchReport(type(model).__name__)
-    with blocks.lock:
-        before = blocks.Block(model)
+    with lock:
+        before = Block(model)
         try:
             _recognize(report, request, model, head_needed)
             if strict and any(s.strict for s in report.skipped):
@@ -352,7 +368,7 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
             continue
         swap = Swap(op, stock_class(module), behavior(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
-        resize.follow()
+        follow()
 
 
 def _unwrapped(report: PatchReport, path: str, module: nn.Module) -> None:
@@ -393,4 +409,83 @@ def _restore(report: PatchReport, path: str, module: nn.Module) -> None:
         )
 
 
-__all__ = ["patch", "patched", "unpatch"]
+# --- a resized vocabulary ---
+
+_MARK = "_liger_multi_resizes"
+
+
+def follow() -> None:
+    """Wrap ``PreTrainedModel.resize_token_embeddings``, once; models without a patch see no change.
+
+    A method of the class, since nothing is written into models: copies would hold the original's.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(library, "PreTrainedModel", None)
+    if kind is None or hasattr(kind.resize_token_embeddings, _MARK):
+        return
+    stock = kind.resize_token_embeddings
+
+    @functools.wraps(stock)
+    def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = [swapped(head) for _, head in find_heads(self)[0] if isinstance(head, LazyHead)]
+        result = stock(self, *args, **kwargs)
+        for _, head in find_heads(self)[0] if any(before) else ():
+            swap = before[0]
+            if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
+                continue
+            if behavior(head) is swap.behavior:
+                apply(head, swap)
+        return result
+
+    setattr(resize_token_embeddings, _MARK, True)
+    kind.resize_token_embeddings = resize_token_embeddings
+
+
+# --- held by a callback ---
+
+logger = logging.getLogger("liger_multi")
+
+
+class HeldPatch:
+    """Patches the models that a trainer brings, one at a time.
+
+    Args:
+        strict: As for :func:`liger_multi.patch`.
+        ops: As for :func:`liger_multi.patch`; checked here, not when training starts.
+    """
+
+    def __init__(self, strict: bool, ops: dict[str, OpChoice]) -> None:
+        parse_request(ops, registered.probes(), strict)
+        self.strict, self.ops = strict, ops
+        self.report: PatchReport | None = None
+        self._model: nn.Module | None = None
+        self._block: Block | None = None
+
+    def hold(self, model: nn.Module) -> None:
+        """Patch ``model``, unless it is the patched one or a wrapper around that.
+
+        An earlier model keeps its patch: a trainer that brings another one is done with it.
+        """
+        if self._model is not None and any(m is self._model for m in model.modules()):
+            return
+        block = Block(model)
+        self.report = patch(model, strict=self.strict, **self.ops)
+        self._model, self._block = model, block
+        logger.info("%s", self.report)
+
+    def release(self) -> None:
+        """Give every module the class that it had before; warn where that cannot be done."""
+        block, self._block, self._model = self._block, None, None
+        try:
+            if block is not None:
+                block.end()
+        except PatchError as error:  # the end of a training run is no place for an exception
+            warnings.warn(f"the model stays patched: {error}", stacklevel=3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options only: a copy of a callback has patched nothing."""
+        return {"strict": self.strict, "ops": self.ops}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start over with the options."""
+        HeldPatch.__init__(self, **state)

@@ -26,10 +26,9 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
+from liger_multi.dispatch import primitive as planning
 from liger_multi.dispatch import registry
-from liger_multi.dispatch import resolution as planning
-from liger_multi.dispatch.config import configure, current
-from liger_multi.dispatch.config_file import load, parse, parse_bytes
+from liger_multi.dispatch.config import configure, current, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
 from tests.harness import PATIENCE
 
@@ -564,7 +563,7 @@ def idle(monkeypatch, tmp_path):
 
     monkeypatch.setattr("liger_multi.bench.runner.run_plan", work)
     monkeypatch.setattr("liger_multi.demo.command._demo", work)
-    monkeypatch.setattr("liger_multi.demo.memory._profile", work)
+    monkeypatch.setattr("liger_multi.demo.command._profile", work)
     monkeypatch.setattr("liger_multi.memory.estimation.Simulation", work)
     monkeypatch.setattr("liger_multi.memory.planning.search.Shapes", work)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
@@ -733,7 +732,7 @@ def test_a_device_that_nobody_knows(command, device, tiny, idle, capsys):
 
 
 def test_devices_that_the_library_knows():
-    from liger_multi.dispatch.devices import device_type
+    from liger_multi.dispatch.registry import device_type
     from liger_multi.memory import estimate
 
     assert [device_type(name) for name in ("cpu", "cuda", "npu", "xpu")]

@@ -17,10 +17,9 @@ import liger_multi
 from liger_multi import errors, ops
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import Backend
-from liger_multi.dispatch.config import configure, current, forget
-from liger_multi.dispatch.config_file import parse_bytes
+from liger_multi.dispatch.config import configure, current, forget, parse_bytes
 from liger_multi.dispatch.op import OPS, Op, inline_ops
-from liger_multi.dispatch.resolution import resolve
+from liger_multi.dispatch.primitive import resolve
 from liger_multi.testing.samples import of
 from liger_multi.testing.tolerance import excess
 
@@ -175,7 +174,7 @@ def test_explain_names_every_backend_with_a_reason():
 @pytest.fixture
 def plugin(monkeypatch):
     """A backend from outside the tree, with forward of rms_norm only, that refuses wide rows."""
-    from liger_multi.dispatch import registry, resolution
+    from liger_multi.dispatch import primitive, registry
     from liger_multi.reference.norms import rms_norm as reference
 
     calls = []
@@ -210,7 +209,7 @@ def plugin(monkeypatch):
         registry.backends,
         registry.unavailable,
         registry.module,
-        resolution._half,
+        primitive._half,
     )
     for function in cached:
         function.cache_clear()
@@ -631,11 +630,11 @@ def test_a_lazy_name_stays_what_it_is():
 
 
 def test_resolution_is_cached(monkeypatch):
-    from liger_multi.dispatch import resolution
+    from liger_multi.dispatch import primitive
 
     x = torch.randn(3, 8)
     ops.rms_norm(x)
-    monkeypatch.setattr(resolution, "candidates", lambda *a: pytest.fail("resolved again"))
+    monkeypatch.setattr(primitive, "candidates", lambda *a: pytest.fail("resolved again"))
     ops.rms_norm(x)
     assert (
         resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__

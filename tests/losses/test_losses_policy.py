@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_multi import losses
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.losses import one_pass
-from liger_multi.losses.policies import POLICY
+from liger_multi.losses.policy import POLICY
 from liger_multi.testing.tolerance import excess
 from tests import comparing
 

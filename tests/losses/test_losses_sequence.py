@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import losses
-from liger_multi.losses import reductions
+from liger_multi.losses import shared
 from liger_multi.testing.tolerance import excess
 from tests import comparing
 
@@ -181,7 +181,7 @@ def test_heads_further_ahead_than_the_row_is_long():
 def test_segment_weights_sum_to_one_with_random_numbers():
     torch.manual_seed(0)
     mask, segments = torch.rand(5, 40) < 0.6, torch.randint(-3, 4, (5, 40))
-    weights = reductions.segment_weights(mask, segments)
+    weights = shared.segment_weights(mask, segments)
     values, means = torch.randn(5, 40), []
     for i in range(5):
         for s in segments[i].unique():

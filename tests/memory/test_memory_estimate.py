@@ -15,10 +15,9 @@ from benchmarks import store
 from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, measure
-from liger_multi.memory.meta_implementations import MetaImplementations
 from liger_multi.memory.recorder import Recorder
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
-from liger_multi.memory.simulation import on_meta
+from liger_multi.memory.simulation import MetaImplementations, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
 
 

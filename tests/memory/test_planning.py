@@ -38,12 +38,10 @@ from liger_multi.memory import (
     plan,
 )
 from liger_multi.memory.planning import search
-from liger_multi.memory.planning.cards import CARDS, card_of
-from liger_multi.memory.planning.cost import Traffic, step_seconds
-from liger_multi.memory.planning.files import deepspeed
+from liger_multi.memory.planning.cost import CARDS, Traffic, card_of, step_seconds
 from liger_multi.memory.planning.predict import Predictor
-from liger_multi.memory.planning.shapes import Shapes
-from liger_multi.memory.planning.traces import Work
+from liger_multi.memory.planning.result import deepspeed
+from liger_multi.memory.planning.traces import Shapes, Work
 
 # --- predictions ---
 
@@ -257,7 +255,7 @@ SPREADS = [
 def test_files_load_with_what_they_are_for(tmp_path, changes):
     files, settings = written(tmp_path, **changes)
     assert load(files["plan.yaml"]) == settings
-    from liger_multi.dispatch.config_file import load as configuration
+    from liger_multi.dispatch.config import load as configuration
 
     assert configuration(files["liger_multi.yaml"]).chunk_bytes >= 64 * 1999 * 2
     pytest.importorskip("accelerate")

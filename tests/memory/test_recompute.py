@@ -29,7 +29,7 @@ from liger_multi.memory import (
     offload_activations,
     profile,
 )
-from liger_multi.memory.policies import keeps
+from liger_multi.memory.recompute import keeps
 from liger_multi.memory.recorder import SAVED
 from liger_multi.ops import rms_norm
 

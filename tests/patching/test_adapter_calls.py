@@ -27,7 +27,7 @@ from test_adapters import ATTENTION, MLP, filled, lora
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
 from liger_multi.patching.replace import adapters
-from liger_multi.patching.replace.projections import SharedInput
+from liger_multi.patching.replace.adapters import SharedInput
 from liger_multi.patching.replace.swap import swapped
 from tests.models import batch, build
 

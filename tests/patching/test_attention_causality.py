@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.recognize import attention_support
 from liger_multi.patching.replace import attention as ours
-from liger_multi.patching.replace.attention_masks import KeyMask, MaskReadError, mask
+from liger_multi.patching.replace.attention import KeyMask, MaskReadError, mask
 from tests.models import build
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered

@@ -11,7 +11,6 @@ from liger_multi import ops
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.replace import attention as ours
-from liger_multi.patching.replace import attention_masks
 from tests.comparing import assert_same_gradients
 
 transformers = pytest.importorskip("transformers")
@@ -168,7 +167,7 @@ def test_any_other_mask_stays_dense_and_equal(kind, monkeypatch, caplog):
 
 def test_masks_in_parts_are_the_same(monkeypatch):
     eager, other = pair("mistral")
-    monkeypatch.setattr(attention_masks, "ELEMENTS", 2 * 13 * 3)
+    monkeypatch.setattr(ours, "ELEMENTS", 2 * 13 * 3)
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     same(eager, other, **padded(mask))

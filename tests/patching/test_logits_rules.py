@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy_logits import lazy_tensor
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
-from liger_multi.patching.lazy_logits.rows import is_view
+from liger_multi.patching.lazy_logits.steps import is_view
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits
 from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
 from tests.sweep.cases import build, inputs, registered

@@ -15,8 +15,8 @@ from tests.harness import PATIENCE
 transformers = pytest.importorskip("transformers")
 
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.integrations.held import HeldPatch
 from liger_multi.patching import modeltypes, patch, patched, unpatch
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.replace.swap import Patched, swapped
 from tests.models import batch, build
 

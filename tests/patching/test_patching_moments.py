@@ -28,7 +28,7 @@ from liger_multi.patching import (
     unpatch,
     unregister_experts,
 )
-from liger_multi.patching.recognize import experts, norms, rotary
+from liger_multi.patching.recognize import norms, rotary
 from liger_multi.patching.recognize.probe import probe_context
 from liger_multi.patching.replace import mlp
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
@@ -827,8 +827,11 @@ def test_the_routing_before_the_index():
 
 
 def probes_forgotten():
-    for module in (recognize.mlp, norms, experts, rotary):
-        module._known.clear()
+    for known in (
+        recognize.mlp._known_experts,
+        *(m._known for m in (recognize.mlp, norms, rotary)),
+    ):
+        known.clear()
 
 
 def wide():

@@ -11,14 +11,13 @@ from benchmarks import operators as bench
 from ci import results
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import measure as bench_measure
-from liger_multi.bench import peak as bench_peak
 from liger_multi.bench import peers as bench_peers
 from liger_multi.bench import providers as bench_providers
 from liger_multi.bench import report as bench_report
 from liger_multi.cli.main import main as command_line
 from liger_multi.testing import FORMULAS, samples
 
-H200 = bench_peak.Ceilings(4.24e12, 690e12)
+H200 = bench_cases.Ceilings(4.24e12, 690e12)
 QUICK = ["--quick", "--device", "cpu", "--seconds", "0.05"]
 
 
@@ -318,7 +317,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
+@pytest.mark.parametrize("op", sorted(bench_cases.WORK))
 def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
     """An installed package has no tests: it compares with its own reference instead."""
     small = [s for s in samples.of(op) if s.size == "small"]
@@ -378,7 +377,7 @@ def test_percent_of_the_roof(op, name, both_ms, percent):
 
 
 def test_the_slower_limit_is_the_roof():
-    peak = bench_peak.Ceilings(1e9, 1e12)
+    peak = bench_cases.Ceilings(1e9, 1e12)
     assert peak.floor_ms(1e9, 0) == 1000
     assert peak.floor_ms(1e6, 1e12) == 1000
     assert peak.percent(None, 1.0, 1.0) == {}
@@ -387,11 +386,11 @@ def test_the_slower_limit_is_the_roof():
 def test_every_operator_has_work_and_a_plain_formula():
     from liger_multi.dispatch.registry import operators
 
-    assert set(operators()) == set(bench_peak.WORK) == set(bench_peers.TABLE)
+    assert set(operators()) == set(bench_cases.WORK) == set(bench_peers.TABLE)
     assert all("torch" in formulas for formulas in bench_peers.TABLE.values())
 
 
-@pytest.mark.parametrize("op", sorted(bench_peak.WORK))
+@pytest.mark.parametrize("op", sorted(bench_cases.WORK))
 def test_scaled_samples_fit_and_keep_their_form(op):
     for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
         shapes, full = found.shapes, case(op, found.sample.name).shapes

@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from liger_multi.demo import corpus
+from liger_multi.demo import training
 from liger_multi.demo.training import Run
 
 MODELS = ("qwen2", "llama")
@@ -179,7 +179,7 @@ def test_a_device_that_is_absent(capsys, device):
 
 
 def test_corpus_of_the_standard_library():
-    text = corpus.read(200_000)
+    text = training.read(200_000)
     assert text.characters == 200_000
     assert Path(text.root, "argparse.py").exists()
     assert "def " in text.texts[0] + text.texts[1]
@@ -194,22 +194,22 @@ def test_corpus_skips_tests_and_empty_files(tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert corpus.read(1000, tmp_path).texts == ("x = 1\n", "z = 3\n")
+    assert training.read(1000, tmp_path).texts == ("x = 1\n", "z = 3\n")
     with pytest.raises(FileNotFoundError, match="no Python sources below"):
-        corpus.read(1000, tmp_path / "none")
+        training.read(1000, tmp_path / "none")
 
 
 def test_blocks_hold_the_text_and_follow_the_seed(tmp_path):
-    text = corpus.Corpus(tmp_path, ("def f(x):\n    return x\n" * 40, "class A:\n    'é'\n" * 40))
-    tokenizer = corpus.learn_tokenizer(text, 300)
-    data = corpus.blocks(text, tokenizer, 3, 20, seed=0)
+    text = training.Corpus(tmp_path, ("def f(x):\n    return x\n" * 40, "class A:\n    'é'\n" * 40))
+    tokenizer = training.learn_tokenizer(text, 300)
+    data = training.blocks(text, tokenizer, 3, 20, seed=0)
     assert len(data) == 3
     item = data[1]
     assert item["input_ids"].shape == (20,)
     assert torch.equal(item["input_ids"], item["labels"])
     words = tokenizer.decode(data.tokens.flatten().tolist())
     assert any(whole.startswith(words) for whole in text.texts)
-    starts = {corpus.blocks(text, tokenizer, 1, 5, seed=s).tokens[0, 0].item() for s in range(8)}
+    starts = {training.blocks(text, tokenizer, 1, 5, seed=s).tokens[0, 0].item() for s in range(8)}
     assert len(starts) == 2, "either file comes first"
     with pytest.raises(ValueError, match="tokens, 999 blocks of 20 need 19980"):
-        corpus.blocks(text, tokenizer, 999, 20, seed=0)
+        training.blocks(text, tokenizer, 999, 20, seed=0)

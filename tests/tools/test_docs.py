@@ -23,7 +23,7 @@ from ci import docs
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
-from liger_multi.dispatch import config_file
+from liger_multi.dispatch import config
 from tests import harness
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_configurations_of_a_page_are_well_formed(name):
     found = blocks(ROOT / name, "yaml")
     assert found
     for block in found:
-        layer = config_file.parse(yaml.safe_load(block), name)
+        layer = config.parse(yaml.safe_load(block), name)
         assert layer.ops[""]
 
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from liger_multi import ops
-from liger_multi.bench.eager import EAGER
-from liger_multi.bench.peers import TABLE
+from liger_multi.bench.peers import EAGER, TABLE
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import FORMULAS, check_operator, checks, formulas, samples
 

@@ -17,7 +17,7 @@ import yaml
 
 from liger_multi import ops, unpatch
 from liger_multi.compat import liger_kernel as alias
-from liger_multi.compat.liger_kernel import tree
+from liger_multi.compat.liger_kernel import finder
 from liger_multi.errors import PatchError
 
 NAMES = yaml.safe_load((Path(__file__).parents[1] / "alias_names.yaml").read_text())
@@ -74,7 +74,7 @@ def test_a_name_that_is_not_there_is_an_import_error(installed):
 
 
 def test_every_name_of_the_tree_exists(installed):
-    for path, names in tree.TREE.items():
+    for path, names in finder.TREE.items():
         module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
         assert set(names) <= set(module.__all__) <= set(vars(module))
         assert module.__spec__ is not None
@@ -123,8 +123,8 @@ def test_the_real_package_is_not_hidden_unless_told(tmp_path, monkeypatch):
             alias.install()
         alias.install(force=True)
         alias.install()  # twice is once
-        assert importlib.import_module("liger_kernel").__version__ == tree.VERSION
-        assert importlib.metadata.version("liger-kernel") == tree.VERSION
+        assert importlib.import_module("liger_kernel").__version__ == finder.VERSION
+        assert importlib.metadata.version("liger-kernel") == finder.VERSION
         alias.uninstall()
         alias.uninstall()
         assert importlib.import_module("liger_kernel").__file__ == real.__file__

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from liger_multi import losses
 from liger_multi.compat.liger_kernel.losses import _Options
-from liger_multi.losses.margins import _log_odds
+from liger_multi.losses.one_pass import mean_logits
 from liger_multi.losses.pairs import halves_of, logit_means, sequences
-from liger_multi.losses.policies import POLICY
-from liger_multi.losses.reductions import masked_mean
-from liger_multi.losses.tiles import mean_logits
+from liger_multi.losses.policy import POLICY
+from liger_multi.losses.preference import _log_odds
+from liger_multi.losses.shared import masked_mean
 from liger_multi.ops import LogProbOutput
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from liger_multi.memory.planning.applying import Applied, apply
-from liger_multi.memory.planning.cards import CARDS, Card
-from liger_multi.memory.planning.files import load
-from liger_multi.memory.planning.result import TrainingPlan
+from liger_multi.memory.planning.cost import CARDS, Card
+from liger_multi.memory.planning.result import Candidate, Settings, TrainingPlan, load
 from liger_multi.memory.planning.search import Space, plan
-from liger_multi.memory.planning.settings import Candidate, Settings
 
 __all__ = [
     "CARDS",

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_multi.memory.offload import Offload, offload_activations
-from liger_multi.memory.planning.settings import Settings
+from liger_multi.memory.planning.result import Settings
 from liger_multi.memory.recompute import apply_recompute
 
 
@@ -56,7 +56,7 @@ class _TiledForward:
     """What stands in for an MLP's ``forward``; a plain attribute, so that copies copy it."""
 
     def __init__(self, mlp: nn.Module, tiles: int) -> None:
-        from liger_multi.nn.tiled import TiledMLP
+        from liger_multi.nn.mlp import TiledMLP
 
         self.tiled = TiledMLP(_Inner(mlp), tiles)
         self.mlp = mlp

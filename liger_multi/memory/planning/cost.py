@@ -1,21 +1,137 @@
-"""How long a step takes, told simply.
+"""How long a step takes, told simply, from published figures of cards.
 
 Time of a device: products at a share of the card's rate, and the bytes that everything else moves
 at a share of its bandwidth, one after the other; at least what a host needs to launch it all, which
-rules steps of few tokens.
-Gradients and shards travel while products run, so the longer of both counts; sums within layers of
-tensor parallelism do not, nor do pipelines that fill. Offloaded activations cross to the host and
-back while products run. Only ratios of these times mean something.
+rules steps of few tokens. Gradients and shards travel while products run, so the longer of both
+counts; sums within layers of tensor parallelism do not, nor do pipelines that fill. Offloaded
+activations cross to the host and back while products run. Only ratios of these times mean
+something.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from liger_multi.dispatch.config import parse_bytes
+from liger_multi.errors import unknown
+
 if TYPE_CHECKING:
-    from liger_multi.memory.planning.cards import Card
     from liger_multi.memory.planning.traces import Work
+
+# --- cards ---
+
+GB, TERA, GIGA = 10**9, 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a vendor publishes of one device.
+
+    Attributes:
+        name: As it is sold.
+        memory: Bytes.
+        products16: Floating point operations a second of dense 16-bit products with fp32 sums.
+        products32: The same of fp32 products without reduced precision.
+        bandwidth: Bytes a second of its memory.
+        link: Bytes a second to the other cards of its host, in one direction.
+        host: Bytes a second to the host, in one direction.
+        bf16: Whether bfloat16 products run at that speed; else float16 does.
+        source: The document.
+        guessed: Whether the rates are another card's.
+    """
+
+    name: str
+    memory: int
+    products16: float
+    products32: float
+    bandwidth: float
+    link: float
+    host: float
+    source: str
+    bf16: bool = True
+    guessed: bool = False
+
+
+def _card(
+    name: str,
+    memory: float,
+    products: tuple[float, float],
+    bandwidth: float,
+    link: float,
+    host: float,
+    source: str,
+    bf16: bool = True,
+) -> Card:
+    """GB, TFLOPS in 16 and 32 bits, GB/s thrice."""
+    halves = (products[0] * TERA, products[1] * TERA)
+    rates = (bandwidth * GIGA, link * GIGA, host * GIGA)
+    return Card(name, round(memory * GB), *halves, *rates, source, bf16)
+
+
+# PCIe x16 moves 16, 32 or 64 GB/s each way in its generations 3, 4 and 5.
+CARDS = {
+    "b200": _card("NVIDIA B200", 180, (2250, 75), 7700, 900, 64, "NVIDIA DGX B200 datasheet"),
+    "h200": _card("NVIDIA H200", 141, (989, 67), 4800, 450, 64, "NVIDIA H200 datasheet"),
+    "h100": _card("NVIDIA H100 SXM", 80, (989, 67), 3350, 450, 64, "NVIDIA H100 datasheet"),
+    "a100-80gb": _card("NVIDIA A100 80GB", 80, (312, 19.5), 2039, 300, 32, "NVIDIA A100 datasheet"),
+    "a100-40gb": _card("NVIDIA A100 40GB", 40, (312, 19.5), 1555, 300, 32, "NVIDIA A100 datasheet"),
+    "l40s": _card("NVIDIA L40S", 48, (362, 91.6), 864, 32, 32, "NVIDIA L40S datasheet"),
+    "l4": _card("NVIDIA L4", 24, (121, 30.3), 300, 32, 32, "NVIDIA L4 datasheet"),
+    "a10": _card("NVIDIA A10", 24, (125, 31.2), 600, 32, 32, "NVIDIA A10 datasheet"),
+    "rtx5090": _card(
+        "GeForce RTX 5090", 32, (209.5, 104.8), 1792, 64, 64, "NVIDIA RTX Blackwell whitepaper"
+    ),
+    "rtx4090": _card(
+        "GeForce RTX 4090", 24, (165.2, 82.6), 1008, 32, 32, "NVIDIA Ada whitepaper"
+    ),
+    "rtx3090": _card(
+        "GeForce RTX 3090", 24, (71, 35.6), 936, 32, 32, "NVIDIA Ampere GA102 whitepaper"
+    ),
+    "v100": _card(
+        "NVIDIA V100 SXM2", 32, (125, 15.7), 900, 150, 16, "NVIDIA V100 datasheet", False
+    ),
+    "t4": _card("NVIDIA T4", 16, (65, 8.1), 320, 16, 16, "NVIDIA T4 datasheet", False),
+    "mi325x": _card(
+        "AMD Instinct MI325X", 256, (1307.4, 163.4), 6000, 448, 64, "AMD MI325X datasheet"
+    ),
+    "mi300x": _card(
+        "AMD Instinct MI300X", 192, (1307.4, 163.4), 5300, 448, 64, "AMD MI300X datasheet"
+    ),
+    "mi250x": _card(
+        "AMD Instinct MI250X", 128, (383, 47.9), 3277, 400, 32, "AMD MI250X datasheet"
+    ),
+}  # fmt: skip
+
+
+def card_of(given: str | int | Card) -> tuple[Card, int]:
+    """A card and the bytes of it that may be used.
+
+    Args:
+        given: A name of :data:`CARDS`, both as ``"h200:24GiB"``, a :class:`Card`, or a size such as
+            ``"24GiB"``, which gets the rates of the known card whose memory is nearest.
+
+    Raises:
+        ValueError: Neither a card nor a size.
+    """
+    if isinstance(given, Card):
+        return given, given.memory
+    if isinstance(given, str):
+        name, colon, part = given.partition(":")
+        key = name.strip().lower().replace(" ", "")
+        if key in CARDS:
+            card = CARDS[key]
+            return card, parse_bytes(part, "memory") if colon else card.memory
+        if not key[:1].isdigit():
+            raise ValueError(f"{unknown('card', given, CARDS)}; or a size such as '24GiB'")
+    size = parse_bytes(given, "memory")
+    near = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
+    values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
+    return Card(near.name, size, *values, near.source, near.bf16, guessed=True), size
+
+
+# --- time ---
 
 PRODUCTS, STREAM, LINK = 0.65, 0.8, 0.7  # reached shares of published rates
 # Seconds of a host for an operator, Python's and autograd's parts included: stock steps of few

@@ -10,14 +10,13 @@ from torch import nn
 
 from liger_multi.memory.estimation import WORKSPACE, gathered, state_bytes, temporary_bytes
 from liger_multi.memory.planning.applying import layers_of, prepare
-from liger_multi.memory.planning.cards import Card
-from liger_multi.memory.planning.cost import PARKED, Traffic, step_seconds
-from liger_multi.memory.planning.settings import Candidate, Settings
-from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.planning.cost import PARKED, Card, Traffic, step_seconds
+from liger_multi.memory.planning.result import Candidate, Settings
 from liger_multi.memory.planning.traces import (
     Cutting,
     Part,
     Segment,
+    Shapes,
     Trace,
     Work,
     peak_of,

@@ -1,13 +1,190 @@
-"""A plan: what was weighed, what is best, and how it is shown, kept and written out."""
+"""A plan: what it decides and predicts, what is best, and how it is shown, kept and written out.
+
+Ready files are for Trainer, accelerate, DeepSpeed and this library.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from liger_multi.memory.planning.settings import Candidate
+from liger_multi.documents import read_yaml
+from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.memory.breakdown import COLORS, GRID, INK
+from liger_multi.memory.measure import format_bytes
+from liger_multi.memory.recompute import POLICIES
+from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
+from liger_multi.page import Page
+
+# --- what is decided, and what is predicted ---
+
+SPREADS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+PRECISIONS = ("bf16", "amp", "fp16", "fp32")
+CHOICES = {
+    "spread": SPREADS,
+    "precision": PRECISIONS,
+    "optimizer": tuple(OPTIMIZERS),
+    "recompute": tuple(POLICIES),
+    "attention": ATTENTIONS,
+    "offload_states": (None, "cpu", "nvme"),
+}
+LEVELS = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way to train.
+
+    Attributes:
+        sequence: Tokens of a sequence.
+        micro_batch: Sequences of a device and pass.
+        accumulation: Passes before the optimizer's step.
+        precision: ``"bf16"``: everything in bfloat16; ``"amp"``: fp32 weights and states with
+            products in bfloat16 (autocast, or 16-bit copies where an engine shards); ``"fp16"``:
+            the same in float16 with loss scaling; ``"fp32"``.
+        optimizer: As of :func:`liger_multi.memory.estimate`.
+        patched: Whether the model runs this library's operators.
+        chunk: Rows of logits that exist at a time, where patched.
+        recompute: Policy of :data:`liger_multi.memory.POLICIES`.
+        layers: Layers that follow it, from the first one on.
+        tiles: Pieces of the sequence that an MLP runs in.
+        attention: Implementation: ``"sdpa"``, ``"eager"`` or ``"flash_attention_2"``.
+        offload_activations: Whether what layers keep waits in the host's memory.
+        offload_states: Where optimizer states stand, if not on the device: ``"cpu"``, ``"nvme"``.
+        spread: What data parallel devices share: ``"none"`` for one device, ``"ddp"`` (nothing),
+            ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"fsdp2"``.
+        tensor: Devices that one layer is divided over.
+        pipeline: Stages of layers.
+        data: Devices with different sequences.
+    """
+
+    sequence: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    patched: bool = True
+    chunk: int | None = None
+    recompute: str = "none"
+    layers: int = 0
+    tiles: int = 1
+    attention: str = "sdpa"
+    offload_activations: bool = False
+    offload_states: str | None = None
+    spread: str = "none"
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def dtype(self) -> str:
+        """The name that :func:`liger_multi.memory.estimate` has for the precision."""
+        kind = "float16" if self.precision == "fp16" else "bfloat16"
+        if self.precision in ("bf16", "fp32"):
+            return {"bf16": "bfloat16", "fp32": "float32"}[self.precision]
+        sharded = self.level or self.offload_states
+        return f"{kind}-mixed" if sharded else f"{kind}-autocast"
+
+    @property
+    def level(self) -> int:
+        """Of ZeRO: how much is shared out."""
+        return LEVELS[self.spread]
+
+    @property
+    def sequences(self) -> int:
+        """Of all devices in one optimizer step."""
+        return self.micro_batch * self.accumulation * self.data
+
+    def as_data(self) -> dict[str, Any]:
+        """The settings as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], source: str = "settings") -> Settings:
+        """Settings from :meth:`as_data`.
+
+        Raises:
+            ConfigurationError: A field that does not exist, or a value that it cannot have.
+        """
+        known = {f.name: f.default for f in fields(cls)}
+        for name, value in data.items():
+            if name not in known:
+                raise ConfigurationError(unknown(f"field of {source}", name, known))
+            optional = name in ("chunk", "offload_states") and value is None
+            kinds: dict[str, type] = {"chunk": int, "offload_states": str}
+            kind = kinds.get(name, type(known[name]))
+            if not optional and type(value) is not kind:
+                raise ConfigurationError(
+                    f"{name} in {source} must be {kind.__name__}, got {shown(value)}"
+                )
+            least = 0 if name == "layers" else 1
+            if kind is int and not optional and not least <= value < 2**31:
+                raise ConfigurationError(
+                    f"{name} in {source} must be at least {least} and below 2**31, got "
+                    f"{shown(value)}"
+                )
+            if name in CHOICES and value not in CHOICES[name]:
+                choices = [choice for choice in CHOICES[name] if choice]
+                raise ConfigurationError(unknown(f"{name} in {source}", value, choices))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        parts = ["patched" if self.patched else "stock", self.precision]
+        if self.layers:
+            parts.append(f"recompute {self.recompute} x {self.layers}")
+        parts += [f"MLP in {self.tiles} tiles"] * (self.tiles > 1)
+        parts += [self.attention] * (self.attention != "sdpa")
+        parts += ["activations on the host"] * self.offload_activations
+        if self.spread != "none":
+            parts.append(self.spread)
+        if self.offload_states:
+            parts.append(f"states on {self.offload_states}")
+        if self.tensor * self.pipeline > 1:
+            parts.append(f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}")
+        return ", ".join(parts)
+
+
+@dataclass
+class Candidate:
+    """Settings, and what is predicted for them.
+
+    Attributes:
+        settings: What is chosen.
+        peak_bytes: Highest moment of a step on one device.
+        parts: What is there at that moment, by category.
+        seconds: Of one optimizer step, by the model of :mod:`liger_multi.memory.planning.cost`.
+        relative: Time a token, where 1 is the fastest candidate that fits.
+        host_bytes: What stands in the host's memory, for one device.
+        fits: Whether the peak is within the budget.
+    """
+
+    settings: Settings
+    peak_bytes: int
+    parts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    relative: float = 0.0
+    host_bytes: int = 0
+    fits: bool = True
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices; its ratio to another candidate's is what it is for."""
+        return self.settings.sequences * self.settings.sequence / max(self.seconds, 1e-12)
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Candidate:
+        """From :meth:`as_data`."""
+        return cls(**{**data, "settings": Settings.from_data(data["settings"])})
+
+
+# --- the plan ---
 
 
 @dataclass
@@ -80,22 +257,310 @@ class TrainingPlan:
 
     def draw(self, path: str | Path, most: int = 12) -> None:
         """Write a PNG of the memory of the first candidates by part (needs matplotlib)."""
-        from liger_multi.memory.planning.picture import draw
-
-        draw(self, Path(path), most)
+        draw_candidates(self, Path(path), most)
 
     def write(self, folder: str | Path, candidate: Candidate | None = None) -> list[Path]:
         """Write ready files for a candidate; None: the best one. Returns what was written."""
-        from liger_multi.memory.planning.files import write
-
         return write(self, Path(folder), candidate or self.best)
 
     def __str__(self) -> str:
-        from liger_multi.memory.planning.page import plan_page
 
         return plan_page(self).plain()
 
     def __rich__(self) -> Any:
-        from liger_multi.memory.planning.page import plan_page
 
         return plan_page(self).rich()
+
+
+# --- ready files ---
+
+VERSION = 1
+NAMES = (
+    "plan.yaml",
+    "liger_multi.yaml",
+    "training_arguments.json",
+    "environment.sh",
+    "accelerate.yaml",
+    "deepspeed.json",
+)
+# Told peaks are of tensors. Without it blocks of other sizes lay beside them: 10.8 GiB of tensors,
+# in uneven tiles, were out of memory in 15 GiB (H200, torch 2.11).
+ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+TRAINER_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_foreach": "adamw_torch",
+    "adamw_loop": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "sgd_momentum": "sgd",
+}
+
+
+def write(plan: TrainingPlan, folder: Path, candidate: Candidate) -> list[Path]:
+    """Write the files that fit a candidate.
+
+    ``plan.yaml`` (:func:`load`), ``liger_multi.yaml`` (:func:`liger_multi.configure`) and
+    ``training_arguments.json`` always, ``environment.sh`` to source before; ``accelerate.yaml``
+    unless layers stand in stages; ``deepspeed.json`` where states are sharded or offloaded by it.
+    """
+    import yaml
+
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = candidate.settings
+    made: dict[str, Any] = {
+        "plan.yaml": {
+            "version": VERSION,
+            "model": plan.model,
+            "peak_bytes": candidate.peak_bytes,
+            "memory_bytes": plan.memory_bytes,
+            "devices": plan.devices,
+            "settings": settings.as_data(),
+        },
+        "liger_multi.yaml": {"default": "auto"},
+        "training_arguments.json": training_arguments(settings),
+        "environment.sh": "".join(
+            f"export {name}={value}\n" for name, value in ENVIRONMENT.items()
+        ),
+    }
+    if settings.patched and settings.chunk:
+        width = 4 if settings.precision == "fp32" else 2
+        made["liger_multi.yaml"]["chunk_bytes"] = settings.chunk * max(1, plan.vocabulary) * width
+    if settings.pipeline == 1:
+        made["accelerate.yaml"] = accelerate(plan, settings)
+    if _uses_deepspeed(settings):
+        made["deepspeed.json"] = deepspeed(settings, plan.devices, plan.compression)
+    paths = []
+    for name, content in made.items():
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        if name.endswith(".yaml"):
+            text = yaml.safe_dump(content, sort_keys=False)
+        (folder / name).write_text(text, encoding="utf-8")
+        paths.append(folder / name)
+    return paths
+
+
+def load(path: str | Path) -> Settings:
+    """Settings from a ``plan.yaml``, as :func:`apply` takes them.
+
+    Raises:
+        ConfigurationError: The file cannot be read, is not YAML or has another form.
+    """
+    content = read_yaml(path, "the plan")
+    settings = content.get("settings") if isinstance(content, Mapping) else None
+    if not isinstance(settings, Mapping):
+        raise ConfigurationError(f"{str(path)!r} has no mapping of settings, got {shown(content)}")
+    known = ("version", "model", "peak_bytes", "memory_bytes", "devices", "settings")
+    for name in content:
+        if name not in known:
+            raise ConfigurationError(unknown(f"key of {str(path)!r}", name, known))
+    if content.get("version") != VERSION:
+        raise ConfigurationError(
+            f"{str(path)!r} has version {content.get('version')!r}, this is {VERSION}"
+        )
+    return Settings.from_data(settings, str(path))
+
+
+def training_arguments(settings: Settings) -> dict[str, Any]:
+    """Keyword arguments of transformers' ``TrainingArguments``.
+
+    Checkpointing stays off: :func:`apply` recomputes, and two at once would do so twice.
+    """
+    made: dict[str, Any] = {
+        "output_dir": "output",
+        "per_device_train_batch_size": settings.micro_batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "bf16": settings.precision == "amp",
+        "fp16": settings.precision == "fp16",
+        "average_tokens_across_devices": settings.data > 1,
+    }
+    if settings.optimizer in TRAINER_OPTIMIZERS:
+        made["optim"] = TRAINER_OPTIMIZERS[settings.optimizer]
+    if settings.spread == "ddp":
+        made["ddp_find_unused_parameters"] = False
+    return made
+
+
+def _uses_deepspeed(settings: Settings) -> bool:
+    alone = settings.spread in ("none", "ddp") and bool(settings.offload_states)
+    return settings.pipeline == 1 and (settings.spread.startswith("zero") or alone)
+
+
+def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
+    """A configuration for ``accelerate launch --config_file``."""
+    kind = "MULTI_GPU" if plan.devices > 1 else "NO"
+    made: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "mixed_precision": {"amp": "bf16", "fp16": "fp16"}.get(settings.precision, "no"),
+        "num_machines": 1,
+        "machine_rank": 0,
+        "num_processes": plan.devices,
+        "main_training_function": "main",
+        "use_cpu": False,
+    }
+    if settings.spread == "fsdp2":
+        made["distributed_type"] = "FSDP"
+        made["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": plan.layer_class,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": bool(settings.offload_states),
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": False,
+        }
+    elif _uses_deepspeed(settings):
+        made["distributed_type"] = "DEEPSPEED"
+        # what is in this file must not stand here as well
+        del made["mixed_precision"]
+        made["deepspeed_config"] = {
+            "deepspeed_config_file": "deepspeed.json",
+            "zero3_init_flag": settings.spread == "zero3",
+        }
+    if settings.tensor > 1:
+        shard = "shard" if settings.spread == "fsdp2" else "replicate"
+        made["parallelism_config"] = {
+            "parallelism_config_tp_size": settings.tensor,
+            f"parallelism_config_dp_{shard}_size": settings.data,
+        }
+    return made
+
+
+def deepspeed(settings: Settings, devices: int, compression: bool = False) -> dict[str, Any]:
+    """A DeepSpeed configuration; the optimizer is the trainer's.
+
+    Args:
+        settings: Of the plan.
+        devices: Of all nodes.
+        compression: Write ZeRO++ options where stage 3 has them.
+    """
+    stage = settings.level or 1
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    if settings.offload_states == "nvme":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True}
+    elif settings.offload_states:
+        zero["offload_optimizer"] = {"device": settings.offload_states, "pin_memory": True}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        if compression:
+            zero |= {
+                "zero_quantized_weights": True,
+                "zero_quantized_gradients": True,
+                "zero_hpz_partition_size": devices,
+            }
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": settings.micro_batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "train_batch_size": settings.sequences,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": settings.precision in ("amp", "bf16")},
+    }
+    if settings.precision == "fp16":
+        made["fp16"] = {
+            "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
+            "hysteresis": 2, "min_loss_scale": 1,
+        }  # fmt: skip
+    if settings.offload_states:
+        made["zero_force_ds_cpu_optimizer"] = False
+    return made
+
+
+# --- a page ---
+
+ROWS = 16
+
+
+def row_of(candidate: Candidate) -> tuple[str, ...]:
+    """A candidate's line: what, how much at once, peak, time."""
+    s = candidate.settings
+    passes = f"{s.micro_batch} x {s.accumulation}" + (f" x {s.data}" if s.data > 1 else "")
+    speed = f"{candidate.relative:.2f}" if candidate.fits else "-"
+    fits = "yes" if candidate.fits else "no"
+    chunk = f"{s.chunk:,}" if s.patched and s.chunk else "-"
+    return str(s), passes, chunk, format_bytes(candidate.peak_bytes), fits, speed
+
+
+HEADER = ("way", "batch", "loss rows", "peak", "fits", "time")
+
+
+def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
+    """The best, the others, the limits and notes."""
+    page = Page()
+    best = plan.best if plan.best.fits else plan.nearest
+    facts = [
+        ("model", f"{plan.model}, {plan.layers} layers"),
+        ("devices", f"{plan.devices} x {format_bytes(plan.memory_bytes)}, rates of {plan.card}"),
+        ("may be used", format_bytes(plan.budget_bytes)),
+        ("best" if best.fits else "nearest", str(best.settings)),
+        ("peak", format_bytes(best.peak_bytes)),
+        ("batch", f"{best.settings.sequences} x {best.settings.sequence:,} tokens a step"),
+    ]
+    if best.host_bytes:
+        facts.append(("on the host, for a device", format_bytes(best.host_bytes)))
+    if plan.largest_batch:
+        facts.append(("largest micro-batch", f"{plan.largest_batch} (any way: {plan.most_batch})"))
+        longest = f"{plan.longest_sequence:,} (any way: {plan.most_sequence:,})"
+        facts.append(("longest sequence", longest))
+    page.add("TrainingPlan" if best.fits else "Nothing fits", facts)
+    shown = plan.candidates[:rows]
+    if best not in shown:
+        shown = [*shown, best]
+    page.add("Ways, the fastest that fits first", list(map(row_of, shown)), HEADER)
+    left = len(plan.candidates) - len(shown)
+    names = [*plan.notes, *([f"{left} more ways were weighed"] if left > 0 else [])]
+    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(names, 1)])
+    return page
+
+
+# --- memory of candidates by part ---
+
+
+def draw_candidates(plan: TrainingPlan, path: Path, most: int = 12) -> None:
+    """One bar a candidate: what is there at its peak, the budget as a line."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    chosen = plan.candidates[:most]
+    parts = list(dict.fromkeys(name for one in chosen for name in one.parts))
+    parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]
+    unit, name = (2**30, "GiB") if plan.budget_bytes >= 2**30 else (2**20, "MiB")
+    with matplotlib.rc_context({"font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(10, 1.6 + 0.42 * len(chosen)), dpi=140, layout="constrained")
+        FigureCanvasAgg(figure)
+        axis = figure.subplots()
+        places = list(range(len(chosen)))[::-1]
+        left = [0.0] * len(chosen)
+        for i, part in enumerate(parts):
+            widths = [one.parts.get(part, 0) / unit for one in chosen]
+            color = (*COLORS, "#7d8790")[i % (len(COLORS) + 1)]
+            axis.barh(places, widths, left=left, color=color, label=part, height=0.7)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for place, total, one in zip(places, left, chosen, strict=True):
+            speed = f"  {one.relative:.2f}" if one.fits else "  does not fit"
+            axis.annotate(speed, (total, place), va="center")
+        axis.axvline(plan.budget_bytes / unit, color=INK, lw=0.9, ls=(0, (3, 3)))
+        axis.set_yticks(places, [_label(one) for one in chosen])
+        axis.set_xlim(0, 1.15 * max(*left, plan.budget_bytes / unit))
+        axis.set_xlabel(f"{name} at the peak; time a token beside the bars; dashed: the budget")
+        for spine in ("top", "right"):
+            axis.spines[spine].set_visible(False)
+        axis.set_axisbelow(True)
+        axis.grid(axis="x", color=GRID)
+        size = format_bytes(plan.memory_bytes)
+        axis.set_title(f"{plan.model}, {plan.devices} x {size}", loc="left", fontweight="bold")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path)
+
+
+def _label(one: Candidate) -> str:
+    settings = one.settings
+    text = f"{settings}, {settings.micro_batch} x {settings.accumulation}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,11 +4,15 @@ Forward of layer 0, 1, ..., the head, backward of ..., 1, 0: middle layers repea
 and deaths, hence the memory at any moment is linear in the number of layers before it, and its
 highest moment is in the first or the last repetition. Work is counted beside: products, bytes
 that other operators move, and launches.
+
+Models are of shapes alone, with all of their layers or with a few. Frozen weights of few bits are
+counted at their stored size, and dequantized for each product.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +21,74 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.memory.estimation import meta_model
+from liger_multi.memory.measure import tensors_in
+from liger_multi.memory.planning.applying import layers_of, mlps_of
 from liger_multi.memory.planning.cost import OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES
-from liger_multi.memory.simulation import Simulation
-from liger_multi.memory.storages import tensors_in
+from liger_multi.memory.simulation import Simulation, on_meta
+
+# --- frozen weights of few bits ---
+
+
+class _Product(torch.autograd.Function):
+    """What a product with a stored weight allocates, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.shape = rows, x.shape[-1]
+        weight = x.new_empty(rows, x.shape[-1])
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy @ dy.new_empty(ctx.shape), None
+
+
+class Stored(nn.Module):
+    """Stands in for a linear layer whose weight has few bits.
+
+    Args:
+        layer: What it stands for; its stored tensors are kept as they are.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        for i, tensor in enumerate([*layer.parameters(), *layer.buffers()]):
+            self.register_buffer(f"stored_{i}", tensor.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of the right shape."""
+        run: Any = _Product.apply
+        made: Tensor = run(x, self.out_features)
+        return made
+
+
+def stored_bits(module: Any) -> bool:
+    """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
+    if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
+        return False
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.requires_grad:
+        return False
+    whole: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < whole
+
+
+def stand_in(model: nn.Module) -> int:
+    """Put substitutes where weights are stored in few bits; the bytes of them all."""
+    total = 0
+    for path, module in list(model.named_modules()):
+        if stored_bits(module):
+            parent, _, name = path.rpartition(".")
+            made = Stored(module)
+            setattr(model.get_submodule(parent), name, made)
+            total += sum(b.nbytes for b in made.buffers())
+    return total
+
+
+# --- a step, cut ---
 
 DEPTH = 3  # layers of a short simulation: the first, one that stands for many, and the last
 BEFORE, HEAD, AFTER = "before", "head", "after"
@@ -389,3 +457,115 @@ def _entered(target: str) -> tuple[str, ...]:
 def vector(values: Mapping[str, float]) -> Tensor:
     """Numbers by category as a vector."""
     return torch.tensor([float(values.get(name, 0.0)) for name in CATEGORIES], dtype=torch.float64)
+
+
+# --- models of shapes ---
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
+
+
+class Shapes:
+    """A configuration's or a model's architecture, copied as often as it is needed.
+
+    Args:
+        given: A Hugging Face configuration or model; nothing of it is changed.
+        sequence: Tokens that are planned for.
+
+    Attributes:
+        count: Layers.
+        layer_class: Class of a layer.
+        has_mlps: Whether layers have MLPs that can run in tiles.
+        quantized: Bytes of frozen weights that are stored in few bits.
+        uniform: Whether all layers have equal parameters; may be set to False by who finds that
+            they do not behave alike.
+    """
+
+    def __init__(self, given: Any, sequence: int) -> None:
+        self.given = given
+        self.is_model = isinstance(given, nn.Module)
+        self.full = meta_model(given, _dtype(given), "sdpa", sequence)
+        self.quantized = stand_in(self.full) if self.is_model else 0
+        path, layers = layers_of(self.full)
+        self.path, self.count = path, len(layers)
+        self.layer_class = type(layers[0]).__name__
+        self.uniform = len({_signature(layer) for layer in layers}) == 1
+        self.has_mlps = bool(mlps_of(self.full))
+        self.checked = False  # the first simulation has two middle layers, which are compared
+        self._parts: dict[int, Any] = {1: self.full}
+        self._sequence = sequence
+
+    @property
+    def config(self) -> Any:
+        """The configuration."""
+        return self.full.config
+
+    @property
+    def text(self) -> Any:
+        """The configuration of its decoder."""
+        return self.config.get_text_config()
+
+    def model(self, dtype: torch.dtype, attention: str, parts: int = 1, whole: bool = False) -> Any:
+        """A copy on the meta device, in training mode.
+
+        Args:
+            dtype: Of its parameters.
+            attention: Implementation.
+            parts: Devices that heads and inner rows of MLPs are divided over; this is one's share.
+            whole: Whether it has all layers.
+        """
+        source = self._part(parts)
+        path, layers = layers_of(source)
+        parent, _, name = path.rpartition(".")
+        holder: Any = source.get_submodule(parent)
+        depth = DEPTH if self.checked else DEPTH + 1
+        few = layers if whole or not self.uniform else layers[:depth]
+        setattr(holder, name, few)
+        try:
+            model: Any = on_meta(source, dtype)
+        finally:
+            setattr(holder, name, layers)
+        text = model.config.get_text_config()
+        if len(few) < len(layers):
+            text.num_hidden_layers = len(few)
+        model.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
+        return model.train()
+
+    def _part(self, parts: int) -> Any:
+        if parts not in self._parts:
+            config = copy.deepcopy(self.config)
+            text = config.get_text_config()
+            if getattr(text, "head_dim", None) is None:
+                text.head_dim = text.hidden_size // text.num_attention_heads
+            for field in divided(text):
+                setattr(text, field, max(1, getattr(text, field) // parts))
+            self._parts[parts] = meta_model(config, _dtype(self.given), "sdpa", self._sequence)
+        return self._parts[parts]
+
+    def divisible(self, parts: int) -> bool:
+        """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""
+        if parts == 1:
+            return True
+        if self.is_model and any(not p.requires_grad for p in self.full.parameters()):
+            return False  # adapters would have to be divided as well
+        names = divided(self.text)
+        return bool(names) and all(getattr(self.text, n) % parts == 0 for n in names)
+
+
+def divided(text: Any) -> Sequence[str]:
+    """Fields of a configuration that tensor parallelism divides."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return [name for name in names if isinstance(getattr(text, name, None), int)]
+
+
+def _dtype(given: Any) -> torch.dtype:
+    if isinstance(given, nn.Module):
+        sizes: dict[torch.dtype, int] = {}
+        for p in given.parameters():
+            if p.is_floating_point():
+                sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+    return torch.bfloat16

@@ -2,22 +2,82 @@
 
 deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
 elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+
+Whether a tensor was written since it was looked at, PyTorch's version counter says, but for one
+case: fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
+A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
+number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
+of one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.lazy_logits import versions
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.replace.swap import Patched, buried
+
+# --- versions of parameters ---
+
+_counts: Any = WeakIdKeyDictionary()
+_last: Any = WeakIdKeyDictionary()
+_lock = threading.Lock()
+_hooked = False
+
+
+def count_optimizer_steps() -> None:
+    """Register the hook, once."""
+    global _hooked
+    with _lock:
+        if not _hooked:
+            register_optimizer_step_post_hook(_after_step)
+            _hooked = True
+
+
+def watch_version(parameter: Tensor) -> None:
+    """Count the optimizer steps that change ``parameter``."""
+    if parameter in _counts:
+        return
+    count_optimizer_steps()
+    with _lock:
+        _counts[parameter] = 0
+
+
+def stepped_since(parameter: Tensor, made: Tensor) -> bool:
+    """Whether an optimizer has changed ``parameter`` since ``made`` was computed.
+
+    The order is that of autograd's numbers, so ``made`` needs a history.
+    """
+    number = None if made.grad_fn is None else made.grad_fn._sequence_nr()
+    return number is not None and _last.get(parameter, -1) > number
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    number = torch._C._autograd._get_sequence_nr()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _last[parameter] = number
+                if parameter in _counts:
+                    _counts[parameter] += 1
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """A value that changes when ``tensor`` is written."""
+    return (-1 if tensor.is_inference() else tensor._version), _counts.get(tensor, 0)
+
+
+# --- deferred logits ---
 
 Step = tuple[str, Any]
 """An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
@@ -338,10 +398,10 @@ class Guard(_Circumstances):
         weights = _parameters(head)
         super().__init__(hidden, weights.values())
         for tensor in weights.values():
-            versions.watch(tensor)
+            watch_version(tensor)
         self.weight: Tensor = head.weight
         self.seen = {
-            name: (t, versions.of(t)) for name, t in {"hidden states": hidden, **weights}.items()
+            name: (t, version_of(t)) for name, t in {"hidden states": hidden, **weights}.items()
         }
         self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
 
@@ -358,7 +418,7 @@ class Guard(_Circumstances):
         for name, (tensor, version) in self.seen.items():
             if now.get(name, tensor) is not tensor:
                 continue
-            if versions.of(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(_stale(f"its {name} have been modified in place"))
             if not gathered and self.places.get(name) not in (None, _place(tensor)):
                 raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
@@ -377,7 +437,7 @@ class TracedGuard(_Circumstances):
 
     def check(self, head: Any) -> None:
         """Raise when an optimizer has stepped the weight since the run."""
-        if versions.stepped_since(self.weight, self.hidden):
+        if stepped_since(self.weight, self.hidden):
             raise RuntimeError(_stale("its head's weights have been modified in place"))
 
 

@@ -29,12 +29,14 @@ from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, finished
 from liger_multi.patching.lazy_logits.loss import (
+    SWAPS,
     CrossEntropyCall,
     fused,
+    loss_logits,
     negative_log_likelihood,
     run_bound,
+    without_hooks,
 )
-from liger_multi.patching.lazy_logits.materialized import SWAPS, loss_logits, without_hooks
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
     HOOKS,
@@ -50,8 +52,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     warn_above_budget,
 )
 from liger_multi.patching.lazy_logits.reductions import REDUCTIONS
-from liger_multi.patching.lazy_logits.rows import ROWS
-from liger_multi.patching.lazy_logits.steps import JOINS, RECORDED, WRITES
+from liger_multi.patching.lazy_logits.steps import JOINS, RECORDED, ROWS, WRITES
 
 Derive = Callable[..., Tensor]
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.dispatch.primitive import constant_in_graphs
-from liger_multi.patching.lazy_logits import rows
+from liger_multi.patching.lazy_logits import steps
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits
+from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits, real_tensor
 from liger_multi.patching.lazy_logits.loss import CrossEntropyCall, fused, on_real
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
@@ -251,11 +252,11 @@ class TracedLogits:
             return getattr(self.real(), name)(*sizes)
         flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         deferred = self._deferred
-        wanted = rows.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
+        wanted = steps.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
         if wanted is None:
             return getattr(self.real(), name)(*sizes)
         whole = not may_copy or deferred.hidden.is_contiguous()
-        copied = not whole and not rows.is_view(deferred.hidden, wanted)
+        copied = not whole and not steps.is_view(deferred.hidden, wanted)
         return self._rows(name, function(deferred.hidden, wanted), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
@@ -263,7 +264,7 @@ class TracedLogits:
             return self.real()[index]
         items = index if isinstance(index, tuple) else (index,)
         copied = any(isinstance(item, Tensor) for item in items)
-        return self._rows("__getitem__", rows.getitem(self._deferred.hidden, index), copied, index)
+        return self._rows("__getitem__", steps.getitem(self._deferred.hidden, index), copied, index)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("deferred", "cached", "origin", "how", "shared"):
@@ -402,3 +403,25 @@ class MissingLogits:
             "logits while it trains; "
             "patch with fused_linear_cross_entropy=False to keep them"
         )
+
+
+# --- an ordinary tensor ---
+
+
+def real_logits(logits: Any) -> Tensor:
+    """The logits as an ordinary tensor with its autograd history.
+
+    Needed where values must outlive a change of the weights, as between two optimizer steps. Lazy
+    logits become ordinary ones: the result is the same object, and a later loss is PyTorch's.
+
+    Raises:
+        TypeError: ``logits`` is no tensor.
+    """
+    if isinstance(logits, LazyLogits):
+        # as a function of tensors, at which a graph breaks
+        return LazyLogits.__torch_function__(real_tensor, (LazyLogits,), (logits,))  # type: ignore[no-any-return]
+    if isinstance(logits, TracedLogits):
+        return logits.real()
+    if isinstance(logits, Tensor):
+        return logits
+    raise TypeError(f"expected logits (a tensor), got {type(logits).__name__}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from liger_multi.patching.replace import sharded_head
-from liger_multi.patching.replace.head import LazyAdaptedHead, LazyHead, adapted_head_refusal
+from liger_multi.patching.replace.head import (
+    LazyAdaptedHead,
+    LazyHead,
+    ShardedHead,
+    adapted_head_refusal,
+    is_sharded,
+    sharded_refusal,
+)
 from liger_multi.patching.replace.swap import buried, has_own_forward, stock_class
 
 
@@ -41,6 +47,40 @@ def _inside(head: nn.Module) -> list[nn.Module]:
     return [head]
 
 
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a layer is a linear one with PyTorch's forward, as far as a class on top shows."""
+    return isinstance(head, nn.Linear) and (
+        buried(head) or stock_class(head).forward is nn.Linear.forward
+    )
+
+
+_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda head: not isinstance(head, nn.Linear) and _holds_codes(head),
+        (
+            "the output embedding is a {kind} with quantized storage ({head.weight.dtype}); its "
+            "logits come from its own call"
+        ),
+    ),
+    (
+        lambda head: not _is_plain(head),
+        "the output embedding is a {kind}, not a plain linear layer",
+    ),
+    (
+        lambda head: _holds_codes(head),
+        (
+            "the weight of the output embedding is stored as {head.weight.dtype}, "
+            "which only its own call can turn into numbers"
+        ),
+    ),
+    (
+        lambda head: type(head.weight).__module__.startswith("torchao."),
+        "the weight of the output embedding is a {weight}, whose products are its own",
+    ),
+)
+"""Why a head that is nobody else's has no lazy logits: the first that holds, with its reason."""
+
+
 def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
     """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
     kind = type(head).__name__
@@ -48,31 +88,16 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
         if "forward" in vars(head) and not has_own_forward(head):
             return f"somebody else replaced the forward of this {kind}"
         return adapted_head_refusal(head)
-    parallel = sharded_head.is_sharded(head, owners)
-    if parallel and (reason := sharded_head.refusal(head)):
+    parallel = is_sharded(head, owners)
+    if parallel and (reason := sharded_refusal(head)):
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
         return f"somebody else replaced the forward of this {kind}"
-    if not isinstance(head, nn.Linear) and _holds_codes(head):
-        return (
-            f"the output embedding is a {kind} with quantized storage ({head.weight.dtype}); its "
-            "logits come from its own call"
-        )
-    if not isinstance(head, nn.Linear) or (
-        not buried(head) and stock_class(head).forward is not nn.Linear.forward
-    ):
-        return f"the output embedding is a {kind}, not a plain linear layer"
-    if _holds_codes(head):
-        return (
-            f"the weight of the output embedding is stored as {head.weight.dtype}, "
-            "which only its own call can turn into numbers"
-        )
-    if type(head.weight).__module__.startswith("torchao."):
-        return (
-            f"the weight of the output embedding is a {type(head.weight).__name__}, "
-            "whose products are its own"
-        )
-    return None
+    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    if reason is None:
+        return None
+    weight = type(getattr(head, "weight", None)).__name__
+    return reason.format(kind=kind, head=head, weight=weight)
 
 
 def _holds_codes(head: nn.Module) -> bool:
@@ -87,4 +112,4 @@ def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead
     """The class of lazy heads that fits a module which is not refused."""
     if hasattr(head, "base_layer"):
         return LazyAdaptedHead
-    return sharded_head.ShardedHead if sharded_head.is_sharded(head, owners) else LazyHead
+    return ShardedHead if is_sharded(head, owners) else LazyHead

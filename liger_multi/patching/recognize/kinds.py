@@ -96,6 +96,8 @@ TENSOR_NAMES = {
     "alpha": ("alpha",),
 }
 """Names of parameters by the argument that they are."""
+INPUT_NAMES = ("x", "input", "hidden_states", "hidden_state")
+"""Names of the argument of an activation."""
 GATE_NAMES = ("gate", "z", "gate_states")
 GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), ("ngroups", True))
 """Attributes that tell the groups of a norm, and whether they count them."""

@@ -1,9 +1,17 @@
-"""Which modules are gated MLPs: a small copy of one is compared with every formula."""
+"""Which modules are gated MLPs, and which compute a gated mixture of experts.
+
+A small copy of an MLP is compared with every formula.
+
+Of experts, transformers keeps the weights of all experts in two tensors, states their layout by
+flags, and asks ``_apply_gate`` for what is computed between the GEMMs. That method of a replica is
+compared with the formulas of the operator, and then its whole forward, so models that nobody listed
+are served.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, cast
@@ -12,13 +20,34 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.recognize import registered
-from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.recognize.kinds import MLP_KINDS, MlpNames
-from liger_multi.patching.recognize.probe import linear, probe_context, random, scalars, skeleton
-from liger_multi.patching.recognize.signature import code_of, signature_of
+from liger_multi.patching.recognize.probe import (
+    MODES,
+    Watch,
+    disagreement,
+    linear,
+    probe_context,
+    random,
+    scalars,
+    set_mode,
+    skeleton,
+)
+from liger_multi.patching.recognize.signature import (
+    Signature,
+    code_of,
+    signature_of,
+)
 from liger_multi.patching.replace import mlp
-from liger_multi.patching.replace.mlp import MlpSettings
+from liger_multi.patching.replace.mlp import (
+    BIASES,
+    WEIGHTS,
+    ExpertsKind,
+    MlpSettings,
+    apply_experts,
+)
 from liger_multi.patching.replace.swap import unpatched_class
+
+# --- gated MLPs ---
 
 
 def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
@@ -82,7 +111,7 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
     key = (kind, code_of(kind, signature), signature, tuple(candidates), beside)
     found = _known.get(key)
     if found is None:
-        found = _known[key] = _measure(module, candidates)
+        found = _known[key] = _measure_mlp(module, candidates)
     return found
 
 
@@ -93,7 +122,7 @@ class _Marker(nn.Module):
         return 1.25 * x + 0.5
 
 
-def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
+def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
     """Compare a small replica with every formula; the one that agrees, or the reason why not."""
     fitting = [names for names in candidates if _fit(module, names)]
     if not fitting:
@@ -101,7 +130,7 @@ def _measure(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
     kind, watch = unpatched_class(module), Watch()
     try:
         with probe_context() as generator:
-            replica, x = _replica(module, fitting[0], generator)
+            replica, x = _replica_mlp(module, fitting[0], generator)
             with watch.over(replica):
                 for training, grad in MODES:
                     set_mode(replica, training)
@@ -159,7 +188,7 @@ def _tried(
                 if not _close(stock(x.view(shape)), ours(x.view(shape))):
                     return f"its output differs for {len(shape)} axes"
         with torch.autocast("cpu", torch.bfloat16):
-            if not _near(stock(x), ours(x)):
+            if not _near_mlp(stock(x), ours(x)):
                 return "its output differs under autocast"
         hooks = [_shifted(cast(nn.Module, replica._modules[n])) for n in settings.names.all]
         agree = _close(stock(x), ours(x))
@@ -178,7 +207,7 @@ def _narrow(replica: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings
     for layer in replica.modules():
         for name, p in layer._parameters.items():
             layer._parameters[name] = None if p is None else nn.Parameter(p.bfloat16())
-    if not _near(replica.forward(x), mlp.apply_mlp(replica, x, settings)):
+    if not _near_mlp(replica.forward(x), mlp.apply_mlp(replica, x, settings)):
         return "its output differs in bf16"
     down._parameters.update(wide)
     try:
@@ -186,14 +215,16 @@ def _narrow(replica: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings
     except RuntimeError:  # two dtypes, as in most models
         return settings
     settings = replace(settings, casts=True)
-    return settings if _near(stock, mlp.apply_mlp(replica, x, settings)) else "it casts otherwise"
+    return (
+        settings if _near_mlp(stock, mlp.apply_mlp(replica, x, settings)) else "it casts otherwise"
+    )
 
 
 def _shifted(layer: nn.Module) -> Any:
     return layer.register_forward_hook(lambda module, args, output: output * 1.25 + 0.125)
 
 
-def _near(stock: Tensor, ours: Tensor) -> bool:
+def _near_mlp(stock: Tensor, ours: Tensor) -> bool:
     """Within the roundings of bf16."""
     bound = 2**-5 * stock.abs().amax(-1, keepdim=True)
     return stock.dtype == ours.dtype and bool(((stock - ours).abs() <= bound).all())
@@ -205,7 +236,7 @@ def _close(stock: Tensor, ours: Tensor) -> bool:
     return stock.shape == ours.shape and bool(((stock - ours).abs() <= bound).all())
 
 
-def _replica(
+def _replica_mlp(
     module: nn.Module, names: MlpNames, generator: torch.Generator
 ) -> tuple[nn.Module, Tensor]:
     """A small copy and an input, of which some rows are large enough to be clamped."""
@@ -248,3 +279,174 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
             if all(held for _, held in numbers):
                 for inner, outer in places.get(len(drops), []):
                     yield MlpSettings(kind, names, inner, outer, numbers)
+
+
+# --- experts ---
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """Whether transformers' interface serves the experts of a module."""
+    return hasattr(module, "_apply_gate") and any(name in module._parameters for name in WEIGHTS)
+
+
+_known_experts: dict[Any, ExpertsKind | str] = {}
+
+
+def experts_kind(module: nn.Module) -> ExpertsKind | str:
+    """The kind of an instance, or the reason why it stays as it is."""
+    for flag, wanted, reason in (
+        ("has_gate", True, "its experts have no gate"),
+        ("has_post_expert_norm", False, "its experts end in a norm"),
+    ):
+        if getattr(module, flag, wanted) is not wanted:
+            return reason
+    kind = unpatched_class(module)
+    signature = _signature(module, kind, ())
+    if isinstance(signature, str):
+        return signature
+    code = code_of(kind, signature)
+    shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
+    key = (kind, code, signature, shapes, scalars(module))
+    found = _known_experts.get(key)
+    if found is None:
+        found = _known_experts[key] = _measure_experts(module)
+    return found
+
+
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
+    """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
+    flags = [name for name in _FLAGS if name in vars(module)]
+    taken = ("config", *WEIGHTS, *BIASES)
+    return signature_of(module, kind, taken, [*flags, *seen], ("forward", "_apply_gate"))
+
+
+def _measure_experts(module: nn.Module) -> ExpertsKind | str:
+    """Compare the gate of a replica with every formula, and the forward with the operator."""
+    own, watch = unpatched_class(module), Watch()
+    try:
+        with probe_context() as generator:
+            replica, inputs = _replica_experts(module, generator)
+            x = (random(generator, 6, 48) * 4).requires_grad_()
+            with watch.over(replica):
+                for training, grad in MODES:
+                    set_mode(replica, training)
+                    with torch.set_grad_enabled(grad):
+                        replica.forward(*inputs)
+                stock = replica._apply_gate(x)
+            if watch.written:
+                return f"its forward sets its {', '.join(sorted(watch.written))}"
+            if getattr(replica, "config", _Eager(None)).read:
+                return "its forward reads its configuration, which may change later"
+            kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
+            if kind is None:
+                return f"the gate of {own.__name__} is none that fused_moe has"
+            found = _disagreement(replica, inputs, kind, generator)
+            if found:
+                return f"{own.__name__} is more than its gate and products: {found}"
+    except Exception as error:  # somebody's forward: any failure means that it is not one of ours
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
+    signature = _signature(module, own, watch.read)
+    return signature if isinstance(signature, str) else replace(kind, signature=signature)
+
+
+def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
+    y = _gate(x, kind)
+    if y.shape != stock.shape or not _near_experts(y, stock):
+        return False
+    (slope,) = torch.autograd.grad(stock.sum(), x, retain_graph=True)
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    return _near_experts(ours, slope)
+
+
+class _Eager:
+    """A configuration that asks for the loop over experts of the modeling file.
+
+    The interface reads the name of an implementation, all of which compute the same; what else is
+    read is noted.
+    """
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.read = config, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
+    """A small copy, and hidden states, indices and weights of experts."""
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
+    experts, *axes = shapes[WEIGHTS[0]]
+    hidden, wide = axes if getattr(module, "is_transposed", False) else reversed(axes)
+    sizes = {wide // 2: 6, wide: 12}
+    sizes.setdefault(hidden, 8)
+    sizes.setdefault(experts, 4)
+    replica: Any = skeleton(module, sizes)
+    for name, whole in shapes.items():
+        small = random(generator, *(sizes[n] for n in whole)) * 0.5
+        replica._parameters[name] = nn.Parameter(small)
+    for name, part in module._modules.items():
+        replica._modules[name] = None if part is None else skeleton(part)
+    if "config" in vars(replica):
+        replica.__dict__["config"] = _Eager(replica.config)
+    scores = random(generator, 7, sizes[experts])
+    routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
+    return replica, [random(generator, 7, sizes[hidden]), index, routing]
+
+
+def _disagreement(
+    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+) -> str | None:
+    def stock(*given: Tensor) -> Any:
+        return replica.forward(*given)
+
+    def ours(*given: Tensor) -> Tensor:
+        return apply_experts(replica, kind, *given)
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    return disagreement(replica, stock, ours, inputs, close, generator)
+
+
+def _near_experts(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
+    from liger_multi.reference.experts.pairs import product
+
+    if kind.activation == "swiglu_clamped":
+        numbers = dict(kind.clamps)
+        by = tuple(numbers[name] for name in ("limit", "alpha", "up_offset"))
+        return product(x, (kind.activation, *by, kind.interleaved))
+    return product(x, (kind.activation, 7.0, 1.0, 0.0, kind.interleaved))
+
+
+def _candidates(module: nn.Module) -> list[ExpertsKind]:
+    bias = all(getattr(module, name, None) is not None for name in BIASES)
+    transposed = bool(getattr(module, "is_transposed", False))
+    orders = (False, True)
+    found = [
+        ExpertsKind(activation, order, transposed, bias)
+        for activation in ("silu", "gelu_tanh", "gelu")
+        for order in orders
+    ]
+    given = dict(scalars(module))
+    numbers = {n: v for n, v in given.items() if isinstance(v, (int, float)) and v is not True}
+    limits = {float(v) for n, v in numbers.items() if "limit" in n and v > 0}
+    alphas = {float(v) for n, v in numbers.items() if "alpha" in n} | {1.0, 1.702}
+    for limit in sorted(limits):
+        for alpha in sorted(alphas):
+            for offset in (0.0, 1.0):
+                clamps = (("limit", limit), ("alpha", alpha), ("up_offset", offset))
+                found += [
+                    ExpertsKind("swiglu_clamped", o, transposed, bias, clamps) for o in orders
+                ]
+    return found

@@ -7,24 +7,33 @@ every formula of :data:`liger_multi.patching.recognize.kinds.NORM_KINDS`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import registered
-from liger_multi.patching.recognize.compare import MODES, Watch, disagreement, set_mode
 from liger_multi.patching.recognize.kinds import (
     EPS_NAMES,
     GATE_NAMES,
     GROUP_NAMES,
+    INPUT_NAMES,
     TENSOR_NAMES,
     NormKind,
 )
-from liger_multi.patching.recognize.probe import probe_context, random, scalars, skeleton
+from liger_multi.patching.recognize.probe import (
+    MODES,
+    Watch,
+    disagreement,
+    probe_context,
+    random,
+    scalars,
+    set_mode,
+    skeleton,
+)
 from liger_multi.patching.recognize.signature import (
     code_of,
     signature_of,
@@ -33,56 +42,97 @@ from liger_multi.patching.replace.norms import NormSettings, apply_norm
 from liger_multi.patching.replace.swap import unpatched_class
 
 
+class _Looks(NamedTuple):
+    """What tells a norm before it is run.
+
+    Attributes:
+        module: An instance.
+        kind: Its class without a patch.
+        roles: What its parameters are by their names, None for an unknown one.
+    """
+
+    module: nn.Module
+    kind: type[nn.Module]
+    roles: set[str | None]
+
+    @property
+    def has_eps(self) -> bool:
+        """Whether it has a number that keeps it from dividing by zero."""
+        return any(hasattr(self.module, name) for name in EPS_NAMES)
+
+    def elements(self, role: str) -> int:
+        """The size of a parameter; 0 where there is none."""
+        found = [self.module._parameters.get(name) for name in TENSOR_NAMES[role]]
+        return next((p.numel() for p in found if p is not None), 0)
+
+    def takes(self, count: int, last: Sequence[str]) -> bool:
+        """Whether forward takes so many arguments, the last of which has one of these names."""
+        try:
+            names = list(inspect.signature(self.kind.forward).parameters)
+        except (TypeError, ValueError):
+            return False
+        return len(names) == 1 + count and names[-1] in last
+
+
+_LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
+    (None, lambda m: bool(m.module._modules)),
+    (None, lambda m: any(b is not None for b in m.module._buffers.values())),
+    (None, lambda m: None in m.roles),
+    (None, lambda m: isinstance(m.module, (nn.GroupNorm, nn.modules.batchnorm._NormBase))),
+    ("layer_norm", lambda m: isinstance(m.module, nn.LayerNorm)),
+    ("dyt", lambda m: "alpha" in m.roles),
+    (
+        "relu_squared",
+        lambda m: (
+            not (m.has_eps or m.roles)
+            and m.kind.__module__.partition(".")[0] != "torch"
+            and m.takes(1, INPUT_NAMES)
+        ),
+    ),
+    (None, lambda m: not m.has_eps),
+    ("gated_rms_norm", lambda m: m.takes(2, GATE_NAMES)),
+    ("poly_norm", lambda m: m.elements("weight") == 3),
+    ("layer_norm", lambda m: "bias" in m.roles),
+    ("rms_norm", lambda m: bool(m.roles) or "Norm" in m.kind.__name__),
+)
+"""Operators by what a module looks like; the first that holds, and None for no norm."""
+
+
+class _Likely(NamedTuple):
+    """How a norm is probed by what it looks like.
+
+    Attributes:
+        word: What messages call it.
+        also: Operators that are tried after the likely one: a norm with one weight may be either.
+        least: Elements that a parameter has at least whose length is the number of channels; None
+            where no parameter tells that.
+        told: Whether a forward that fails on a replica is the reason to give.
+    """
+
+    word: str
+    also: tuple[str, ...] = ()
+    least: int | None = 1
+    told: bool = True
+
+
+_LIKELY = {
+    "rms_norm": _Likely("RMSNorm", also=("layer_norm",)),
+    "layer_norm": _Likely("LayerNorm"),
+    "gated_rms_norm": _Likely("gated RMSNorm"),
+    "poly_norm": _Likely("poly_norm", least=None),
+    "dyt": _Likely("dyt", least=2),
+    "relu_squared": _Likely("relu_squared", told=False),
+}
+
+
 def looks_like_norm(module: nn.Module) -> str | None:
     """The operator that may stand for a module, for which to ask the probe; None for no norm."""
-    if module._modules or any(b is not None for b in module._buffers.values()):
-        return None
-    kind = unpatched_class(module)
-    names = {name for name, p in module._parameters.items() if p is not None}
-    every = {name: argument for argument, several in TENSOR_NAMES.items() for name in several}
-    if not names <= set(every):
-        return None
-    roles = {every[name] for name in names}
-    if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
-        return None
-    if isinstance(module, nn.LayerNorm):
-        return "layer_norm"
-    if "alpha" in roles:
-        return "dyt"
-    if not any(hasattr(module, name) for name in EPS_NAMES):
-        squared = not names and kind.__module__.partition(".")[0] != "torch" and _unary(kind)
-        return "relu_squared" if squared else None
-    if _takes_gate(kind):
-        return "gated_rms_norm"
-    if "bias" in roles:
-        return "poly_norm" if _elements(module, "weight") == 3 else "layer_norm"
-    if _elements(module, "weight") == 3:
-        return "poly_norm"
-    return "rms_norm" if names or "Norm" in kind.__name__ else None
+    roles = {_ROLES.get(name) for name, p in module._parameters.items() if p is not None}
+    looks = _Looks(module, unpatched_class(module), roles)
+    return next((op for op, holds in _LOOKS if holds(looks)), None)
 
 
-def _elements(module: nn.Module, role: str) -> int:
-    found = [module._parameters.get(name) for name in TENSOR_NAMES[role]]
-    return next((p.numel() for p in found if p is not None), 0)
-
-
-def _unary(kind: type[nn.Module]) -> bool:
-    """Whether a module is called with one tensor, as an activation is."""
-    try:
-        names = list(inspect.signature(kind.forward).parameters)
-    except (TypeError, ValueError):
-        return False
-    return len(names) == 2 and names[1] in ("x", "input", "hidden_states", "hidden_state")
-
-
-def _takes_gate(kind: type[nn.Module]) -> bool:
-    try:
-        names = list(inspect.signature(kind.forward).parameters)
-    except (TypeError, ValueError):
-        return False
-    return len(names) == 3 and names[2] in GATE_NAMES
-
-
+_ROLES = {name: role for role, several in TENSOR_NAMES.items() for name in several}
 _known: dict[Any, NormSettings | str] = {}
 _STOCK = Options()
 
@@ -109,9 +159,8 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
 
 
 def _candidates(likely: str) -> list[NormKind]:
-    """The kinds of the likely operator first; a norm with one weight may be either."""
-    also = {"rms_norm": ("layer_norm",)}.get(likely, ())
-    every = registered.norm_kinds()
+    """The kinds of the likely operator first."""
+    every, also = registered.norm_kinds(), _LIKELY[likely].also
     return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
 
 
@@ -120,10 +169,11 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
     if eps is not None and not isinstance(getattr(module, eps), float):
         return f"its {eps} is {getattr(module, eps)!r}, not a number"
     shapes = [p.shape for p in module._parameters.values() if p is not None]
-    vectors = [shape.numel() for shape in shapes if likely != "dyt" or shape.numel() > 1]
+    least = _LIKELY[likely].least
+    vectors = [n for s in shapes if least is not None and (n := s.numel()) >= least]
     if any(len(shape) > 1 or shape.numel() == 0 for shape in shapes):
         return "its weight is not a vector with elements (is it partitioned?)"
-    size = vectors[0] if vectors and likely != "poly_norm" else _width(module)
+    size = vectors[0] if vectors else _width(module)
     tried = 0
     error: Exception | None = None
     for kind in _candidates(likely):
@@ -137,13 +187,10 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
                     return _settled(module, settings, size)
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
-    if error is not None and likely != "relu_squared":
+    if error is not None and _LIKELY[likely].told:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
-    return f"{name} is no {_WORDS.get(likely, likely)} that is known, bit for bit in bf16"
-
-
-_WORDS = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "gated_rms_norm": "gated RMSNorm"}
+    return f"{name} is no {_LIKELY[likely].word} that is known, bit for bit in bf16"
 
 
 def _width(module: nn.Module) -> int:

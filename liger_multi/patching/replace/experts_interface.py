@@ -8,12 +8,12 @@ from typing import cast
 from torch import Tensor, nn
 
 from liger_multi.errors import ConfigurationError
-from liger_multi.patching.recognize.experts import experts_kind
+from liger_multi.patching.recognize.mlp import experts_kind
 from liger_multi.patching.recognize.signature import (
     holds,
     watched_code,
 )
-from liger_multi.patching.replace.experts import BIASES, ExpertsKind, apply_experts, is_probed_call
+from liger_multi.patching.replace.mlp import BIASES, ExpertsKind, apply_experts, is_probed_call
 from liger_multi.patching.replace.swap import unpatched_class
 
 NAME = "liger_multi"

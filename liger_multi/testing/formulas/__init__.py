@@ -13,30 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_multi.dispatch.registry import operators
-from liger_multi.testing.formulas import (
-    activations,
-    adapters,
-    attention,
-    cross_entropy,
-    divergences,
-    experts,
-    hyper_connections,
-    norms,
-    rope,
-)
+from liger_multi.testing.formulas import attention, losses, mlp, norms
 
 Formula = Callable[..., Any]
-_FAMILIES = (
-    activations,
-    adapters,
-    attention,
-    cross_entropy,
-    divergences,
-    experts,
-    hyper_connections,
-    norms,
-    rope,
-)
+_FAMILIES = (attention, losses, mlp, norms)
 
 
 def find(op: str) -> Formula | None:

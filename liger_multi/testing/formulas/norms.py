@@ -1,4 +1,4 @@
-"""Norms over the last axis, and group norm.
+"""Norms over the last axis, group norm, and manifold-constrained hyper-connections.
 
 ``casting`` says where 16-bit dtypes round. It changes nothing in fp64, so formulas ignore it and
 round as Llama does.
@@ -13,7 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.ops import FusedAddRMSNormOutput
-from liger_multi.testing.formulas._common import rms_normalized, weighted, wide
+from liger_multi.ops.hyper_connections import HyperCoefficients
+
+# --- what formulas share ---
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32, in which Hugging Face computes statistics; fp64 stays fp64."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of :func:`wide`."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def rms_normalized(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis, in the dtype of x."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def weighted(x: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+    """``x * (weight + offset)``; x where there is no weight."""
+    if weight is None:
+        return x
+    return (weight + offset if offset else weight) * x
+
+
+# --- norms ---
 
 
 def rms_norm(
@@ -150,3 +177,40 @@ def dyt(
     y = torch.tanh(alpha * x)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+# --- hyper-connections: coefficients, and streams around a layer ---
+
+
+def hyper_connections(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
+    """Coefficients of n streams; those that mix are made doubly stochastic by Sinkhorn steps."""
+    n = x.shape[-2]
+    m = F.linear(rms_normalized(wide(x.flatten(-2)), rms_eps), wide(weight))
+    (a, b, c), (p, q, r) = (t.split([n, n, n * n], -1) for t in (m, wide(bias)))
+    mix = torch.softmax((c * scale[2] + r).unflatten(-1, (n, n)), -1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    pre, post = torch.sigmoid(a * scale[0] + p) + eps, torch.sigmoid(b * scale[1] + q)
+    return HyperCoefficients(pre, post_scale * post, mix)
+
+
+def hyper_connections_pre(x: Tensor, pre: Tensor) -> Tensor:
+    """The input of a layer: a weighted sum of the streams."""
+    return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+
+def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+    """The streams after a layer: its output to each of them, and the mixed streams."""
+    return post.to(x.dtype).unsqueeze(-1) * out.unsqueeze(-2) + mix.to(x.dtype) @ x

@@ -1,19 +1,129 @@
-"""The options and hooks of ``python -m liger_multi.testing``, which runs the suite on a backend."""
+"""The options and hooks of ``python -m liger_multi.testing``, which runs the suite on a backend.
+
+Expected failures are a text file with one test id and its reason per line::
+
+    # id                                              reason
+    test_forward_and_backward[softmax-toy-*-bfloat16]  # rounds twice, https://example.org/1
+
+``*`` in an id stands for any text. A test that passes unexpectedly fails, so that its line goes.
+
+Whatever the ``empty`` family returns holds NaN, so that uninitialized memory shows itself.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from liger_multi.dispatch.registry import backends
 from liger_multi.errors import unknown
-from liger_multi.testing.devices import device_of, refusal
-from liger_multi.testing.poison import poison_empty
-from liger_multi.testing.suite import expected
+from liger_multi.testing.checks import device_of, refusal
 
-UNUSED = pytest.StashKey[list[expected.Expected]]()
+# --- uninitialized memory that shows itself ---
+
+_EMPTY: dict[Any, tuple[str, ...]] = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+
+
+def poison_value(dtype: torch.dtype) -> float | int | bool | None:
+    """What uninitialized memory of a dtype holds under test: NaN, the largest integer, or True."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return True
+    try:
+        return torch.iinfo(dtype).max
+    except TypeError:
+        return None  # quantized and sub-byte dtypes cannot be filled
+
+
+def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = original(*args, **kwargs)
+        value = poison_value(made.dtype)
+        if value is not None and made.numel():
+            with torch.no_grad():
+                made.fill_(value)
+        return made
+
+    empty.__name__ = original.__name__
+    empty.__wrapped__ = original  # type: ignore[attr-defined]
+    return empty
+
+
+def poison_empty() -> None:
+    """Fill whatever the ``empty`` family returns, for the rest of the process; idempotent."""
+    # cached there: contexts such as torch.device("meta") know the functions that are replaced here
+    _device_constructors()
+    for owner, names in _EMPTY.items():
+        for name in names:
+            original = getattr(owner, name)
+            if not hasattr(original, "__wrapped__"):
+                setattr(owner, name, _poisoned(original))
+
+
+# --- expected failures ---
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One line: the tests it means, and why they fail."""
+
+    test: str
+    reason: str
+
+    def matches(self, item: pytest.Item) -> bool:
+        """Whether a test has this id; the path of its file may be left out."""
+        pattern = ".*".join(map(re.escape, self.test.split("*")))
+        return re.fullmatch(f"(.*::)?{pattern}", item.nodeid) is not None
+
+
+def read_expected(file: Path) -> list[Expected]:
+    """The lines of a file.
+
+    Raises:
+        pytest.UsageError: The file cannot be read, or a line gives no reason.
+    """
+    found = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise pytest.UsageError(f"expected failures cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        test, _, reason = (part.strip() for part in line.partition("#"))
+        if test and not reason:
+            raise pytest.UsageError(
+                f"{file.name}:{number}: an expected failure needs a reason, as in "
+                f"'test id  # reason'; got {line!r}"
+            )
+        if test:
+            found.append(Expected(test, reason))
+    return found
+
+
+def mark_expected(items: Sequence[pytest.Item], entries: Iterable[Expected]) -> list[Expected]:
+    """Mark every test that an entry means; returns the entries that mean none."""
+    unused = []
+    for entry in entries:
+        meant = [item for item in items if entry.matches(item)]
+        for item in meant:
+            item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
+        unused += [] if meant else [entry]
+    return unused
+
+
+# --- pytest ---
+
+UNUSED = pytest.StashKey[list[Expected]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +177,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark expected failures."""
     file = config.getoption("--expected-failures")
-    config.stash[UNUSED] = expected.mark(items, expected.read(file)) if file else []
+    config.stash[UNUSED] = mark_expected(items, read_expected(file)) if file else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -1,0 +1,200 @@
+"""Gated activations, MLPs of them, linear layers with low-rank adapters, and experts.
+
+Adapters are added as PEFT does: in the adapter's dtype, and back. A mixture of experts is computed
+densely: every token through every expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.ops import LoraQKVOutput
+
+# --- gated activations, and an MLP of them ---
+
+APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+"""The argument of GELU by the name of an MLP's activation."""
+
+
+def swiglu(
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    """``silu(gate_multiplier * gate) * up * down_multiplier``."""
+    if gate_multiplier == down_multiplier == 1.0:
+        return F.silu(gate) * up
+    return F.silu(gate * gate_multiplier) * up * down_multiplier
+
+
+def swiglu_packed(
+    gate_up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    """SwiGLU of the first and the second half of the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return swiglu(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+def swiglu_clamped(
+    gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
+) -> Tensor:
+    """``(up + up_offset) * gate * sigmoid(alpha * gate)`` of clamped inputs."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+
+
+def swiglu_clamped_packed(
+    gate_up: Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    """The same of every second column, or of the two halves of the last axis."""
+    pair = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
+    return swiglu_clamped(*pair, limit=limit, alpha=alpha, up_offset=up_offset)
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) * up``."""
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
+    """GeGLU of the first and the second half of the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return geglu(gate, up, approximate)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    return torch.square(F.relu(x))
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` by the name of an MLP's activation."""
+    if activation in APPROXIMATIONS:
+        return geglu(gate, up, APPROXIMATIONS[activation])
+    return swiglu(gate, up)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))``."""
+    gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    return F.linear(gated(gate, up, activation), down_weight, down_bias)
+
+
+# --- adapters ---
+
+
+def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``base + scale * (x @ a.T) @ b.T``."""
+    low = F.linear(F.linear(x.to(a.dtype), a), b)
+    return (base + low * scale).to(base.dtype)
+
+
+def _layer(
+    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None, scale: float
+) -> Tensor:
+    base = F.linear(x, weight, bias)
+    return base if a is None or b is None else lora_update(base, x, a, b, scale=scale)
+
+
+def lora_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+) -> Tensor:
+    """A gated MLP, each of whose layers may have an adapter."""
+    gate = _layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale)
+    up = _layer(x, up_weight, up_a, up_b, up_bias, up_scale)
+    inner = gated(gate, up, activation)
+    return _layer(inner, down_weight, down_a, down_b, down_bias, down_scale)
+
+
+def lora_qkv(
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> LoraQKVOutput:
+    """The projections of attention; None for one without a weight."""
+    return LoraQKVOutput(
+        None if q_weight is None else _layer(x, q_weight, q_a, q_b, q_bias, q_scale),
+        None if k_weight is None else _layer(x, k_weight, k_a, k_b, k_bias, k_scale),
+        None if v_weight is None else _layer(x, v_weight, v_a, v_b, v_bias, v_scale),
+    )
+
+
+# --- experts ---
+
+
+def fused_moe(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """Each token's chosen experts, added with its routing weights."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    rows, chosen = x.reshape(-1, x.shape[-1]), index.reshape(-1, index.shape[-1])
+    weights, y = routing.reshape(chosen.shape), torch.zeros_like(rows)
+    for e in range(first.shape[0]):
+        share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
+        inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
+        gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
+        if activation == "swiglu_clamped":
+            product = swiglu_clamped(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
+        else:
+            product = gated(gate, up, activation)
+        y = y + share * (product @ second[e].T + (0 if down_bias is None else down_bias[e]))
+    return y.view(x.shape)
