@@ -23,7 +23,7 @@ from liger_multi.testing import FORMULAS, check_operator, checks, formulas, samp
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PART = GUIDE.partition("## Testing a backend")[2]
+VENDOR = GUIDE.partition("## Testing a backend")[2]
 
 
 # --- formulas ---
@@ -172,7 +172,7 @@ def test_a_wrong_result_is_found_without_assertions():
 
 def blocks():
     """The files of the page by their path, which stands in the first line of each."""
-    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", PART, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", VENDOR, re.DOTALL | re.MULTILINE)
     return dict(found)
 
 
@@ -318,7 +318,7 @@ def test_wrong_options_are_refused(toy, arguments, said):
 
 
 def test_the_suite_by_the_command_of_pytest(toy):
-    (command,) = re.findall(r"`(pytest --noconftest [^`]*)`", PART)
+    (command,) = re.findall(r"`(pytest --noconftest [^`]*)`", VENDOR)
     done = toy(*command.split()[1:], *QUIET, "-k", "rows and float32", module="pytest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert counts(done)["passed"] > 0
@@ -326,7 +326,7 @@ def test_the_suite_by_the_command_of_pytest(toy):
 
 def test_the_python_of_the_page_runs(toy):
     (block,) = [
-        b for b in re.findall(r"^```python\n(.*?)^```", PART, re.S | re.M) if "outcome" in b
+        b for b in re.findall(r"^```python\n(.*?)^```", VENDOR, re.S | re.M) if "outcome" in b
     ]
     script = toy.folder / "by_hand.py"
     script.write_text(block + "import json, sys\nsys.stdout.write(json.dumps(exact.shape))\n")
@@ -346,15 +346,16 @@ def test_the_python_of_the_page_runs(toy):
 
 # --- the guide for a new operator ---
 
-GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PART = GUIDE.partition("## An elementwise operator")[2].partition("\n## ")[0]
+OPERATOR = GUIDE.partition("## An elementwise operator")[2].partition("\n## ")[0]
 EXPORTS = "liger_multi/ops/__init__.py"
 
 
 def told():
     """The files of the guide with their text, and the line."""
-    files = re.findall(r"^\*\*[^`]*`([\w/]+\.py)`\*\*.*?^```python\n(.*?)^```", PART, re.M | re.S)
-    line = re.search(rf"`{EXPORTS}`:\n+```python\n(.*?)```", PART, re.S)[1]
+    files = re.findall(
+        r"^\*\*[^`]*`([\w/]+\.py)`\*\*.*?^```python\n(.*?)^```", OPERATOR, re.M | re.S
+    )
+    line = re.search(rf"`{EXPORTS}`:\n+```python\n(.*?)```", OPERATOR, re.S)[1]
     return dict(files), line
 
 
