@@ -32,8 +32,6 @@ from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
 from liger_multi.backends.triton.norms import (
     dyt,
-    fused_add_rms_norm,
-    fused_scaled_add_rms_norm,
     gated_rms_norm,
     group_norm,
     layer_norm,
@@ -41,6 +39,7 @@ from liger_multi.backends.triton.norms import (
     poly_norm,
     rms_norm,
 )
+from liger_multi.backends.triton.norms.operators import FusedAddRMSNorm, FusedScaledAddRMSNorm
 from liger_multi.backends.triton.residuals import (
     attention_residuals,
     hyper_connections,
@@ -96,8 +95,8 @@ def _attention_residuals(count: int, rows: int, cols: int, dtype: torch.dtype = 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     offset = float(casting == "gemma")
-    y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
-    fused_add_rms_norm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
+    y, s, rstd = FusedAddRMSNorm.forward(x, x, weight, 1e-6, offset, casting)
+    FusedAddRMSNorm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
 
 
 def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -115,9 +114,9 @@ def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
 def _scaled_add(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     how = (0.0, "llama", 0.22, 1.0)
-    y, s, rstd = fused_scaled_add_rms_norm.forward(x, x, weight, 1e-6, *how)
+    y, s, rstd = FusedScaledAddRMSNorm.forward(x, x, weight, 1e-6, *how)
     kinds: Any = (dtype, dtype, True, True, True)
-    fused_scaled_add_rms_norm.backward(s, y, s, weight, rstd, *how, *kinds)
+    FusedScaledAddRMSNorm.backward(s, y, s, weight, rstd, *how, *kinds)
 
 
 def _gated_norm(

@@ -4,19 +4,13 @@ A backend implements all of them by its row kernels and :func:`implement`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.divergences import fused_linear_divergence, given_rows
 from liger_multi.reference.divergences.row_stats import DivergenceKernels
 
 KINDS = ("kl_div", "jsd", "tvd")
-
-
-class Implementation(NamedTuple):
-    """Forward and backward of one operator."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
 
 
 def implement(

@@ -15,7 +15,7 @@ if not harness.interpreted() and harness.accelerator() is None:
 
 from liger_multi.backends.triton.experts import grouped, grouped_weight, pairs
 from liger_multi.backends.triton.experts.groups import Groups, RowOperand
-from liger_multi.reference.experts.pairs import sorted_pairs
+from liger_multi.reference.experts.fused_moe import sorted_pairs
 
 DEVICE = torch.device("cpu") if harness.interpreted() else harness.accelerator()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_multi.reference.adapters import low_rank as reference
+from liger_multi.reference.adapters import operators as reference
 from tests import harness
 
 pytest.importorskip("triton")

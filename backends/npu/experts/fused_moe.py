@@ -14,8 +14,8 @@ from liger_multi.backends.npu.common import limits
 from liger_multi.backends.npu.experts import grouped
 from liger_multi.dispatch.launch import device_info
 from liger_multi.reference.common.chunking import row_blocks
+from liger_multi.reference.experts import fused_moe
 from liger_multi.reference.experts import fused_moe as reference
-from liger_multi.reference.experts import pairs
 
 
 def _refusal(
@@ -50,7 +50,7 @@ def _activated(gate_up: Tensor, how: Any) -> Tensor:
         return swiglu_packed.forward(gate_up, 1.0, 1.0)
     made = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     for block in row_blocks(made.shape[0], 6 * made.shape[1] * made.element_size()):
-        made[block] = pairs.product(gate_up[block], how)
+        made[block] = fused_moe.product(gate_up[block], how)
     return made
 
 
@@ -106,7 +106,7 @@ def _through_activation(
         if _is_plain(how):
             dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
         else:
-            dgate_up[block] = pairs.gradients(weighted, rows, how)
+            dgate_up[block] = fused_moe.gradients(weighted, rows, how)
         made = _activated(rows.float(), how)
         shares.append((d * made).sum(1))
         dproduct[block] = (made * by).to(dproduct.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks
-from liger_multi.reference.experts.pairs import bounds_of
+from liger_multi.reference.experts.fused_moe import bounds_of
 
 
 def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

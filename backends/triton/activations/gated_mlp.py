@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated
-from liger_multi.reference.activations.gated_mlp import forward_and_backward
+from liger_multi.reference.activations.operators import implement_gated_mlp
 
 
 class TritonActivation:
@@ -28,4 +28,4 @@ class TritonActivation:
         return gated.backward_and_product("gated_mlp", activation, dproduct, gate, up)
 
 
-forward, backward = forward_and_backward(TritonActivation())
+forward, backward = implement_gated_mlp(TritonActivation())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from liger_multi.backends.triton.activations.gated_mlp import TritonActivation
 from liger_multi.backends.triton.adapters.low_rank import split
-from liger_multi.reference.adapters.lora_mlp import forward_and_backward
-from liger_multi.reference.adapters.low_rank import LowRank
+from liger_multi.reference.adapters.operators import LowRank, implement_lora_mlp
 
-forward, backward = forward_and_backward(TritonActivation(), LowRank(split))
+forward, backward = implement_lora_mlp(TritonActivation(), LowRank(split))

@@ -1,7 +1,6 @@
 """Linear layers with adapters: the vendor's GEMMs; a kernel splits thin matrices into parts."""
 
 from liger_multi.backends.triton.adapters.low_rank import split
-from liger_multi.reference.adapters.lora_qkv import forward_and_backward
-from liger_multi.reference.adapters.low_rank import LowRank
+from liger_multi.reference.adapters.operators import LowRank, implement_lora_qkv
 
-forward, backward = forward_and_backward(LowRank(split))
+forward, backward = implement_lora_qkv(LowRank(split))

@@ -20,7 +20,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.adapters import low_rank as reference
+from liger_multi.reference.adapters import operators as reference
 
 
 @dataclass(frozen=True)
