@@ -48,9 +48,8 @@ from liger_multi.backends.triton.residuals import (
 )
 from liger_multi.backends.triton.rope import operators as rope_kinds
 from liger_multi.backends.triton.rope import rope
-from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
-from liger_multi.reference.divergences.row_stats import DivergenceSpec
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
+from liger_multi.reference.divergences.divergence import DivergenceSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"

@@ -69,8 +69,7 @@ def _pass_over_tiles(
     function: RowLoss, needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
     from liger_multi.reference.common.chunking import row_blocks
-    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, target, bias, ignore_index = args[:5]

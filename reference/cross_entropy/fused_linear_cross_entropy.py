@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.retry import retried
-from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-from liger_multi.reference.cross_entropy.gradients import Accumulator, Gradients, scale_to
+from liger_multi.reference.cross_entropy.fused_linear import (
+    Accumulator,
+    Chunks,
+    ChunkSpec,
+    Gradients,
+    scale_to,
+)
 from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, RowStats
 
 

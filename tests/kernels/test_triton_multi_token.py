@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_multi.reference.attention import multi_token_attention as reference
+from liger_multi.reference.attention.operators import MultiTokenAttention
 from tests import harness
 
 pytest.importorskip("triton")
@@ -31,7 +31,7 @@ def made(sizes, seed=0, out=2, size=3):
 def compare(scores, weight, options):
     """Forward and backward with the reference's on the same inputs."""
     y, p = kernels.forward(scores, weight, None, *options)
-    right_y, right_p = reference.forward(scores, weight, None, *options)
+    right_y, right_p = MultiTokenAttention.forward(scores, weight, None, *options)
     torch.testing.assert_close(p, right_p, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y, right_y, rtol=1e-5, atol=1e-5)
     assert not y.triu(1).any()
@@ -39,7 +39,7 @@ def compare(scores, weight, options):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     given = dy.clone()
     found = kernels.backward(dy, weight, None, p, *options, *NEEDS)
-    right = reference.backward(dy, weight, None, p, *options, *NEEDS)
+    right = MultiTokenAttention.backward(dy, weight, None, p, *options, *NEEDS)
     assert torch.equal(dy, given)
     assert not found[0].triu(1).any()
     for got, exact in zip(found, right, strict=True):
@@ -114,7 +114,7 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
     y, p = kernels.forward(scores, weight, None, *shape())
     ones = torch.ones((), device=DEVICE).expand(y.shape)
     found = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
-    right = reference.backward(ones, weight, None, p, *shape(), *NEEDS)
+    right = MultiTokenAttention.backward(ones, weight, None, p, *shape(), *NEEDS)
     for got, exact in zip(found, right, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 

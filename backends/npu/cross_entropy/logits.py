@@ -8,9 +8,8 @@ from liger_multi.backends.npu.common.launching import as_rows
 from liger_multi.backends.npu.cross_entropy import row_kernels
 from liger_multi.backends.npu.cross_entropy.row_kernels import Coefficients
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.gradients import scale_to
-from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+from liger_multi.reference.cross_entropy.fused_linear import scale_to
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
 
 
 class AscendRows:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
 from liger_multi.backends.npu.cross_entropy.row_kernels import normalizers
-from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
+from liger_multi.reference.divergences.divergence import DivergenceSpec, DivergenceStats
 
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_multi.backends.npu.common.limits import norm
 from liger_multi.backends.npu.norms import norm_kernels
 from liger_multi.backends.npu.norms.rms_norm import gradients
-from liger_multi.reference.norms import fused_add_rms_norm as reference
+from liger_multi.reference.norms.operators import FusedAddRMSNorm
 
 
 def forward(
@@ -32,7 +32,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of both terms, and that of weight."""
     if dy is None:  # nobody used the norm
-        return reference.backward(
+        return FusedAddRMSNorm.backward(
             new_residual, dy, dnew_residual, weight, rstd, offset, casting, needs_x,
             needs_residual, needs_weight,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, round_to, warps
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.cross_entropy.gradients import scale_to
+from liger_multi.reference.cross_entropy.fused_linear import scale_to
 
 
 @dataclass(frozen=True)

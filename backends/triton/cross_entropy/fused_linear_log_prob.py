@@ -23,8 +23,7 @@ from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import fill_
 from liger_multi.backends.triton.cross_entropy.fused_linear_cross_entropy import TritonRows
 from liger_multi.dispatch.launch import launch_config
 from liger_multi.reference.cross_entropy.fused_linear_log_prob import forward_and_backward
-from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective
+from liger_multi.reference.cross_entropy.rows import Objective, Upstream
 
 
 @triton.jit

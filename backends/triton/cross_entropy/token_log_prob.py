@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from liger_multi.backends.triton.cross_entropy.fused_linear_log_prob import TritonLogProbRows
-from liger_multi.reference.cross_entropy.token_log_prob import forward_and_backward
+from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
 
-forward, backward = forward_and_backward(TritonLogProbRows())
+forward, backward = implement_token_log_prob(TritonLogProbRows())

@@ -30,7 +30,7 @@ from liger_multi.backends.triton.divergences.divergence_passes import (
     write_gradient,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
+from liger_multi.reference.divergences.divergence import DivergenceSpec, DivergenceStats
 
 KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}

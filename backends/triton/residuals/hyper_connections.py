@@ -28,8 +28,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.residuals import hyper_mixes
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.residuals.hyper_connections import forward_and_backward
-from liger_multi.reference.residuals.sinkhorn import How
+from liger_multi.reference.residuals.operators import How, implement_hyper_connections
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class TritonParts:
         return d, own, dbias, dscale
 
 
-forward, backward = forward_and_backward(TritonParts())
+forward, backward = implement_hyper_connections(TritonParts())
 
 
 def supports(x: Tensor) -> str | None:

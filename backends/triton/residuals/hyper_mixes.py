@@ -31,7 +31,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.experts.grouped import dot
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.residuals import hyper_mixes as reference
+from liger_multi.reference.residuals import operators as reference
 
 SUMMED = 512  # logits of a program that adds chunks
 MOST_OUTPUTS = 128  # of a tile; ten streams have 120
@@ -270,13 +270,13 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Both gradients; the streams are read once."""
     if not _fits(rows, weight) or not (needs_x or needs_weight):
-        return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
+        return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.backward", gradient_config, rows.device, **shape)
     if k.library:
-        return reference.gradients(rows, weight, d, own, needs_x, needs_weight)
+        return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
     per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
     chunks = cdiv(count, per)
     dx = rows.new_empty(rows.shape) if needs_x else None
