@@ -362,7 +362,7 @@ class LayerNorm:
         dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
         bias_dtype: Optional[torch.dtype], needs_x: bool, needs_weight: bool, needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``dx = rstd * (g - mean(g) - n * mean(g * n))``, ``dw`` sums ``dy * n`` and ``db`` ``dy``.
+        """``dx = rstd * (g - mean(g) - n * mean(g * n))``, ``dw`` sums ``dy * n``, ``db`` ``dy``.
 
         Here ``n = (x - mean) * rstd`` and ``g = dy * w``.
         """
