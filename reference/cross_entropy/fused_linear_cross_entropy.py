@@ -54,7 +54,9 @@ class ReferenceRows:
         rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
 
-def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_fused_linear_cross_entropy(
+    kernels: RowKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -121,4 +123,4 @@ def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Calla
     return forward, backward
 
 
-forward, backward = forward_and_backward(ReferenceRows)
+forward, backward = implement_fused_linear_cross_entropy(ReferenceRows)

@@ -56,7 +56,9 @@ class ReferenceRows:
     log_prob_gradient_ = staticmethod(gradient_)
 
 
-def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_fused_linear_log_prob(
+    kernels: LogProbKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -105,4 +107,4 @@ def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], C
     return forward, backward
 
 
-forward, backward = forward_and_backward(ReferenceRows())
+forward, backward = implement_fused_linear_log_prob(ReferenceRows())

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="needs Triton")
 if not harness.interpreted() and harness.accelerator() is None:
     pytest.skip("kernels need a device or TRITON_INTERPRET=1", allow_module_level=True)
 
-from liger_multi.backends.triton.experts import grouped, grouped_weight, pairs
-from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.backends.triton.experts import grouped, pairs
+from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 
 DEVICE = torch.device("cpu") if harness.interpreted() else harness.accelerator()
@@ -60,8 +60,8 @@ def test_products_of_uneven_groups(library, gather):
     with grouped.products_by(library):
         made = grouped.product("test", RowOperand(x, gather), weight, groups)
         sides = (RowOperand(other), RowOperand(x, gather))
-        gradient = grouped_weight.weight_gradient("test", *sides, groups, False)
-        turned = grouped_weight.weight_gradient("test", *sides, groups, True)
+        gradient = grouped.weight_gradient("test", *sides, groups, False)
+        turned = grouped.weight_gradient("test", *sides, groups, True)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
         rows = written[start:stop].double()
         right = rows @ weight[e].double().T

@@ -449,7 +449,7 @@ def test_another_temperature_compiles_nothing():
     if harness.interpreted():
         pytest.skip("interpreted kernels cannot be compiled")
     from ci.static import TARGETS, static_cases
-    from liger_multi.backends.triton.cross_entropy.fused_linear_log_prob import TritonLogProbRows
+    from liger_multi.backends.triton.cross_entropy.operators import TritonLogProbRows
     from liger_multi.reference.cross_entropy.rows import Objective, Upstream
 
     row = torch.empty(8, device="meta")

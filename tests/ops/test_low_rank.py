@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 def split(device):
     if device.type == "cpu" and not harness.interpreted():
         pytest.skip("kernels run on a GPU or interpreted")
-    from liger_multi.backends.triton.adapters import low_rank
+    from liger_multi.backends.triton.adapters.operators import split
 
-    return low_rank.split
+    return split
 
 
 @pytest.mark.parametrize("order", [reference.PARTS, reference.LEFT, reference.RIGHT])

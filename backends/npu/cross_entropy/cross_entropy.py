@@ -5,6 +5,6 @@ and none of the options, so it is not used.
 """
 
 from liger_multi.backends.npu.cross_entropy.logits import AscendRows
-from liger_multi.reference.cross_entropy.cross_entropy import forward_and_backward
+from liger_multi.reference.cross_entropy.cross_entropy import implement_cross_entropy
 
-forward, backward = forward_and_backward(AscendRows())
+forward, backward = implement_cross_entropy(AscendRows())

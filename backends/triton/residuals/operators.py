@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
     assume_cols,
@@ -28,6 +29,8 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+# --- kernels ---
 
 LARGEST = 4096  # elements of a tile
 MOST_KEPT = 8  # streams whose sums of all pairs a thread keeps
@@ -221,3 +224,92 @@ def tile(name: str, rows: Tensor) -> tuple[tuple[int, int, int], int, int]:
 def width_of(streams: int, block: int, size: int) -> int:
     """Parts of a sum over columns that go on apart: one a thread, or a single one."""
     return max(1, block * size // 16) if power_of_2(streams) <= MOST_KEPT else 1
+
+
+# --- before a block ---
+
+
+class HyperConnectionsPre:
+    """The weighted sum of residual streams: one pass each way."""
+
+    @staticmethod
+    def forward(x: Tensor, pre: Tensor) -> Tensor:
+        """``y = sum of pre[i] x[i]``."""
+        y = x.new_empty((*x.shape[:-2], x.shape[-1]))
+        if y.numel():
+            rows = as_tiles(x)
+            constants, threads, pieces = tile("hyper_connections_pre.forward", rows)
+            args = (
+                rows,
+                pre.contiguous(),
+                y,
+                rows.stride(0),
+                rows.stride(1),
+                rows.shape[2],
+                pieces,
+            )
+            launch(_streams_pre_kernel, rows.shape[0] * pieces, args, constants, threads)
+        return y
+
+    @staticmethod
+    def backward(
+        dy: Tensor, x: Tensor, pre: Tensor, needs_x: bool, needs_pre: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Both gradients."""
+        dx = x.new_empty(x.shape if needs_x else 0)
+        dpre = pre.new_zeros(pre.shape if needs_pre else 0)
+        if dy.numel() and (needs_x or needs_pre):
+            rows, up = as_tiles(x), as_outs(dy)
+            args = (
+                up, rows, pre.contiguous(), dx if needs_x else None, dpre if needs_pre else None,
+                up.stride(0), rows.stride(0), rows.stride(1), rows.shape[2],
+            )  # fmt: skip
+            constants, threads, _ = tile("hyper_connections_pre.backward", rows)
+            launch(_streams_pre_backward_kernel, rows.shape[0], args, constants, threads)
+        return dx, dpre
+
+
+# --- after a block ---
+
+
+class HyperConnectionsPost:
+    """Residual streams after a block: one pass each way."""
+
+    @staticmethod
+    def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+        """``y[i] = post[i] out + sum of mix[i, j] x[j]``."""
+        y = x.new_empty(x.shape)
+        if y.numel():
+            rows, outs = as_tiles(x), as_outs(out)
+            constants, threads, pieces = tile("hyper_connections_post.forward", rows)
+            sizes = (rows.stride(0), rows.stride(1), outs.stride(0), rows.shape[2], pieces)
+            args = (rows, outs, post.contiguous(), mix.contiguous(), y, *sizes)
+            launch(_streams_post_kernel, rows.shape[0] * pieces, args, constants, threads)
+        return y
+
+    @staticmethod
+    def backward(
+        dy: Tensor, x: Tensor, out: Tensor, post: Tensor, mix: Tensor, needs_x: bool,
+        needs_out: bool, needs_post: bool, needs_mix: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """All four gradients."""
+        pairs = ((x, needs_x), (out, needs_out), (post, needs_post), (mix, needs_mix))
+        dx, dout, dpost, dmix = (t.new_empty(t.shape if needed else 0) for t, needed in pairs)
+        made = [m if n else None for m, (_, n) in zip((dx, dout, dpost, dmix), pairs, strict=True)]
+        if dy.numel():
+            up, rows, outs = as_tiles(dy), as_tiles(x), as_outs(out)
+            strides = (up.stride(0), up.stride(1), rows.stride(0), rows.stride(1), outs.stride(0))
+            args = (up, rows, outs, post.contiguous(), mix.contiguous(), *made, *strides)
+            constants, threads, _ = tile("hyper_connections_post.backward", rows)
+            wide = width_of(rows.shape[1], constants[2], rows.element_size())
+            args = (*args, rows.shape[2])
+            launch(_streams_post_backward_kernel, rows.shape[0], args, (*constants, wide), threads)
+        elif x.shape[-1] == 0:
+            dpost.zero_(), dmix.zero_()
+        return dx, dout, dpost, dmix
+
+
+OPERATORS = {
+    "hyper_connections_pre": HyperConnectionsPre,
+    "hyper_connections_post": HyperConnectionsPost,
+}

@@ -1,4 +1,9 @@
-"""Thin fp32 matrices as parts in bf16, one launch a matrix where PyTorch takes seven."""
+"""Linear layers with adapters: GEMMs of the vendor's library, thin fp32 matrices as parts in bf16.
+
+The parts of a matrix are one launch where PyTorch takes seven. The thin GEMMs are the library's
+too: reading x once more for one of 16 columns costs what a copy of x does, which is little beside
+the layer's own GEMM. A gated MLP launches the activation of gated_mlp.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.activations.operators import TritonActivation
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     as_rows,
@@ -21,6 +27,15 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.adapters import operators as reference
+from liger_multi.reference.adapters.operators import (
+    LowRank,
+    implement_lora_mlp,
+    implement_lora_qkv,
+    implement_lora_update,
+)
+from liger_multi.reference.common.implementation import Implementation
+
+# --- parts of a thin matrix ---
 
 
 @dataclass(frozen=True)
@@ -87,3 +102,21 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
         _split_kernel, cdiv(rows, k.rows) * steps, args, (code, count, k.rows, k.cols), k.num_warps
     )
     return out
+
+
+# --- operators ---
+
+lora_update = Implementation(*implement_lora_update(LowRank(split)))
+
+
+lora_qkv = Implementation(*implement_lora_qkv(LowRank(split)))
+
+
+lora_mlp = Implementation(*implement_lora_mlp(TritonActivation(), LowRank(split)))
+
+
+OPERATORS = {
+    "lora_update": lora_update,
+    "lora_qkv": lora_qkv,
+    "lora_mlp": lora_mlp,
+}
