@@ -14,7 +14,7 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
     pytest.skip("needs the environment of make test-npu", allow_module_level=True)
 
 from liger_multi.backends.npu.common.launching import start
-from liger_multi.backends.npu.norms import norm_kernels
+from liger_multi.backends.npu.norms import operators as norms
 
 ROWS, COLS, WIDE, GUARD = 5, 150, 170, 7.0
 # what is written, and what stands there instead; every place of the forward kernel
@@ -34,7 +34,7 @@ BUGS = {
 def planted(folder, bug):
     """The kernel file with a bug in its forward kernel."""
     was, now = BUGS[bug]
-    source = Path(norm_kernels.__file__).read_text(encoding="utf-8")
+    source = Path(norms.__file__).read_text(encoding="utf-8")
     head, mark, rest = source.partition("def _norm_backward_kernel")
     assert was in head
     file = folder / f"planted_{bug.replace(' ', '_')}.py"

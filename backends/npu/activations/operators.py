@@ -1,4 +1,4 @@
-"""Gated activations of two tensors, y = act(gate) * up, on vector cores.
+"""Gated activations, y = act(gate) * up, of two tensors or of one, on vector cores.
 
 act(x) = x p(x), with p the sigmoid for silu, the normal distribution for gelu and, for gelu by
 tanh, sigmoid(2 u). A piece is one step of columns of one row; contiguous tensors are one long row.
@@ -15,6 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, flatten, jitted, start
+from liger_multi.backends.npu.common.limits import packed_gates
+from liger_multi.reference.activations.gated import GELU
+
+# --- kernels ---
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -110,7 +114,7 @@ def _backward_rows(
     )  # fmt: skip
 
 
-def forward(
+def gated(
     activation: str, gate: Tensor, up: Tensor, by: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
     """act(gate) * up in the promoted dtype; ``by`` multiplies gate, and what comes out."""
@@ -120,7 +124,7 @@ def forward(
     return y
 
 
-def backward(
+def gated_gradients(
     activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool,
     by: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -135,7 +139,7 @@ def backward(
     return dgate, dup
 
 
-def packed_forward(activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+def packed_gated(activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)) -> Tensor:
     """act(gate) * up of one tensor that holds both; they are strided views of it."""
     half = packed.shape[-1] // 2
     y = packed.new_empty((*packed.shape[:-1], half))
@@ -145,7 +149,7 @@ def packed_forward(activation: str, packed: Tensor, by: tuple[float, float] = (1
     return y
 
 
-def packed_backward(
+def packed_gated_gradients(
     activation: str, dy: Tensor, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
     """Gradients of gate and up, in one tensor."""
@@ -156,3 +160,96 @@ def packed_backward(
         halves = (rows[:, :half], rows[:, half:], out[:, :half], out[:, half:])
         _backward_rows(activation, by, as_rows(dy), *halves)
     return made
+
+
+# --- operators ---
+
+
+class SwiGLU:
+    """SwiGLU of two tensors: an Ascend kernel, since npu_swiglu would need both in one."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+        """silu(gate) * up."""
+        return gated("silu", gate, up, (gate_multiplier, down_multiplier))
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float,
+        needs_gate: bool, needs_up: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of gate and up."""
+        by = (gate_multiplier, down_multiplier)
+        return gated_gradients("silu", dy, gate, up, needs_gate, needs_up, by)
+
+
+class PackedSwiGLU:
+    """SwiGLU of one tensor: npu_swiglu and its backward; with multipliers, an Ascend kernel."""
+
+    @staticmethod
+    def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+        """silu(first half) * second half."""
+        by = (gate_multiplier, down_multiplier)
+        if by == (1.0, 1.0) and packed_gates(gate_up) is None:
+            return torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
+        return packed_gated("silu", gate_up, by)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float
+    ) -> Tensor:
+        """Gradients of both halves, side by side."""
+        by = (gate_multiplier, down_multiplier)
+        if by == (1.0, 1.0) and packed_gates(gate_up) is None:
+            return torch.ops.npu.npu_swiglu_backward(dy.contiguous(), gate_up.contiguous(), -1)
+        return packed_gated_gradients("silu", dy, gate_up, by)
+
+
+class GEGLU:
+    """GEGLU of two tensors: an Ascend kernel, since npu_geglu would need both in one."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+        """gelu(gate) * up."""
+        return gated(GELU[approximate], gate, up)
+
+    @staticmethod
+    def backward(
+        dy: Tensor, gate: Tensor, up: Tensor, approximate: str, needs_gate: bool, needs_up: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up."""
+        return gated_gradients(GELU[approximate], dy, gate, up, needs_gate, needs_up)
+
+
+APPROXIMATE = {"tanh": 1, "none": 0}
+
+
+class PackedGEGLU:
+    """GEGLU of one tensor: npu_geglu forward, an Ascend kernel backward.
+
+    npu_geglu activates the right half unless told otherwise, and its gradient wants the activation,
+    which nobody keeps: the kernel computes it again without a second tensor.
+    """
+
+    @staticmethod
+    def forward(gate_up: Tensor, approximate: str) -> Tensor:
+        """gelu(first half) * second half."""
+        if packed_gates(gate_up) is None:
+            y, _ = torch.ops.npu.npu_geglu(
+                gate_up.contiguous(), -1, APPROXIMATE[approximate], activate_left=True
+            )
+            return y
+        return packed_gated(GELU[approximate], gate_up)
+
+    @staticmethod
+    def backward(dy: Tensor, gate_up: Tensor, approximate: str) -> Tensor:
+        """Gradients of both halves, side by side."""
+        return packed_gated_gradients(GELU[approximate], dy, gate_up)
+
+
+OPERATORS = {
+    "swiglu": SwiGLU,
+    "swiglu_packed": PackedSwiGLU,
+    "geglu": GEGLU,
+    "geglu_packed": PackedGEGLU,
+}

@@ -1,4 +1,4 @@
-"""RMSNorm on vector cores, of x or of x + residual, where torch_npu's does not fit.
+"""RMSNorm of x or of x + residual: torch_npu's within its limits, else kernels on vector cores.
 
 With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w = weight + offset:
 
@@ -20,7 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
+from liger_multi.backends.npu.common.limits import norm
 from liger_multi.dispatch.launch import device_info
+from liger_multi.reference.norms import operators as reference
+
+# --- kernels ---
 
 
 @triton.jit
@@ -164,7 +168,7 @@ def normalize(
     return y, x if s is None else s, rstd
 
 
-def gradients(
+def kernel_gradients(
     dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
     offset: float, casting: str, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -201,3 +205,98 @@ def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, rounds: bool) -> Tenso
         rows, cols, steps, groups, ROUND=rounds, BLOCK=block,
     )  # fmt: skip
     return partial.sum(0)
+
+
+# --- operators ---
+
+
+def gradients(
+    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
+    offset: float, casting: str, needs_x: bool, needs_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same; ``ds``, from other uses of x, is added before dx is rounded.
+
+    So is not what npu_rms_norm_backward returns: with ``ds``, it serves fp32 alone.
+    """
+    exact = ds is None or dy.dtype == torch.float32
+    fits = exact and dy.dtype == x.dtype and norm(x, weight, offset) is None
+    if weight is None or not fits or not (needs_x and needs_weight):
+        return kernel_gradients(dy, ds, x, weight, rstd, offset, casting, needs_x, needs_weight)
+    gamma = (weight + offset if offset else weight).contiguous()
+    dx, dweight = torch.ops.npu.npu_rms_norm_backward(
+        dy.contiguous(), x.contiguous(), gamma, rstd.reshape(*x.shape[:-1], 1)
+    )
+    return dx if ds is None else dx + ds, dweight.to(weight.dtype)
+
+
+class RMSNorm:
+    """RMSNorm: npu_rms_norm within its limits, else an Ascend kernel.
+
+    npu_gemma_rms_norm gives no gradient, and no error either. ``offset + weight`` serves as the
+    weight where that sum is exact.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    ) -> tuple[Tensor, Tensor]:
+        """Normalize the last axis; return y and rstd (fp32)."""
+        if weight is None or norm(x, weight, offset) is not None:
+            y, _, rstd = normalize(x, None, weight, eps, offset, casting)
+            return y, rstd
+        gamma = (weight + offset if offset else weight).contiguous()
+        y, rstd = torch.ops.npu.npu_rms_norm(x.contiguous(), gamma, eps)
+        return y, rstd.view(x.shape[:-1])
+
+    @staticmethod
+    def backward(
+        dy: Tensor, x: Tensor, weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str,
+        needs_x: bool, needs_weight: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of x and weight; one that nobody needs is an empty tensor."""
+        return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+
+
+class FusedAddRMSNorm:
+    """The sum of two tensors and its norm: npu_add_rms_norm within limits, else an Ascend kernel.
+
+    torch_npu has no derivative of it: the gradient is that of the norm, to which the sum's is
+    added.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+        casting: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The norm of x + residual, the sum as it was rounded, and rstd (fp32)."""
+        if weight is None or x.dtype != residual.dtype or norm(x, weight, offset) is not None:
+            return normalize(x, residual, weight, eps, offset, casting)
+        gamma = (weight + offset if offset else weight).contiguous()
+        y, rstd, s = torch.ops.npu.npu_add_rms_norm(
+            x.contiguous(), residual.contiguous(), gamma, eps
+        )
+        return y, s, rstd.view(x.shape[:-1])
+
+    @staticmethod
+    def backward(
+        new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
+        weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
+        needs_residual: bool, needs_weight: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The gradient of both terms, and that of weight."""
+        if dy is None:  # nobody used the norm
+            return reference.FusedAddRMSNorm.backward(
+                new_residual, dy, dnew_residual, weight, rstd, offset, casting, needs_x,
+                needs_residual, needs_weight,
+            )  # fmt: skip
+        return gradients(
+            dy, dnew_residual, new_residual, weight, rstd, offset, casting,
+            needs_x or needs_residual, needs_weight,
+        )  # fmt: skip
+
+
+OPERATORS = {
+    "rms_norm": RMSNorm,
+    "fused_add_rms_norm": FusedAddRMSNorm,
+}

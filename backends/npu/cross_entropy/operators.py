@@ -11,6 +11,11 @@ and one writes a gradient from four numbers of the row:
     draw = scale slope(z) dz
 
 A row whose numbers are all 0 gets zeros, whatever it holds.
+
+The loops over chunks are the reference's: the linear heads are a GEMM per chunk, and row kernels on
+its logits. In place, the gradient kernel writes where it read. npu_cross_entropy_loss keeps a
+second tensor of the logits' size, takes no negative ignore_index and none of the options, so it is
+not used.
 """
 
 from __future__ import annotations
@@ -23,7 +28,24 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats, needs_argmax
+from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.cross_entropy.cross_entropy import (
+    implement_cross_entropy,
+    overwriting,
+    scale_,
+)
+from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
+from liger_multi.reference.cross_entropy.fused_linear import scale_to
+from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import (
+    implement_fused_linear_cross_entropy,
+)
+from liger_multi.reference.cross_entropy.fused_linear_log_prob import (
+    implement_fused_linear_log_prob,
+)
+from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream, needs_argmax
+
+# --- kernels and launchers ---
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -260,3 +282,80 @@ def gradient_into(
         target.stride(0), out.stride(0), count, cols, scale, cap, CAPPED=capped,
         BLOCK=block_of("row_gradient", given, cols),
     )  # fmt: skip
+
+
+# --- operators ---
+
+
+class AscendRows:
+    """Row kernels of losses over a vocabulary."""
+
+    statistics = staticmethod(statistics)
+    scale = staticmethod(scale_to)
+    rounding: Rounding = PLAIN
+
+    @staticmethod
+    def gradient_into(
+        out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+        objective: Objective, scales: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``scales``' cross entropies and z-losses; ``out`` may be raw."""
+        cols = raw.shape[1]
+        numbers = coefficients(target, weight, lse, objective, cols, *scales)
+        room = as_rows(out)
+        given = room if out is raw else raw
+        gradient_into(room, given, target, weight, lse, objective, numbers)
+        if room is not out:
+            out.copy_(room)
+
+    @staticmethod
+    def statistics_and_gradient_(
+        raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
+        scales: Tensor, outputs: str,
+    ) -> RowStats:  # fmt: skip
+        """Statistics of a chunk; ``raw`` becomes its gradient."""
+        rows = statistics(raw, target, weight, objective, outputs)
+        by = (scales[0], scales[1])
+        AscendRows.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
+        return rows
+
+    @staticmethod
+    def gradient_(
+        raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor, objective: Objective,
+        dloss: Tensor,
+    ) -> None:  # fmt: skip
+        """``raw`` becomes its gradient for one upstream gradient a row."""
+        AscendRows.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
+
+    @staticmethod
+    def log_prob_gradient_(
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+    ) -> None:
+        """``raw`` becomes its gradient by log-probability, entropy and lse."""
+        parts = (None if p is None else p.float() for p in upstream)
+        numbers = Coefficients._make((*parts, None))
+        gradient_into(raw, raw, target, None, lse, objective, numbers)
+
+
+cross_entropy = Implementation(*implement_cross_entropy(AscendRows()))
+
+
+cross_entropy_inplace = Implementation(overwriting(AscendRows()), scale_)
+
+
+fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entropy(AscendRows()))
+
+
+fused_linear_log_prob = Implementation(*implement_fused_linear_log_prob(AscendRows()))
+
+
+token_log_prob = Implementation(*implement_token_log_prob(AscendRows()))
+
+
+OPERATORS = {
+    "cross_entropy": cross_entropy,
+    "cross_entropy_inplace": cross_entropy_inplace,
+    "fused_linear_cross_entropy": fused_linear_cross_entropy,
+    "fused_linear_log_prob": fused_linear_log_prob,
+    "token_log_prob": token_log_prob,
+}
