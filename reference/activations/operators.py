@@ -2,7 +2,8 @@
 
 The equations of gated activations are in gated.py. The gated MLP, ``y = (act(x Wg') * (x Wu'))
 Wd'``, computes its inner product again in backward: :func:`implement_gated_mlp` makes forward and
-backward from a backend's activation; the products are PyTorch's.
+backward from a backend's activation; the products are PyTorch's. The squared rectifier,
+``y = relu(x)^2``, has one rounding, as the rectifier has none.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,8 @@
 The kernels are in gated.py and pointwise.py. A gated MLP's activation is one launch each way,
 between GEMMs of the vendor's library. The launch of backward writes act(gate) * up over the
 gradient that it read. The gradient of down_weight needs it, and gets it for one more write and no
-memory.
+memory. Of the squared rectifier, y = max(x, 0)^2 (arXiv:2109.08668), a NaN stays NaN: only what is
+below zero becomes zero.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PackedGEGLU:
 
 
 class ClampedSwiGLU:
-    """Clamped SwiGLU of two tensors; the kernels stand in clamped.py."""
+    """Clamped SwiGLU of two tensors; the kernels stand in gated.py."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
