@@ -5,8 +5,6 @@ stand at a time. A scalar loss computes its gradients in the forward pass, as of
 and divides them in backward; ``none`` computes the logits once more there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
