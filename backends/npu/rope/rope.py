@@ -114,7 +114,7 @@ def _tile(x: Tensor, y: Tensor, heads: int, pairs: int) -> int:
     return block
 
 
-def rotate_by_kernel(
+def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
     order: str, dtype: torch.dtype, back: bool,
 ) -> Tensor:  # fmt: skip
@@ -161,7 +161,7 @@ def _rotate(
     fits = dtype == x.dtype and rotation(x, _batched(cos), sin, style, rotary_dim, order) is None
     if not fits:
         how = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
-        return rotate_by_kernel(x, cos, sin, *how)
+        return rotate(x, cos, sin, *how)
     sin = _exchanged(sin, style) if inverse else sin
     axes = [int(digit) for digit in order]  # its own inverse
     angles = [_batched(a).unsqueeze(head_axis).permute(axes).contiguous() for a in (cos, sin)]
