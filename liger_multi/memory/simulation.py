@@ -217,9 +217,10 @@ def _around_kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     if name == "gated_mlp":
         return activations.implement_gated_mlp(_ActivationKernels())
+    kernels: Any = _LossKernels()
     if name == "fused_linear_log_prob":
-        return fused_linear_log_prob.implement_fused_linear_log_prob(_LossKernels())
-    return fused_linear_cross_entropy.implement_fused_linear_cross_entropy(_LossKernels())
+        return fused_linear_log_prob.implement_fused_linear_log_prob(kernels)
+    return fused_linear_cross_entropy.implement_fused_linear_cross_entropy(kernels)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
