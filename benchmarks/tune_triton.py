@@ -30,9 +30,8 @@ from benchmarks.store import run_command
 from benchmarks.tune import Forced
 from liger_multi import ops
 from liger_multi.backends.triton.attention import attention
-from liger_multi.backends.triton.experts import fused_moe, grouped, grouped_weight
-from liger_multi.backends.triton.experts.groups import Groups, RowOperand
-from liger_multi.backends.triton.experts.pairs import sorted_pairs
+from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.experts.pairs import Groups, RowOperand, sorted_pairs
 from liger_multi.bench.cases import cases, draw
 from liger_multi.bench.measure import Clock
 from liger_multi.bench.providers import find
@@ -274,7 +273,7 @@ def gemms(tensors: dict[str, Tensor], clock: Clock) -> list[str]:
     inner = torch.randn(order.shape[0], second.shape[2], device=x.device).to(x.dtype)
     wide = torch.randn(order.shape[0], first.shape[1], device=x.device).to(x.dtype)
     how = ("silu", (7.0, 1.0, 0.0), False)
-    rows, weights = RowOperand, grouped_weight.weight_gradient
+    rows, weights = RowOperand, grouped.weight_gradient
     operations = 2.0 * order.shape[0] * second.shape[1] * second.shape[2]
     steps: dict[str, tuple[float, Callable[[], Any]]] = {
         "up": (

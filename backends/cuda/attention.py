@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.attention import attention as kernels
-from liger_multi.reference.attention.causal_ranges import unless_causal
+from liger_multi.reference.attention.attention import unless_causal
 
 __all__ = ["ROUTES", "backward", "forward", "route", "supports"]
 

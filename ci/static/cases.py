@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.activations import gated_mlp, relu_squared
 from liger_multi.backends.triton.activations import operators as activations
-from liger_multi.backends.triton.adapters import low_rank
+from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
+from liger_multi.backends.triton.adapters.operators import split
 from liger_multi.backends.triton.attention import attention, multi_token_attention
-from liger_multi.backends.triton.common import scaling
 from liger_multi.backends.triton.cross_entropy import (
     cross_entropy,
-    cross_entropy_inplace,
     float8,
-    fused_linear_log_prob,
     selective_log_softmax,
     softmax,
     sparsemax,
 )
-from liger_multi.backends.triton.divergences import divergence
+from liger_multi.backends.triton.cross_entropy.operators import (
+    CrossEntropyInplace,
+    TritonLogProbRows,
+    scale,
+)
+from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
 from liger_multi.backends.triton.norms import (
     dyt,
-    fused_add_rms_norm,
-    fused_scaled_add_rms_norm,
     gated_rms_norm,
     group_norm,
     layer_norm,
@@ -41,17 +41,16 @@ from liger_multi.backends.triton.norms import (
     poly_norm,
     rms_norm,
 )
-from liger_multi.backends.triton.residuals import (
-    attention_residuals,
-    hyper_connections,
-    hyper_connections_post,
-    hyper_connections_pre,
+from liger_multi.backends.triton.norms.operators import FusedAddRMSNorm, FusedScaledAddRMSNorm
+from liger_multi.backends.triton.residuals import attention_residuals, hyper_connections
+from liger_multi.backends.triton.residuals.operators import (
+    HyperConnectionsPost,
+    HyperConnectionsPre,
 )
 from liger_multi.backends.triton.rope import operators as rope_kinds
 from liger_multi.backends.triton.rope import rope
-from liger_multi.reference.cross_entropy.log_prob import Upstream
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
-from liger_multi.reference.divergences.row_stats import DivergenceSpec
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
+from liger_multi.reference.divergences.divergence import DivergenceSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OUTPUTS = "z_loss,token_accuracy,predicted_tokens,log_prob,entropy,lse"
@@ -96,8 +95,8 @@ def _attention_residuals(count: int, rows: int, cols: int, dtype: torch.dtype = 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     offset = float(casting == "gemma")
-    y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
-    fused_add_rms_norm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
+    y, s, rstd = FusedAddRMSNorm.forward(x, x, weight, 1e-6, offset, casting)
+    FusedAddRMSNorm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
 
 
 def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -115,9 +114,9 @@ def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
 def _scaled_add(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     how = (0.0, "llama", 0.22, 1.0)
-    y, s, rstd = fused_scaled_add_rms_norm.forward(x, x, weight, 1e-6, *how)
+    y, s, rstd = FusedScaledAddRMSNorm.forward(x, x, weight, 1e-6, *how)
     kinds: Any = (dtype, dtype, True, True, True)
-    fused_scaled_add_rms_norm.backward(s, y, s, weight, rstd, *how, *kinds)
+    FusedScaledAddRMSNorm.backward(s, y, s, weight, rstd, *how, *kinds)
 
 
 def _gated_norm(
@@ -183,8 +182,8 @@ def _relu_squared(dtype: torch.dtype) -> None:
 
 def _gated_mlp(activation: str, dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
-    gated_mlp.TritonActivation.product(gate, gate, activation)
-    gated_mlp.TritonActivation.gradients(gate, gate, gate, activation)
+    TritonActivation.product(gate, gate, activation)
+    TritonActivation.gradients(gate, gate, gate, activation)
 
 
 def _fused_moe(
@@ -221,10 +220,10 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
     rows_of = x.flatten(1)
     parts.mixes(rows_of, weight, 1e-6)
     parts.mixes_gradients(rows_of, weight, z, z[:, :1], True, True)
-    hyper_connections_pre.forward(x, pre)
-    hyper_connections_pre.backward(out, x, pre, True, True)
-    y = hyper_connections_post.forward(x, out, pre, mix)
-    hyper_connections_post.backward(y, x, out, pre, mix, True, True, True, True)
+    HyperConnectionsPre.forward(x, pre)
+    HyperConnectionsPre.backward(out, x, pre, True, True)
+    y = HyperConnectionsPost.forward(x, out, pre, mix)
+    HyperConnectionsPost.backward(y, x, out, pre, mix, True, True, True, True)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
@@ -324,18 +323,18 @@ def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
 
 
 def _scale(dtype: torch.dtype) -> None:
-    scaling.scale(_meta(128256, 4096, dtype=dtype), _meta(dtype=FP32), BF16)
+    scale(_meta(128256, 4096, dtype=dtype), _meta(dtype=FP32), BF16)
 
 
 def _inplace(cols: int) -> None:
-    cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
+    CrossEntropyInplace.backward(_meta(dtype=FP32), _meta(4096, cols))
 
 
 def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     raw, target = _meta(2048, cols, dtype=dtype), _meta(2048, dtype=torch.int64)
     row = _meta(2048, dtype=FP32)
     spec = Objective(-100, 0.0, 0.0, 30.0 if full else None, 0.7 if full else 1.0)
-    rows_of = fused_linear_log_prob.TritonLogProbRows
+    rows_of = TritonLogProbRows
     rows_of.statistics(raw, target, None, spec, "log_prob,entropy,lse,argmax" if full else "")
     upstream = Upstream(row, row, row if full else None)
     rows_of.log_prob_gradient_(raw, target, row, spec, upstream)
@@ -371,7 +370,7 @@ def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
 
 def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
     x = _meta(rows, cols * beside, dtype=FP32)[:, :cols]
-    low_rank.split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
+    split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
 
 
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
@@ -394,7 +393,7 @@ def _divergence(
     name = {"jensen": "jsd", "tvd": "tvd"}.get(kind, "kl_div")  # whose launch numbers it takes
     spec, kernels = (
         DivergenceSpec(kind, beta, form, teacher_form, 0.5),
-        divergence.TritonPairs(name),
+        TritonPairs(name),
     )
     rows = kernels.statistics(student, teacher, target, spec)
     kernels.gradient_into(
@@ -544,7 +543,7 @@ def calls() -> dict[str, Callable[[], None]]:
         label = f"embedding {cols} {_name(dtype)}"
         found[label] = part(_embedding, 8192, 128256, cols, dtype, 1.0)
     found["embedding 2304 scaled"] = part(_embedding, 8192, 256000, 2304, BF16, 48.0)
-    for kind in divergence.KINDS:
+    for kind in KINDS:
         for dtype in (BF16, FP32):
             label = f"divergence {kind} 128256 {_name(dtype)}"
             found[label] = part(_divergence, kind, 128256, dtype, "logits", "logits")

@@ -257,7 +257,7 @@ class Primitive:
     def trace(self, *args: Any) -> Any:
         """Run the reference, for a compiler to look into; dtypes as they are."""
         reference = module(REFERENCE, self.op.name)
-        whole = importlib.import_module("liger_multi.reference.common.one_piece").one_piece
+        whole = importlib.import_module("liger_multi.reference.common.chunking").one_piece
         with whole(), torch._C._DisableAutocast():
             return getattr(reference, self.direction)(*args)
 

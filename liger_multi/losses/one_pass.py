@@ -204,11 +204,9 @@ def chunk_pass(
     kernels: Any, args: tuple[Any, ...], formula: Formula, columns: Columns, needs: tuple[bool, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     """Go through the chunks once: the sum, the rows' statistics, and the gradients of the sum."""
-    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-    from liger_multi.reference.cross_entropy.gradients import Accumulator
-    from liger_multi.reference.cross_entropy.log_prob import upstream_of
+    from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.reduction import check_targets
-    from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+    from liger_multi.reference.cross_entropy.rows import Objective, RowStats, upstream_of
 
     (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
      compact, validate, outputs) = args  # fmt: skip
@@ -244,7 +242,7 @@ def chunk_pass(
 
 def picked_logits(raw: Tensor, ids: Tensor, spec: Any) -> Tensor:
     """Logits of a few classes of every row, as the objective makes them; negative ids pick any."""
-    from liger_multi.reference.cross_entropy.objective import scaled
+    from liger_multi.reference.cross_entropy.rows import scaled
 
     return scaled(raw.gather(1, ids.clamp(min=0)), spec)
 
@@ -329,8 +327,7 @@ def _pass_over_tiles(
     function: RowLoss, needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
     from liger_multi.reference.common.chunking import row_blocks
-    from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-    from liger_multi.reference.cross_entropy.gradients import Accumulator
+    from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, target, bias, ignore_index = args[:5]

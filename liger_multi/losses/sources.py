@@ -227,8 +227,8 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("losses (with logits that are kept)")
     def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
-        from liger_multi.reference.cross_entropy.gradients import Accumulator
-        from liger_multi.reference.cross_entropy.log_prob import upstream_of, within_range
+        from liger_multi.reference.cross_entropy.fused_linear import Accumulator
+        from liger_multi.reference.cross_entropy.rows import upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
             return (None,) * 6

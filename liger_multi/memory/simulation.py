@@ -244,10 +244,9 @@ class Simulation(Recorder):
             if name == "fused_moe":
                 _expert_scratch(dict(zip(primitive.params, args, strict=True)))
             return made
-        module = registry.module(registry.REFERENCE, name)
-        direction = getattr(module, primitive.direction)
+        direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
-            made = module.forward_and_backward(_KERNELS[name]())
+            made = _around_kernels(name)
             direction = made[0] if primitive.direction == "forward" else made[1]
         capacity = self._capacity or 2**60
         token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
@@ -318,11 +317,20 @@ class _ActivationKernels:
         return torch.empty_like(gate), torch.empty_like(up), dproduct
 
 
-_KERNELS: dict[str, Any] = {
-    "fused_linear_cross_entropy": _LossKernels,
-    "fused_linear_log_prob": _LossKernels,
-    "gated_mlp": _ActivationKernels,
-}
+def _around_kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of one of :data:`CHUNKED`, around kernels that only allocate."""
+    from liger_multi.reference.activations import operators as activations
+    from liger_multi.reference.cross_entropy import (
+        fused_linear_cross_entropy,
+        fused_linear_log_prob,
+    )
+
+    if name == "gated_mlp":
+        return activations.implement_gated_mlp(_ActivationKernels())
+    kernels: Any = _LossKernels()
+    if name == "fused_linear_log_prob":
+        return fused_linear_log_prob.implement_fused_linear_log_prob(kernels)
+    return fused_linear_cross_entropy.implement_fused_linear_cross_entropy(kernels)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -31,7 +31,7 @@ def declare(op: Op) -> None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Shape rule; the residual gradients are as large as the real ones, or empty."""
         from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
-        from liger_multi.reference.divergences.fused_linear_pairs import student_budget
+        from liger_multi.reference.divergences.fused_linear_divergence import student_budget
 
         kept, (rows, width) = reduction != "none", hidden.shape
         kind = compute_dtype or hidden.dtype

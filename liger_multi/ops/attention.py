@@ -60,7 +60,7 @@ op.backward(
 LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
 LIBRARY.impl(
     "looked_at_ranges",
-    importlib.import_module("liger_multi.reference.attention.causal_ranges").looked_at,
+    importlib.import_module("liger_multi.reference.attention.attention").looked_at,
     "CompositeExplicitAutograd",
 )
 torch.library.register_fake(

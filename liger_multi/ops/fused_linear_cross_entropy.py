@@ -41,7 +41,7 @@ def forward(
 ]:  # fmt: skip
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
     from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
-    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
+    from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     made = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"

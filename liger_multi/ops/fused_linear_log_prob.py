@@ -33,7 +33,7 @@ def forward(
     compute_dtype: Optional[torch.dtype], compact: bool, validate: bool, outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
-    from liger_multi.reference.cross_entropy.float8_head import logits_dtype
+    from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     kind = logits_dtype(compute_dtype, hidden.dtype)
     wide = torch.float64 if kind == torch.float64 else torch.float32

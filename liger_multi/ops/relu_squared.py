@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_multi.ops._activations import pointwise, pointwise_samples, run_pointwise
 
 # traced as swiglu, whose traced form was measured; this one's was not
-op = pointwise("relu_squared")
+op = pointwise("relu_squared", family="activations")
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -2,13 +2,19 @@
 
 The activation is rounded to the dtype of ``gate`` before the product. Every activation and every
 slope is one call of PyTorch, which a compiler opens and fuses.
+
+Clamped SwiGLU, ``(clamp(up) + offset) * g * sigmoid(alpha * g)``, has the order of GPT-OSS.
 """
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
-from liger_multi.reference.common.one_piece import in_one_piece
+from liger_multi.reference.common.chunking import (
+    as_rows,
+    in_one_piece,
+    row_blocks,
+    statistics_dtype,
+)
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
@@ -113,3 +119,85 @@ def packed_backward(
     dgate, dup = packed.chunk(2, -1)
     gradients_into(dgate, dup, as_rows(dy), gate, up, activation, by)
     return packed.view(gate_up.shape)
+
+
+# --- clamped ---
+
+Numbers = tuple[float, float, float]  # limit, alpha, offset
+
+
+def _clamped_activation(gate: Tensor, alpha: float) -> Tensor:
+    if alpha == 1.0:
+        return torch.nn.functional.silu(gate)
+    return gate * torch.sigmoid(gate * alpha)
+
+
+def clamped_product(gate: Tensor, up: Tensor, numbers: Numbers) -> Tensor:
+    """Every step in the dtype of the inputs, as the Hugging Face MLPs have it."""
+    limit, alpha, offset = numbers
+    up = up.clamp(-limit, limit).to(torch.promote_types(gate.dtype, up.dtype))
+    y = (up + offset if offset else up) * _clamped_activation(gate.clamp(max=limit), alpha)
+    return y if y.is_contiguous() else y.contiguous()
+
+
+def _clamped_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers
+) -> tuple[Tensor, Tensor]:
+    """``dgate = dy u (p + a g p (1 - p))`` and ``dup = dy act``, zero where a clamp holds."""
+    limit, alpha, offset = numbers
+    kind, none = statistics_dtype(gate.dtype), dy.new_zeros(())
+    g, d = gate.to(kind).clamp(max=limit), dy.to(kind)
+    p = torch.sigmoid(g * alpha)
+    u = up.to(kind).clamp(-limit, limit) + offset
+    dgate = torch.where(gate > limit, none, d * u * (p + alpha * g * p * (1 - p)))
+    dup = torch.where(up.abs() > limit, none, d * _clamped_activation(gate.clamp(max=limit), alpha))
+    return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
+def clamped_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers
+) -> tuple[Tensor, Tensor]:
+    """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
+    if in_one_piece():
+        return _clamped_gradients(dy, gate, up, numbers)
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _clamped_gradients_into(dgate, dup, dy, gate, up, numbers)
+    return dgate, dup
+
+
+def _clamped_gradients_into(
+    dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers
+) -> None:
+    rooms = [as_rows(t) for t in (dgate, dup)]
+    dys, gates, ups = (as_rows(t) for t in (dy, gate, up))
+    row_bytes = 6 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize
+    for block in row_blocks(gates.shape[0], row_bytes):
+        made = _clamped_gradients(dys[block], gates[block], ups[block], numbers)
+        for room, part in zip(rooms, made, strict=True):
+            room[block] = part
+
+
+def _clamped_parts(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, -1)
+    return gate, up
+
+
+def packed_clamped_product(gate_up: Tensor, numbers: Numbers, interleaved: bool) -> Tensor:
+    """The same of one tensor with both; neither is copied."""
+    return clamped_product(*_clamped_parts(gate_up, interleaved), numbers)
+
+
+def packed_clamped_gradients(
+    dy: Tensor, gate_up: Tensor, numbers: Numbers, interleaved: bool
+) -> Tensor:
+    """Both gradients, written to their places in one tensor."""
+    if in_one_piece():
+        made = _clamped_gradients(dy, *_clamped_parts(gate_up, interleaved), numbers)
+        return torch.stack(made, -1).flatten(-2) if interleaved else torch.cat(made, -1)
+    rows = as_rows(gate_up)
+    room = rows.new_empty(rows.shape)
+    parts = _clamped_parts(rows, interleaved)
+    _clamped_gradients_into(*_clamped_parts(room, interleaved), as_rows(dy), *parts, numbers)
+    return room.view(gate_up.shape)

@@ -1,12 +1,23 @@
-"""Gated activations of two tensors, or of one that holds both.
+"""Gated activations of two tensors, or of one that holds both; the gated MLP and the squared ReLU.
 
-The equations are in gated.py and clamped.py.
+The equations of gated activations are in gated.py. The gated MLP, ``y = (act(x Wg') * (x Wu'))
+Wd'``, computes its inner product again in backward: :func:`implement_gated_mlp` makes forward and
+backward from a backend's activation; the products are PyTorch's. The squared rectifier,
+``y = relu(x)^2``, has one rounding, as the rectifier has none.
 """
 
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any, Optional, Protocol
 
-from liger_multi.reference.activations import clamped, gated
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_multi.reference.activations import gated
 from liger_multi.reference.activations.gated import GELU
+from liger_multi.reference.activations.pointwise import pointwise
+from liger_multi.reference.common.chunking import as_rows, statistics_dtype
+from liger_multi.reference.common.implementation import Implementation
 
 
 class SwiGLU:
@@ -74,12 +85,12 @@ class PackedGEGLU:
 
 
 class ClampedSwiGLU:
-    """Clamped SwiGLU of two tensors; see :mod:`liger_multi.reference.activations.clamped`."""
+    """Clamped SwiGLU of two tensors; see :mod:`liger_multi.reference.activations.gated`."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
         """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
-        return clamped.product(gate, up, (limit, alpha, up_offset))
+        return gated.clamped_product(gate, up, (limit, alpha, up_offset))
 
     @staticmethod
     def backward(
@@ -87,7 +98,7 @@ class ClampedSwiGLU:
         needs_gate: bool, needs_up: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of gate and up."""
-        dgate, dup = clamped.gradients(dy, gate, up, (limit, alpha, up_offset))
+        dgate, dup = gated.clamped_gradients(dy, gate, up, (limit, alpha, up_offset))
         return (
             dgate.contiguous() if needs_gate else gate.new_empty(0),
             dup.contiguous() if needs_up else up.new_empty(0),
@@ -102,7 +113,7 @@ class PackedClampedSwiGLU:
         gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
     ) -> Tensor:
         """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
-        return clamped.packed_product(gate_up, (limit, alpha, up_offset), interleaved)
+        return gated.packed_clamped_product(gate_up, (limit, alpha, up_offset), interleaved)
 
     @staticmethod
     def backward(
@@ -110,7 +121,89 @@ class PackedClampedSwiGLU:
     ) -> Tensor:
         """Gradients of both, each in its place."""
         numbers = (limit, alpha, up_offset)
-        return clamped.packed_gradients(dy, gate_up, numbers, interleaved)
+        return gated.packed_clamped_gradients(dy, gate_up, numbers, interleaved)
+
+
+# --- a gated MLP ---
+
+
+class Activation(Protocol):
+    """What a backend supplies."""
+
+    def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+
+    def gradients(
+        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of gate and up, and the product, which may stand in ``dproduct``."""
+
+
+class ReferenceActivation:
+    """The activation in plain PyTorch."""
+
+    product = staticmethod(gated.forward)
+    gradients = staticmethod(gated.gradients_and_product)
+
+
+def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation."""
+
+    def forward(
+        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
+        y = linear(kernels.product(gate, up, activation), down_weight, down_bias)
+        return _dense(y), _dense(gate), _dense(up)
+
+    def backward(
+        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
+        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
+        needs_down_weight: bool, needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        upstream, inner = as_rows(dy), (as_rows(gate), as_rows(up))
+        dgate, dup, product = kernels.gradients(upstream @ down_weight, *inner, activation)
+        ddown_weight = _product(upstream, product, needs_down_weight)
+        del product
+        dgate_weight = _product(dgate, x, needs_gate_weight)
+        dup_weight = _product(dup, x, needs_up_weight)
+        dx = gate.new_empty(0)
+        if needs_x and gate_weight is not None and up_weight is not None:
+            dx = (dgate @ gate_weight).addmm_(dup, up_weight)
+            dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
+        biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (upstream, needs_down_bias))
+        return dx, dgate_weight, dup_weight, ddown_weight, *[_sum(*b) for b in biases]  # type: ignore[return-value]
+
+    return forward, backward
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _product(left: Tensor, right: Optional[Tensor], needed: bool) -> Tensor:
+    """The gradient of a weight: left' right, or nothing."""
+    return left.t() @ as_rows(right) if needed and right is not None else left.new_empty(0)
+
+
+def _sum(rows: Tensor, needed: bool) -> Tensor:
+    """The gradient of a bias, or nothing."""
+    if not needed:
+        return rows.new_empty(0)
+    return rows.sum(0, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
+
+
+gated_mlp = Implementation(*implement_gated_mlp(ReferenceActivation()))
+
+
+# --- squared ReLU ---
+
+relu_squared = Implementation(
+    *pointwise(value=lambda x: torch.square(torch.relu(x)), slope=lambda x: torch.relu(x) * 2)
+)
 
 
 OPERATORS = {
@@ -120,4 +213,6 @@ OPERATORS = {
     "geglu_packed": PackedGEGLU,
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,
+    "gated_mlp": gated_mlp,
+    "relu_squared": relu_squared,
 }

@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
-from liger_multi.reference.common.one_piece import in_one_piece
+from liger_multi.reference.common.chunking import (
+    as_rows,
+    in_one_piece,
+    row_blocks,
+    statistics_dtype,
+)
 
 Function = Callable[[Tensor], Tensor]
 

@@ -1,19 +1,80 @@
-"""Attention by blocks of queries and keys, with a running softmax; nothing is of size L x S."""
+"""Attention by blocks of queries and keys, with a running softmax; nothing is of size L x S.
 
+Ranges of keys that say no more than ``causal`` are looked at once, marked, and believed. A compiler
+does not know what a mask's ranges will hold, so its graph has ranges even where an eager model has
+none, and kernels for plain causal masks would be out of reach. The mark is an attribute of a tensor
+that nobody writes to: lost, a backend takes the ranges as they are.
+"""
+
+from collections.abc import Iterator
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.attention.attention_blocks import (
-    block_size,
-    blocks,
-    grouped,
-    ordered,
-    scores,
-    seen_keys,
-)
-from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.common.chunking import BLOCK_BYTES, statistics_dtype
+
+# --- blocks, and what a block of queries sees ---
+
+Seen = tuple[slice, Optional[Tensor]]
+
+
+def blocks(length: int, step: int) -> Iterator[slice]:
+    """Slices of ``step`` places over a length."""
+    for start in range(0, length, step):
+        yield slice(start, min(length, start + step))
+
+
+def block_size(heads: int, itemsize: int) -> int:
+    """Rows and columns of a block, of which four arrays keep to the limit."""
+    area = BLOCK_BYTES // max(1, 4 * heads * itemsize)
+    return max(16, min(1024, 1 << (int(area**0.5).bit_length() - 1)))
+
+
+def seen_keys(
+    q: Tensor, k: Tensor, ranges: Tensor | None, causal: bool, rows: slice, step: int
+) -> Iterator[Seen]:
+    """Blocks of keys, and which of them the rows see, (B or 1, 1, 1, rows, cols); None for all.
+
+    On a CPU blocks that no row sees are left out; elsewhere that would wait for the device.
+    """
+    keys, offset = k.shape[2], k.shape[2] - q.shape[2]
+    last = max(0, min(keys, rows.stop + offset)) if causal else keys
+    place = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
+    bounds = [] if ranges is None else [b[:, None, None] for b in ranges[:, rows].split(2, -1)]
+    extents = []
+    if q.device.type == "cpu":
+        extents = [(int(b[..., 0].min()), int(b[..., 1].max())) for b in bounds]
+    for cols in blocks(last, step):
+        if extents and not any(a < cols.stop and cols.start < b for a, b in extents):
+            continue
+        column = torch.arange(cols.start, cols.stop, device=q.device)
+        if ranges is None:
+            whole = not causal or cols.stop <= rows.start + offset + 1
+            yield cols, None if whole else (column <= place)[None, None, None]
+            continue
+        inside = [(column >= b[..., :1]) & (column < b[..., 1:]) for b in bounds]
+        yield cols, torch.stack(inside).any(0)
+
+
+def grouped(x: Tensor, groups: int, rows: slice, kind: torch.dtype) -> Tensor:
+    """Some rows of ``(B, H, L, D)`` as (B, groups, H / groups * rows, D)."""
+    part = x[:, :, rows].to(kind)
+    return part.reshape(part.shape[0], groups, -1, part.shape[3])
+
+
+def scores(q: Tensor, k: Tensor, scale: float, softcap: float, heads: int) -> Tensor:
+    """Scores of grouped rows, (B, G, H / G, rows, cols)."""
+    s = (q @ k.mT).mul_(scale).unflatten(2, (heads, -1))
+    return s if softcap == 0.0 else torch.tanh(s / softcap) * softcap
+
+
+def ordered(like: Tensor, dtype: torch.dtype, heads: int, length: int, size: int) -> Tensor:
+    """Zeros ``(B, heads, length, size)`` whose memory has the order (B, length, heads, size)."""
+    return like.new_zeros(like.shape[0], length, heads, size, dtype=dtype).transpose(1, 2)
+
+
+# --- forward and backward ---
 
 
 def forward(
@@ -83,3 +144,38 @@ def backward(
 
 def _rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype, memory_format=torch.preserve_format)
+
+
+# --- ranges that are a causal mask ---
+
+MARK = "_liger_multi_causal"
+
+
+def _on_main_stream(device: torch.device) -> bool:
+    """Whether nothing here is a graph that is recorded, or its rehearsal: both have a stream.
+
+    A recording may not wait for the device, and what it takes, it would take for all masks later.
+    """
+    if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device)
+    if not hasattr(module, "default_stream"):
+        return False
+    return bool(module.current_stream(device) == module.default_stream(device))
+
+
+def looked_at(ranges: Tensor, keys: int) -> Tensor:
+    """A copy, marked where it is a causal mask of as many queries as keys. Waits for the device."""
+    copy, queries = ranges.clone(), ranges.shape[1]
+    if queries == keys and ranges.shape[2] == 2 and _on_main_stream(ranges.device):
+        ends = torch.arange(1, keys + 1, device=ranges.device, dtype=ranges.dtype)
+        plain = (ranges[..., 0] == 0).all() & (ranges[..., 1] == ends).all()
+        setattr(copy, MARK, bool(plain))
+    return copy
+
+
+def unless_causal(ranges: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
+    """What to compute with: a mark stands for ``causal``."""
+    if ranges is not None and getattr(ranges, MARK, False) and _on_main_stream(ranges.device):
+        return None, True
+    return ranges, causal

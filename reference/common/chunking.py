@@ -1,7 +1,11 @@
-"""Blocks of rows that bound memory, the size of chunks of logits, and products in fp32."""
+"""Blocks of rows that bound memory, the size of chunks of logits, and products in fp32.
+
+In one piece: a compiler looks on, and blocks of rows, which bound memory, are its business then.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -118,3 +122,27 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         right = b.to(total.dtype)
         for block in row_blocks(total.shape[0], a.shape[1] * total.element_size()):
             torch.addmm(total[block], a[block].to(total.dtype), right, beta=beta, out=total[block])
+
+
+# --- in one piece ---
+
+_in_one_piece: ContextVar[bool] = ContextVar("liger_multi_in_one_piece", default=False)
+
+
+@contextlib.contextmanager
+def one_piece() -> Iterator[None]:
+    """Have no blocks of rows within a block: a compiler fuses what would be written in between.
+
+    ``torch.compiler.is_compiling()`` does not say so: before torch 2.13 it is false where
+    AOTAutograd traces.
+    """
+    token = _in_one_piece.set(True)
+    try:
+        yield
+    finally:
+        _in_one_piece.reset(token)
+
+
+def in_one_piece() -> bool:
+    """Whether all rows are computed at once."""
+    return _in_one_piece.get()

@@ -9,8 +9,8 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
-from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
@@ -29,7 +29,7 @@ class GivenRows(Protocol):
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
 
 
-def forward_and_backward(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -82,4 +82,4 @@ def scale_(dloss: Tensor, logits: Tensor) -> None:
     logits.mul_(dloss.unsqueeze(1) if dloss.ndim else dloss)
 
 
-forward, backward = forward_and_backward(rows_of)
+forward, backward = implement_cross_entropy(rows_of)

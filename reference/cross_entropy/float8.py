@@ -1,16 +1,23 @@
 """Tensors in 8 bits: one scale a tensor, e4m3 for factors, e5m2 for gradients.
 
 Scales are powers of two, so that they move no rounding and chunks agree.
+
+Products of a head in 8 bits: ``logits = h @ w.T`` and, where asked for, ``dh = dlogits @ w``.
+Factors are rounded, products accumulated in fp32 and rounded to the dtype of logits. The gradient
+of the weight is left in 16 bits. A CPU has no such product and multiplies the rounded factors.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks
+
+# --- rounding ---
 
 # Of factors and of gradients: those of OCP's standard, and those without infinities and negative
 # zero that some hardware multiplies instead.
@@ -66,3 +73,102 @@ class PlainRounding:
 
 
 PLAIN = PlainRounding()
+
+
+# --- products of a head ---
+
+ALIGNED = 16  # columns that the matrix library asks for
+
+
+def logits_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits; what is multiplied in 8 bits is written in 16."""
+    if compute_dtype is not None and compute_dtype.itemsize == 1:
+        return dtype if dtype.itemsize == 2 else torch.bfloat16
+    return compute_dtype or dtype
+
+
+def unsupported(device: torch.device, weight: Tensor) -> str | None:
+    """Why a device cannot multiply in 8 bits; None where it can, and on a CPU, which need not."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if weight.shape[0] % ALIGNED or weight.shape[1] % ALIGNED:
+        return f"both axes of weight must be multiples of {ALIGNED}, got {tuple(weight.shape)}"
+    return _asked(device)[1]
+
+
+def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """What a device multiplies: the types of factors and of gradients; OCP's where none."""
+    return FORMATS[0] if device.type in ("cpu", "meta") else _asked(device)[0]
+
+
+@functools.cache
+def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str | None]:
+    """The first formats that a device multiplies, and why not the first ones if none."""
+    reasons = []
+    for factor, gradient in FORMATS:
+        try:
+            one = torch.ones((), device=device)
+            a = torch.zeros(ALIGNED, ALIGNED, device=device)
+            b, out = Rounded(a.to(factor), one), a.to(torch.bfloat16)
+            _multiply(b, b, out, True)
+            _multiply(Rounded(a.to(gradient), one), b, out, False)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as wrong:
+            reasons.append(f"no product in 8 bits here: {wrong!s:.80}")
+        else:
+            return (factor, gradient), None
+    return FORMATS[0], reasons[0]
+
+
+def _multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool) -> None:
+    """``out = a @ b.T``, both factors with contiguous rows."""
+    torch._scaled_mm(
+        a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=out.dtype,
+        use_fast_accum=fast, out=out,
+    )  # fmt: skip
+
+
+def multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool = False) -> Tensor:
+    """``out = a @ b.T``; ``fast``: a Hopper card may keep 14 bits of its sums between steps."""
+    if out.is_meta:
+        return out
+    if out.device.type == "cpu":
+        left, right = (t.data.to(out.dtype) * t.scale.to(out.dtype) for t in (a, b))
+        return torch.mm(left, right.t(), out=out)
+    _multiply(a, b, out, fast)
+    return out
+
+
+class Head:
+    """The weight of a head in 8 bits, and its products.
+
+    Args:
+        weight: ``(V, H)``, in the dtype of logits.
+        gradients: Whether the gradient of hidden states is such a product as well.
+        wanted: Whether anybody asks for that gradient.
+        rounding: How to round.
+
+    Raises:
+        RuntimeError: The device has no such product, or the sizes do not suit it.
+    """
+
+    def __init__(
+        self, weight: Tensor, gradients: bool, wanted: bool, rounding: Rounding = PLAIN
+    ) -> None:
+        reason = unsupported(weight.device, weight)
+        if reason is not None:
+            raise RuntimeError(f"head_gemms in 8 bits: {reason}")
+        self.gradients, self._rounding = gradients, rounding
+        self._factor, self._gradient = formats(weight.device)
+        if gradients and wanted:
+            self._weight, self._across = rounding.both_ways(weight, self._factor)
+        else:
+            self._weight = rounding.rounded(weight, self._factor)
+
+    def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """``hidden @ weight.T + bias``; sums of so few products as a row has need no fp32."""
+        multiply(self._rounding.rounded(hidden, self._factor), self._weight, out, fast=True)
+        return out if bias is None else out.add_(bias)
+
+    def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
+        """``dlogits @ weight``, where it was ``wanted``."""
+        return multiply(self._rounding.rounded(dlogits, self._gradient), self._across, out)

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.retry import retried
-from liger_multi.reference.cross_entropy import objective as rows_of
 from liger_multi.reference.cross_entropy import reduction as reduction_of
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-from liger_multi.reference.cross_entropy.gradients import Accumulator, Gradients, scale_to
+from liger_multi.reference.cross_entropy.fused_linear import (
+    Accumulator,
+    Chunks,
+    ChunkSpec,
+    Gradients,
+    scale_to,
+)
 from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, RowStats
 
 
@@ -49,7 +54,9 @@ class ReferenceRows:
         rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
 
-def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_fused_linear_cross_entropy(
+    kernels: RowKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -116,4 +123,4 @@ def forward_and_backward(kernels: RowKernels) -> tuple[Callable[..., Any], Calla
     return forward, backward
 
 
-forward, backward = forward_and_backward(ReferenceRows)
+forward, backward = implement_fused_linear_cross_entropy(ReferenceRows)

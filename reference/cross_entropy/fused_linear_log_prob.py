@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.retry import retried
-from liger_multi.reference.cross_entropy import objective as rows_of
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
-from liger_multi.reference.cross_entropy.fused_linear import Chunks, ChunkSpec
-from liger_multi.reference.cross_entropy.gradients import Accumulator, scale_to
-from liger_multi.reference.cross_entropy.log_prob import (
+from liger_multi.reference.cross_entropy.fused_linear import (
+    Accumulator,
+    Chunks,
+    ChunkSpec,
+    scale_to,
+)
+from liger_multi.reference.cross_entropy.reduction import check_targets
+from liger_multi.reference.cross_entropy.rows import (
+    Objective,
+    RowStats,
     Upstream,
     gradient_,
     upstream_of,
     within_range,
 )
-from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 
 class LogProbKernels(Protocol):
@@ -51,7 +56,9 @@ class ReferenceRows:
     log_prob_gradient_ = staticmethod(gradient_)
 
 
-def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_fused_linear_log_prob(
+    kernels: LogProbKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's row kernels."""
 
     @retried
@@ -100,4 +107,4 @@ def forward_and_backward(kernels: LogProbKernels) -> tuple[Callable[..., Any], C
     return forward, backward
 
 
-forward, backward = forward_and_backward(ReferenceRows())
+forward, backward = implement_fused_linear_log_prob(ReferenceRows())

@@ -1,4 +1,17 @@
-"""Rows of logits: objective, statistics, and what the row kernels of a backend do with them."""
+"""Rows of logits: objective, statistics, gradients, and what a backend's row kernels do with them.
+
+With ``z = cap * tanh(scale * raw / cap)``, ``p = softmax(z)``, ``lse = logsumexp(z)`` and
+``log p = z - lse``, the cross entropy of a row is::
+
+    ce = (1 - eps) w[t] (lse - z[t]) + eps / V * sum_j w[j] (lse - z[j])
+    zl = z_loss_weight * lse^2
+
+and the log-probability of a token, the entropy and lse have the gradients::
+
+    d log_prob / dz[j] = [j = t] - p[j]
+    d entropy  / dz[j] = -p[j] (log p[j] + entropy)
+    d lse      / dz[j] = p[j]
+"""
 
 from __future__ import annotations
 
@@ -8,8 +21,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 from liger_multi.reference.cross_entropy.float8 import Rounding
+
+# --- what a backend supplies ---
 
 
 @dataclass(frozen=True)
@@ -96,3 +111,172 @@ class RowKernels(Protocol):
 
     def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """A gradient times a factor of one element (None: one), rounded once to ``dtype``."""
+
+
+# --- cross entropy ---
+
+
+def scaled(raw: Tensor, objective: Objective) -> Tensor:
+    """Raw logits in the statistics dtype, scaled and capped."""
+    z = raw.to(statistics_dtype(raw.dtype))
+    if objective.logit_scale != 1.0:
+        z = z * objective.logit_scale
+    return z if objective.softcap is None else objective.softcap * torch.tanh(z / objective.softcap)
+
+
+def _block_statistics(
+    z: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
+) -> RowStats:
+    valid = target != objective.ignore_index
+    inside = valid & (target >= 0) & (target < z.shape[-1])
+    label = torch.where(inside, target, 0).unsqueeze(1)
+    lse = torch.logsumexp(z, -1)
+    log_prob = z.gather(1, label).squeeze(1) - lse
+    w = None if weight is None else weight.to(z.dtype)
+    ce = -log_prob if w is None else -log_prob * w[label.squeeze(1)]
+    if objective.label_smoothing:
+        eps, v = objective.label_smoothing, z.shape[-1]
+        spread = v * lse - z.sum(-1) if w is None else w.sum() * lse - z @ w
+        ce = (1 - eps) * ce + eps / v * spread
+    zl = objective.z_loss_weight * lse.square()
+    poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that reaches no class
+    rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, lse, log_prob + poison)]
+    wanted = outputs.split(",")
+    entropy = argmax = z.new_empty(0)
+    if "entropy" in wanted:
+        # log_softmax subtracts the maximum first, so that no large numbers cancel
+        log_p = torch.log_softmax(z, -1)
+        entropy = torch.where(
+            valid, -torch.where(log_p.isneginf(), 0, log_p.exp() * log_p).sum(-1), 0
+        )
+    if needs_argmax(outputs):
+        argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
+    return RowStats._make((*rows, entropy, argmax))
+
+
+def statistics(
+    raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
+) -> RowStats:
+    """Statistics of rows of raw logits, in blocks."""
+    rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
+    for block in row_blocks(raw.shape[0], raw.shape[1] * 8):
+        z = scaled(raw[block], objective)
+        rows.put(block, _block_statistics(z, target[block], weight, objective, outputs))
+    return rows
+
+
+def gradient_into(
+    out: Tensor,
+    raw: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    objective: Objective,
+    scales: tuple[Tensor, Tensor],
+) -> None:
+    """Write the gradient of ``ce * scales[0] + zl * scales[1]`` by ``raw``; ``out`` may be ``raw``.
+
+    Scales are scalars or one value a row. Ignored rows and rows with an impossible target get zero.
+    """
+    vocabulary, eps = raw.shape[-1], objective.label_smoothing
+    everyone = torch.arange(raw.shape[0], device=raw.device)
+    for block in row_blocks(raw.shape[0], vocabulary * 8):
+        z = scaled(raw[block], objective)
+        t, take = target[block], everyone[block] - block.start
+        ce, zl = [s if s.ndim == 0 else s[block].unsqueeze(1) for s in scales]
+        valid = (t != objective.ignore_index) & (t >= 0) & (t < vocabulary)
+        label = torch.where(valid, t, 0)
+        w = None if weight is None else weight.to(z.dtype)
+        own = (1 - eps) * (z.new_ones(len(t)) if w is None else w[label]).unsqueeze(1)
+        total = eps / vocabulary * (vocabulary if w is None else w.sum())
+        rows_lse = lse[block].unsqueeze(1)
+        dz = torch.exp(z - rows_lse) * (
+            ce * (own + total) + zl * (2 * objective.z_loss_weight) * rows_lse
+        )
+        if eps:
+            dz -= ce * (eps / vocabulary) * (1 if w is None else w)
+        dz[take, label] -= (ce * own).expand(len(t), 1).squeeze(1)
+        if objective.softcap is not None:
+            dz *= 1 - (z / objective.softcap).square()
+        out[block] = torch.where(valid.unsqueeze(1), dz * objective.logit_scale, 0).to(out.dtype)
+
+
+# --- log-probability, entropy and lse ---
+
+
+class Upstream(NamedTuple):
+    """What arrives at rows.
+
+    The gradient of ``z[j]`` is ``p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target``.
+
+    All are 0 for rows that get no gradient; ``entropy`` is None where nobody uses it.
+    """
+
+    grad_target: Tensor
+    grad_lse: Tensor
+    entropy: Tensor | None
+
+    def at(self, where: Tensor | slice) -> Upstream:
+        """Of the rows of a chunk."""
+        parts = (None if part is None else part[where].contiguous() for part in self)
+        return Upstream._make(parts)
+
+
+def upstream_of(
+    log_prob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *, entropies: Tensor,
+    target: Tensor, vocabulary: int, objective: Objective,
+) -> Upstream:  # fmt: skip
+    """From the gradients of the outputs; those of unused outputs are None or empty."""
+    valid = (target != objective.ignore_index) & (target >= 0) & (target < vocabulary)
+
+    def used(d: Tensor | None) -> Tensor | None:
+        # whatever arrives at a row without a valid target, NaN too, goes nowhere
+        return torch.where(valid, d, 0) if d is not None and d.numel() else None
+
+    grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
+    zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
+    grad_target = zero.expand(target.shape) if grad_target is None else grad_target
+    grad_lse = -grad_target if grad_lse is None else grad_lse - grad_target
+    if dentropy is not None:
+        grad_lse = grad_lse - dentropy * torch.where(valid, entropies, 0)
+    return Upstream(grad_target, grad_lse, dentropy)
+
+
+def within_range(
+    upstream: Upstream, objective: Objective, dtype: torch.dtype
+) -> tuple[Upstream, Tensor | None]:
+    """Scale what arrives so that gradients of logits in float16 neither vanish nor overflow.
+
+    Returns also by what the sums over those gradients must be multiplied: a power of two, one
+    element, read by nobody on the host; None in dtypes whose range is wide.
+    """
+    if dtype != torch.float16 or not upstream.grad_target.numel():
+        return upstream, None
+    largest = torch.stack([part.abs().amax() for part in upstream if part is not None]).amax()
+    largest = (largest * abs(objective.logit_scale)).clamp(min=2.0**-100)
+    factor = torch.exp2(torch.log2(largest).floor() - 4)  # the largest becomes 16 to 32
+    return Upstream._make(None if part is None else part / factor for part in upstream), factor
+
+
+def gradient_(
+    raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+) -> None:
+    """Overwrite raw logits by their gradient."""
+    vocabulary = raw.shape[-1]
+    for block in row_blocks(raw.shape[0], vocabulary * 8):
+        grad_target, grad_lse, entropy = upstream.at(block)
+        z, t = scaled(raw[block], objective), target[block]
+        log_p = z - lse[block].unsqueeze(1)
+        p = torch.exp(log_p)
+        factor = grad_lse.unsqueeze(1)
+        some = (grad_target != 0) | (grad_lse != 0)
+        if entropy is not None:
+            # a class without probability adds nothing, though its logarithm is infinite
+            factor = factor - entropy.unsqueeze(1) * torch.where(p == 0, 0, log_p)
+            some |= entropy != 0
+        dz = p * factor
+        label = torch.where((t >= 0) & (t < vocabulary), t, 0).unsqueeze(1)
+        dz.scatter_add_(1, label, grad_target.to(dz.dtype).unsqueeze(1))
+        if objective.softcap is not None:
+            dz *= 1 - (z / objective.softcap).square()
+        raw[block] = torch.where(some.unsqueeze(1), dz * objective.logit_scale, 0).to(raw.dtype)

@@ -1,4 +1,4 @@
-"""Divergences of rows of two distributions, in plain PyTorch: losses and gradients.
+"""Divergences of given rows of two distributions: losses and gradients, and the operators.
 
 With q the student's probabilities of a row, p the teacher's and ``r[j] = d loss / d q[j]``::
 
@@ -10,15 +10,99 @@ With q the student's probabilities of a row, p the teacher's and ``r[j] = d loss
 
 A student that is given by probabilities gets ``r``, by log-probabilities ``q r``, by logits
 ``scale q (r - slope)`` with ``slope = sum q r``, where constants in ``r`` cancel.
+
+A backend's row kernels are :class:`DivergenceKernels`; here they are in plain PyTorch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
-from liger_multi.reference.divergences.row_stats import DivergenceSpec, DivergenceStats
+from liger_multi.reference.cross_entropy.reduction import divide
+
+# --- what a backend supplies ---
+
+FORMS = ("logits", "log_prob", "prob")
+
+
+@dataclass(frozen=True)
+class DivergenceSpec:
+    """Which divergence, of what: logits are multiplied by ``scale`` (1 / temperature)."""
+
+    kind: str
+    beta: float = 0.0
+    form: str = "logits"
+    teacher_form: str = "logits"
+    scale: float = 1.0
+    ignore_index: int = -100
+
+
+def spec_of(
+    name: str, beta: float, form: str, teacher_form: str, scale: float, ignore_index: int
+) -> DivergenceSpec:
+    """The specification of an operator; JSD with beta 0 or 1 is a KL divergence."""
+    kind = {"kl_div": "forward", "tvd": "tvd", "jsd": "jensen"}[name]
+    if kind == "jensen":
+        kind = {0.0: "forward", 1.0: "reverse"}.get(beta, kind)
+    return DivergenceSpec(kind, beta, form, teacher_form, scale, ignore_index)
+
+
+class DivergenceStats(NamedTuple):
+    """Loss of every row and, of logits, what backward wants: 0 for ignored rows."""
+
+    loss: Tensor
+    lse: Tensor
+    teacher_lse: Tensor
+    slope: Tensor
+
+    @staticmethod
+    def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
+        """Room beside ``like``; empty where the form is not logits."""
+        kind, student = statistics_dtype(like.dtype), spec.form == "logits"
+        keep = (True, student, spec.teacher_form == "logits", student)
+        return DivergenceStats._make(
+            like.new_empty(rows if kept else 0, dtype=kind) for kept in keep
+        )
+
+
+class DivergenceKernels(Protocol):
+    """What a backend's row kernels do with rows of a student and a teacher."""
+
+    def statistics(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
+    ) -> DivergenceStats:
+        """Losses and residuals of rows; rows whose target is ignored are 0."""
+
+    def gradient_into(
+        self,
+        out: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        rows: DivergenceStats,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> None:
+        """Write the gradient times ``factor`` (a number, or one a row); ``out`` may be student."""
+
+    def loss_and_gradient_(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> Tensor:
+        """Losses of rows; the student becomes its gradient times ``factor``."""
+
+
+# --- rows in plain PyTorch ---
 
 FAR = 80.0  # beyond a gap of so many nats, the smaller probability adds nothing to the larger
 
@@ -104,3 +188,83 @@ def loss_and_gradient_(
     rows = statistics(student, teacher, target, spec)
     gradient_into(student, student, teacher, target, rows, spec, factor)
     return rows.loss
+
+
+# --- operators of given rows ---
+
+
+class ReferenceRows:
+    """Row kernels in plain PyTorch."""
+
+    statistics = staticmethod(statistics)
+    gradient_into = staticmethod(gradient_into)
+    loss_and_gradient_ = staticmethod(loss_and_gradient_)
+
+
+def valid_rows(target: Tensor | None, loss: Tensor, ignore_index: int) -> Tensor:
+    """How many rows count, without axes, in the dtype of the loss."""
+    if target is None:
+        return torch.full((), loss.shape[0], dtype=loss.dtype, device=loss.device)
+    return (target != ignore_index).sum(dtype=loss.dtype)
+
+
+def reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
+    """Losses of rows, their sum, or their mean over valid rows (0 without any)."""
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else divide(loss.sum(), count)
+
+
+def forward_and_backward(
+    name: str, kernels: DivergenceKernels
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract ``name``."""
+
+    def forward(
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
+        teacher_form: str, scale: float, ignore_index: int, reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
+        rows = kernels.statistics(student, teacher, target, spec)
+        count = valid_rows(target, rows.loss, ignore_index)
+        return reduced(rows.loss, count, reduction), *rows[1:]
+
+    def backward(
+        dloss: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], lse: Tensor,
+        teacher_lse: Tensor, slope: Tensor, beta: float, form: str, teacher_form: str,
+        scale: float, ignore_index: int, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
+        if reduction == "mean":
+            loss = dloss.new_empty(student.shape[0])
+            dloss = divide(dloss, valid_rows(target, loss, ignore_index))
+        out = student.new_empty(student.shape)
+        rows = DivergenceStats(lse.new_empty(0), lse, teacher_lse, slope)
+        kernels.gradient_into(out, student, teacher, target, rows, spec, dloss)
+        return out
+
+    return forward, backward
+
+
+def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
+    """Forward of the contract ``name`` in place; backward scales what stands in the student."""
+
+    def forward(
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
+        teacher_form: str, scale: float, ignore_index: int, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
+        count = valid_rows(
+            target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index
+        )
+        one = torch.ones_like(count)
+        factor = divide(one, count) if reduction == "mean" else one
+        loss = kernels.loss_and_gradient_(student, teacher, target, spec, factor)
+        return reduced(loss, count, reduction)
+
+    return forward
+
+
+def scale_(dloss: Tensor, student: Tensor) -> None:
+    """Scale the gradient that stands in ``student`` by the upstream gradient."""
+    student.mul_(dloss.unsqueeze(1) if dloss.ndim else dloss)

@@ -4,23 +4,16 @@ A backend implements all of them by its row kernels and :func:`implement`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-from liger_multi.reference.divergences import fused_linear_divergence, given_rows
-from liger_multi.reference.divergences.row_stats import DivergenceKernels
+from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.divergences import divergence, fused_linear_divergence
+from liger_multi.reference.divergences.divergence import DivergenceKernels
 
 KINDS = ("kl_div", "jsd", "tvd")
 
 
-class Implementation(NamedTuple):
-    """Forward and backward of one operator."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
 def implement(
-    kernels_of: Callable[[str], DivergenceKernels], scale_: Callable[..., None] = given_rows.scale_
+    kernels_of: Callable[[str], DivergenceKernels], scale_: Callable[..., None] = divergence.scale_
 ) -> dict[str, Implementation]:
     """Every divergence by its operator's name.
 
@@ -31,11 +24,11 @@ def implement(
     found = {}
     for kind in KINDS:
         kernels = kernels_of(kind)
-        found[kind] = Implementation(*given_rows.forward_and_backward(kind, kernels))
-        found[f"{kind}_inplace"] = Implementation(given_rows.overwriting(kind, kernels), scale_)
+        found[kind] = Implementation(*divergence.forward_and_backward(kind, kernels))
+        found[f"{kind}_inplace"] = Implementation(divergence.overwriting(kind, kernels), scale_)
         fused = fused_linear_divergence.forward_and_backward(kind, kernels)
         found[f"fused_linear_{kind}"] = Implementation(*fused)
     return found
 
 
-OPERATORS = implement(lambda kind: given_rows.ReferenceRows)
+OPERATORS = implement(lambda kind: divergence.ReferenceRows)

@@ -1,4 +1,4 @@
-"""The rotary kinds beside the plain one."""
+"""The rotary kinds beside the plain one: merged sections of grids, positions, sorted pairs."""
 
 from typing import Optional
 
@@ -6,7 +6,50 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.rope import rope
-from liger_multi.reference.rope.rope_angles import merged, of_positions
+
+# --- angles ---
+
+
+def grids(sections: str, chunked: bool, device: torch.device) -> Tensor:
+    """Which grid every pair belongs to.
+
+    Chunked, each section is a run of pairs. Interleaved, pair p belongs to grid ``p % G`` while
+    that section lasts, and to the first one then.
+    """
+    sizes = [int(size) for size in sections.split(",")]
+    pair = torch.arange(sum(sizes), device=device)
+    if chunked:
+        return torch.arange(len(sizes), device=device).repeat_interleave(
+            torch.tensor(sizes, device=device), output_size=sum(sizes)
+        )
+    grid = pair % len(sizes)
+    ends = torch.tensor(sizes, device=device)[grid] * len(sizes)
+    return torch.where(pair < ends, grid, 0)
+
+
+def merged(angle: Tensor, sections: str, chunked: bool, style: str) -> Tensor:
+    """``(grids, batch, tokens, width)`` to ``(batch, tokens, width)``, of a value a pair or two."""
+    grid = grids(sections, chunked, angle.device)
+    if angle.shape[-1] == 2 * grid.numel():
+        grid = torch.cat((grid, grid)) if style == "half" else grid.repeat_interleave(2)
+    index = grid.expand(1, *angle.shape[1:])
+    return angle.gather(0, index).squeeze(0)
+
+
+def of_positions(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str, chunked: bool
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin ``(batch, tokens, pairs)`` of positions ``(grids, batch, tokens)``.
+
+    Every product and every function in the dtype of the frequencies, fp32 at least.
+    """
+    kind = torch.float64 if inv_freq.dtype == torch.float64 else torch.float32
+    turns = position_ids[..., None].to(kind) * inv_freq.to(kind)
+    turns = merged(turns, sections, chunked, "half") if sections else turns.squeeze(0)
+    return turns.cos() * scaling, turns.sin() * scaling
+
+
+# --- operators ---
 
 
 def _merged(

@@ -22,7 +22,7 @@ from ci.npu import blocks
 from liger_multi import ops
 from liger_multi.backends import npu
 from liger_multi.backends.npu.common.launching import start
-from liger_multi.backends.npu.norms import norm_kernels
+from liger_multi.backends.npu.norms import operators as norms
 from liger_multi.testing.samples import Sample, Tensor
 from liger_multi.testing.tolerance import excess
 
@@ -30,7 +30,11 @@ from liger_multi.testing.tolerance import excess
 
 NPU = torch.device("npu", 0)
 HOME = Path(npu.__file__).parent
-FILES = sorted(p.relative_to(HOME).with_suffix("") for p in HOME.rglob("*_kernels.py"))
+FILES = sorted(
+    p.relative_to(HOME).with_suffix("")
+    for p in HOME.rglob("*.py")
+    if "_kernel(" in p.read_text("utf-8")
+)
 MODULES = [importlib.import_module(".".join((npu.__name__, *p.parts))) for p in FILES]
 ROWS, COLS, BLOCK = 41, 200, 128
 X, COLUMN = Tensor((ROWS, COLS)), Tensor((COLS,))
@@ -124,7 +128,7 @@ BUGS = {
 def planted(folder, bug):
     """The kernel file with a bug in its forward kernel."""
     was, now = BUGS[bug]
-    source = Path(norm_kernels.__file__).read_text(encoding="utf-8")
+    source = Path(norms.__file__).read_text(encoding="utf-8")
     head, mark, rest = source.partition("def _norm_backward_kernel")
     assert was in head
     file = folder / f"planted_{bug.replace(' ', '_')}.py"

@@ -10,7 +10,7 @@ import torch
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.reference.attention import multi_token_attention as reference
+from liger_multi.reference.attention.operators import MultiTokenAttention
 from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -22,10 +22,10 @@ if (DEVICE := harness.device_of("triton")) is None:
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
-from liger_multi.backends.triton.experts import grouped, grouped_weight, pairs
-from liger_multi.backends.triton.experts.groups import Groups, RowOperand
+from liger_multi.backends.triton.experts import grouped, pairs
+from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.reference.cross_entropy.float8 import FORMATS, PLAIN
-from liger_multi.reference.experts.pairs import sorted_pairs
+from liger_multi.reference.experts.fused_moe import sorted_pairs
 
 # --- multi_token_attention ---
 
@@ -47,7 +47,7 @@ def made(sizes, seed=0, out=2, size=3):
 def compare(scores, weight, options):
     """Forward and backward with the reference's on the same inputs."""
     y, p = kernels.forward(scores, weight, None, *options)
-    right_y, right_p = reference.forward(scores, weight, None, *options)
+    right_y, right_p = MultiTokenAttention.forward(scores, weight, None, *options)
     torch.testing.assert_close(p, right_p, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y, right_y, rtol=1e-5, atol=1e-5)
     assert not y.triu(1).any()
@@ -55,7 +55,7 @@ def compare(scores, weight, options):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     given = dy.clone()
     found = kernels.backward(dy, weight, None, p, *options, *NEEDS)
-    right = reference.backward(dy, weight, None, p, *options, *NEEDS)
+    right = MultiTokenAttention.backward(dy, weight, None, p, *options, *NEEDS)
     assert torch.equal(dy, given)
     assert not found[0].triu(1).any()
     for got, exact in zip(found, right, strict=True):
@@ -137,7 +137,7 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
     y, p = kernels.forward(scores, weight, None, *shape())
     ones = torch.ones((), device=DEVICE).expand(y.shape)
     found = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
-    right = reference.backward(ones, weight, None, p, *shape(), *NEEDS)
+    right = MultiTokenAttention.backward(ones, weight, None, p, *shape(), *NEEDS)
     for got, exact in zip(found, right, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
@@ -208,8 +208,8 @@ def test_products_of_uneven_groups(library, gather):
     with grouped.products_by(library):
         made = grouped.product("test", RowOperand(x, gather), weight, groups)
         sides = (RowOperand(other), RowOperand(x, gather))
-        gradient = grouped_weight.weight_gradient("test", *sides, groups, False)
-        turned = grouped_weight.weight_gradient("test", *sides, groups, True)
+        gradient = grouped.weight_gradient("test", *sides, groups, False)
+        turned = grouped.weight_gradient("test", *sides, groups, True)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
         rows = written[start:stop].double()
         right = rows @ weight[e].double().T

@@ -162,7 +162,8 @@ def test_a_lane_has_as_much_to_do_in_both_kinds_of_wave(monkeypatch):
 def test_a_row_narrower_than_a_wave_still_has_one(monkeypatch, wave):
     pytest.importorskip("triton", reason="no Triton on this machine")
     from liger_multi.backends.triton.activations import gated
-    from liger_multi.backends.triton.cross_entropy import cross_entropy, cross_entropy_inplace
+    from liger_multi.backends.triton.cross_entropy import cross_entropy
+    from liger_multi.backends.triton.cross_entropy.operators import scale_config
     from liger_multi.backends.triton.norms import row_config
 
     plug(monkeypatch, "gfx1234", wave, 65536, 40)
@@ -172,7 +173,7 @@ def test_a_row_narrower_than_a_wave_still_has_one(monkeypatch, wave):
             row_config.forward_config(info, 1, cols),
             row_config.backward_config(info, 1, cols, 4),
             cross_entropy.row_config(info, 1, cols, 1), gated.tile_config(info, 1, cols),
-            cross_entropy_inplace.scale_config(info, 1, cols),
+            scale_config(info, 1, cols),
         ):  # fmt: skip
             assert k.num_warps >= 1
 

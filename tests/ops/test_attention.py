@@ -14,7 +14,6 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.reference.attention import attention as reference
-from liger_multi.reference.attention import attention_blocks
 from liger_multi.reference.residuals import attention_residuals as depth_reference
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -131,7 +130,7 @@ def test_blocks_do_not_change_the_result(monkeypatch):
 
 def test_no_array_is_of_length_squared(monkeypatch):
     largest = []
-    real = attention_blocks.scores
+    real = reference.scores
 
     def spy(*args):
         made = real(*args)
@@ -169,7 +168,7 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
 
 def test_routes_take_what_they_can(monkeypatch):
     from liger_multi.backends.cuda import attention as routes
-    from liger_multi.reference.attention.causal_ranges import looked_at
+    from liger_multi.reference.attention.attention import looked_at
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     q, k, v = heads(16, dtype=torch.bfloat16)
@@ -196,8 +195,7 @@ def test_routes_take_what_they_can(monkeypatch):
 
 
 def test_a_mark_stands_for_causal_and_is_of_no_other_mask(monkeypatch):
-    from liger_multi.reference.attention import causal_ranges
-    from liger_multi.reference.attention.causal_ranges import looked_at, unless_causal
+    from liger_multi.reference.attention.attention import looked_at, unless_causal
 
     ends = torch.arange(1, 17, dtype=torch.int32)
     causal = torch.stack([torch.zeros_like(ends), ends], -1)[None]
@@ -211,9 +209,9 @@ def test_a_mark_stands_for_causal_and_is_of_no_other_mask(monkeypatch):
     for other in (late, few, window, torch.cat([causal, causal], -1)):
         assert unless_causal(looked_at(other, 16), False)[0] is not None
     torch.library.opcheck(torch.ops.liger_multi.looked_at_ranges.default, (causal, 16))
-    monkeypatch.setattr(causal_ranges, "_on_main_stream", lambda device: False)  # of a recording
+    monkeypatch.setattr(reference, "_on_main_stream", lambda device: False)  # of a recording
     assert unless_causal(marked, False) == (marked, False)
-    assert not hasattr(looked_at(causal, 16), causal_ranges.MARK)
+    assert not hasattr(looked_at(causal, 16), reference.MARK)
 
 
 Q, K, V = heads(6)

@@ -14,7 +14,7 @@ import liger_multi
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
-from liger_multi.reference.cross_entropy import float8, float8_head
+from liger_multi.reference.cross_entropy import float8
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
 
@@ -159,7 +159,7 @@ class Watched:
 def test_each_factor_is_rounded_once(gradients, wanted, first):
     """The second layout of the weight is made only where it is multiplied, and with the first."""
     seen, weight = Watched(), torch.randn(32, 16)
-    made = float8_head.Head(weight, gradients, wanted, seen)
+    made = float8.Head(weight, gradients, wanted, seen)
     out = made.logits(torch.randn(8, 16), None, torch.empty(8, 32))
     if gradients and wanted:
         made.hidden_gradient(out, torch.empty(8, 16))
@@ -175,15 +175,15 @@ def test_a_device_is_asked_for_its_formats(known, monkeypatch):
         if a.data.dtype not in known or b.data.dtype not in known:
             raise RuntimeError(f"{a.data.dtype} is not supported on this device")
 
-    monkeypatch.setattr(float8_head, "_multiply", multiplied)
-    asked = float8_head._asked.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(float8, "_multiply", multiplied)
+    asked = float8._asked.__wrapped__(torch.device("cpu"))
     if known:
         assert asked == (known, None)
     else:
         assert asked[0] == float8.FORMATS[0]
         assert "float8_e4m3fn is not supported" in asked[1]
-    monkeypatch.setattr(float8_head, "formats", lambda device: known or float8.FORMATS[0])
-    made = float8_head.Head(torch.randn(32, 16), True, True)
+    monkeypatch.setattr(float8, "formats", lambda device: known or float8.FORMATS[0])
+    made = float8.Head(torch.randn(32, 16), True, True)
     factor, gradient = known or float8.FORMATS[0]
     assert {made._weight.data.dtype, made._across.data.dtype} == {factor}
     assert made._gradient == gradient
@@ -191,12 +191,12 @@ def test_a_device_is_asked_for_its_formats(known, monkeypatch):
 
 def test_a_device_that_cannot_says_why(monkeypatch):
     weight = torch.zeros(401, 64, device="meta")
-    assert float8_head.unsupported(weight.device, weight) is None
+    assert float8.unsupported(weight.device, weight) is None
     cuda = torch.device("cuda")
-    assert "multiples of 16, got (401, 64)" in float8_head.unsupported(cuda, weight)
-    monkeypatch.setattr(float8_head, "unsupported", lambda *_: "no such product")
+    assert "multiples of 16, got (401, 64)" in float8.unsupported(cuda, weight)
+    monkeypatch.setattr(float8, "unsupported", lambda *_: "no such product")
     with pytest.raises(RuntimeError, match="head_gemms in 8 bits: no such product"):
-        float8_head.Head(torch.zeros(16, 16), True, True)
+        float8.Head(torch.zeros(16, 16), True, True)
 
 
 def test_asked_for_by_a_wrong_word():

@@ -11,7 +11,7 @@ from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
-from liger_multi.reference.cross_entropy import log_prob as rows_of
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -449,9 +449,8 @@ def test_another_temperature_compiles_nothing():
     if harness.interpreted():
         pytest.skip("interpreted kernels cannot be compiled")
     from ci.static import TARGETS, static_cases
-    from liger_multi.backends.triton.cross_entropy.fused_linear_log_prob import TritonLogProbRows
-    from liger_multi.reference.cross_entropy.log_prob import Upstream
-    from liger_multi.reference.cross_entropy.rows import Objective
+    from liger_multi.backends.triton.cross_entropy.operators import TritonLogProbRows
+    from liger_multi.reference.cross_entropy.rows import Objective, Upstream
 
     row = torch.empty(8, device="meta")
     raw = torch.empty(8, 512, device="meta")

@@ -206,7 +206,8 @@ def test_rows_far_apart_are_copied_where_a_tile_of_them_would_span_2_gib():
 def test_rows_longer_than_kernels_take_for_granted_are_refused():
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.common.rows import LONGEST_ROW
-    from liger_multi.backends.triton.cross_entropy import cross_entropy, cross_entropy_inplace
+    from liger_multi.backends.triton.cross_entropy import cross_entropy
+    from liger_multi.backends.triton.cross_entropy.operators import scale_config
     from liger_multi.backends.triton.norms import row_config
 
     info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
@@ -215,7 +216,7 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
             lambda cols=cols: row_config.forward_config(info, 4, cols),
             lambda cols=cols: row_config.backward_config(info, 4, cols, 4),
             lambda cols=cols: cross_entropy.row_config(info, 4, cols, 1),
-            lambda cols=cols: cross_entropy_inplace.scale_config(info, 4, cols),
+            lambda cols=cols: scale_config(info, 4, cols),
             lambda cols=cols: gated.tile_config(info, 4, cols),
         ]
         for call in calls:

@@ -239,7 +239,6 @@ def test_a_patched_model_too():
 def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
-    from liger_multi.reference.attention import causal_ranges
 
     met, old = [], kernels.seen_keys
 
@@ -261,7 +260,7 @@ def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
         torch.testing.assert_close(loss, eager(**batch).loss, rtol=1e-5, atol=1e-6)
         assert len(met) == 4, "two layers, forward and backward"
         assert all(ranges is met[0] for ranges in met)
-        assert getattr(met[0], causal_ranges.MARK) is (pads == 0)
+        assert getattr(met[0], kernels.MARK) is (pads == 0)
 
 
 def test_one_graph_with_padding():

@@ -2,20 +2,84 @@
 
 Rows of no expert (the sentinels) come last. The grouped GEMM gives them numbers all the same, which
 may not be finite: they are overwritten before they are used.
+
+Of grouped GEMMs, only gradients of fp32 weights read the groups' sizes back. torch_npu's grouped
+GEMMs give no gradient, and no error either. So they are called inside forward and backward of our
+own.
 """
 
+from itertools import pairwise
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from liger_multi.backends.npu.activations import swiglu_packed
+from liger_multi.backends.npu.activations.operators import PackedSwiGLU
 from liger_multi.backends.npu.common import limits
-from liger_multi.backends.npu.experts import grouped
 from liger_multi.dispatch.launch import device_info
 from liger_multi.reference.common.chunking import row_blocks
 from liger_multi.reference.experts import fused_moe as reference
-from liger_multi.reference.experts import pairs
+
+# --- grouped GEMMs ---
+
+
+def grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of group e times ``weight[e]``, (K, N) in either order of memory.
+
+    npu_grouped_matmul requires that its groups hold all rows: those of no group get some numbers.
+    """
+    ends = offsets[1:].long()
+    ends[-1:].fill_(rows.shape[0])
+    made: list[Tensor] = torch.ops.npu.npu_grouped_matmul(
+        [rows], [weight], group_list=ends, split_item=3, group_type=0
+    )
+    return made[0]
+
+
+def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """``left.T @ right`` of the rows of every group.
+
+    npu_grouped_matmul is not documented to sum over a group's rows. npu_grouped_matmul_add_ does,
+    in fp32 and for fp16 and bf16. For fp32 there is one GEMM per group, whose bounds the host must
+    know.
+    """
+    made = left.new_zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=torch.float32)
+    if left.dtype == torch.float32:
+        for e, (start, stop) in enumerate(pairwise(reference.bounds_of(offsets, left.shape[0]))):
+            if start < stop:
+                made[e] = left[start:stop].mT @ right[start:stop]
+        return made
+    torch.ops.npu.npu_grouped_matmul_add_(made, left, right, offsets[1:].long())
+    return made.to(left.dtype)
+
+
+def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
+    """Add to every row the bias of its group; to those of no group, zeros."""
+    bias = torch.nn.functional.pad(bias, (0, 0, 0, 1))
+    for block in row_blocks(rows.shape[0], rows.shape[1] * rows.element_size()):
+        rows[block] += bias.index_select(0, ids[block])
+
+
+def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
+    """The dot product of every row and the bias of its group, in fp32."""
+    bias, found = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
+    for block in row_blocks(rows.shape[0], 12 * rows.shape[1]):
+        found.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
+    return torch.cat(found)
+
+
+def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -> Tensor:
+    """The (weighted) sum of the rows of every group: a GEMM with zeros and ones in fp32."""
+    every = torch.arange(groups, device=ids.device).unsqueeze(1)
+    total = rows.new_zeros(groups, rows.shape[1], dtype=torch.float32)
+    for block in row_blocks(rows.shape[0], 4 * (rows.shape[1] + 2 * groups)):
+        mine = (ids[block] == every).float()
+        mine = mine if weight is None else mine * weight[block]
+        total.addmm_(mine, rows[block].float())
+    return total.to(rows.dtype)
+
+
+# --- the operator ---
 
 
 def _refusal(
@@ -47,10 +111,10 @@ def _is_plain(how: Any) -> bool:
 def _activated(gate_up: Tensor, how: Any) -> Tensor:
     """act(gate) * up."""
     if _is_plain(how):
-        return swiglu_packed.forward(gate_up, 1.0, 1.0)
+        return PackedSwiGLU.forward(gate_up, 1.0, 1.0)
     made = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     for block in row_blocks(made.shape[0], 6 * made.shape[1] * made.element_size()):
-        made[block] = pairs.product(gate_up[block], how)
+        made[block] = reference.product(gate_up[block], how)
     return made
 
 
@@ -80,14 +144,14 @@ def forward(
     ids = ids.reshape(-1).index_select(0, order.long())
     every = torch.arange(experts + 1, device=ids.device)
     offsets = torch.searchsorted(ids, every, out_int32=True)
-    gate_up = grouped.product(rows, first, offsets)
+    gate_up = grouped_product(rows, first, offsets)
     del rows
     if gate_up_bias is not None:
-        grouped.add_bias_(gate_up, gate_up_bias, ids)
+        add_bias_(gate_up, gate_up_bias, ids)
     gate_up.masked_fill_((ids == experts).unsqueeze(1), 0)
-    made = grouped.product(_activated(gate_up, how), second, offsets)
+    made = grouped_product(_activated(gate_up, how), second, offsets)
     if down_bias is not None:
-        grouped.add_bias_(made, down_bias, ids)
+        add_bias_(made, down_bias, ids)
     y = _combined(made, place, routing, y_dtype)
     return y, gate_up if any(needs) else gate_up.new_empty(0, wide), order, offsets
 
@@ -104,9 +168,9 @@ def _through_activation(
         rows, d, by = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
         weighted = (d * by).to(dproduct.dtype)
         if _is_plain(how):
-            dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
+            dgate_up[block] = PackedSwiGLU.backward(weighted, rows, 1.0, 1.0)
         else:
-            dgate_up[block] = pairs.gradients(weighted, rows, how)
+            dgate_up[block] = reference.gradients(weighted, rows, how)
         made = _activated(rows.float(), how)
         shares.append((d * made).sum(1))
         dproduct[block] = (made * by).to(dproduct.dtype)
@@ -133,16 +197,16 @@ def backward(
     token, ids = at // index.shape[1], index.reshape(-1).index_select(0, at)
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
     upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, at).float()
-    dproduct = grouped.product(upstream, down_weight.mT if transposed else down_weight, offsets)
+    dproduct = grouped_product(upstream, down_weight.mT if transposed else down_weight, offsets)
     dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
     dgate_up, share = _through_activation(dproduct, gate_up, weight, how)
     made = [dy.new_empty(0) for _ in range(6)]
     if needs_down_weight:
         made[2] = _weight_gradient(upstream, dproduct, offsets, transposed)
     if needs_routing and down_bias is not None:
-        share = share + grouped.dot_with_bias(upstream, down_bias, ids)
+        share = share + dot_with_bias(upstream, down_bias, ids)
     if needs_down_bias:
-        made[5] = grouped.sums(upstream, ids, experts, weight)
+        made[5] = sums(upstream, ids, experts, weight)
     del upstream, dproduct
     place = _inverse(order)
     made[3] = routing.new_empty(0)
@@ -150,12 +214,12 @@ def backward(
         share = share.index_select(0, place.long())
         made[3] = share.to(routing.dtype).view(routing.shape)
     if needs_gate_up_bias:
-        made[4] = grouped.sums(dgate_up, ids, experts)
+        made[4] = sums(dgate_up, ids, experts)
     if needs_gate_up_weight and x is not None:
         made[1] = _weight_gradient(dgate_up, x.index_select(0, token), offsets, transposed)
     if needs_x and gate_up_weight is not None:
         first = gate_up_weight.mT if transposed else gate_up_weight
-        rows = grouped.product(dgate_up, first, offsets)
+        rows = grouped_product(dgate_up, first, offsets)
         made[0] = _combined(rows, place, rows.new_ones(index.shape), dy.dtype)
     dx, dfirst, dsecond, drouting, dbias, dother = made
     return dx, dfirst, dsecond, drouting, dbias, dother
@@ -164,4 +228,4 @@ def backward(
 def _weight_gradient(out: Tensor, rows: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """Gradient of a weight, from its inputs and the gradient of its outputs, in its own layout."""
     sides = (rows, out) if transposed else (out, rows)
-    return grouped.weight_gradient(*sides, offsets)
+    return grouped_weight_gradient(*sides, offsets)

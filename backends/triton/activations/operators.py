@@ -1,14 +1,23 @@
-"""Gated activations of two tensors, or of one that holds both.
+"""Gated activations of two tensors, or of one that holds both; the gated MLP and the squared ReLU.
 
-The kernels are in gated.py and clamped.py.
+The kernels are in gated.py and pointwise.py. A gated MLP's activation is one launch each way,
+between GEMMs of the vendor's library. The launch of backward writes act(gate) * up over the
+gradient that it read. The gradient of down_weight needs it, and gets it for one more write and no
+memory. Of the squared rectifier, y = max(x, 0)^2 (arXiv:2109.08668), a NaN stays NaN: only what is
+below zero becomes zero.
 """
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.activations import clamped, gated
+from liger_multi.backends.triton.activations import gated
 from liger_multi.backends.triton.activations.gated import GELU, multipliers
+from liger_multi.backends.triton.activations.pointwise import pointwise
+from liger_multi.reference.activations.operators import implement_gated_mlp
+from liger_multi.reference.common.implementation import Implementation
 
 
 class SwiGLU:
@@ -79,12 +88,12 @@ class PackedGEGLU:
 
 
 class ClampedSwiGLU:
-    """Clamped SwiGLU of two tensors; the kernels stand in clamped.py."""
+    """Clamped SwiGLU of two tensors; the kernels stand in gated.py."""
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
         """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
-        return clamped.forward(gate, up, (limit, alpha, up_offset))
+        return gated.clamped_forward(gate, up, (limit, alpha, up_offset))
 
     @staticmethod
     def backward(
@@ -92,7 +101,7 @@ class ClampedSwiGLU:
         needs_gate: bool, needs_up: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of gate and up; one that nobody needs is an empty tensor."""
-        return clamped.backward(dy, gate, up, (limit, alpha, up_offset), needs_gate, needs_up)
+        return gated.clamped_backward(dy, gate, up, (limit, alpha, up_offset), needs_gate, needs_up)
 
 
 class PackedClampedSwiGLU:
@@ -103,14 +112,55 @@ class PackedClampedSwiGLU:
         gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
     ) -> Tensor:
         """(up + offset) * gate * sigmoid(alpha * gate) of clamped values."""
-        return clamped.packed_forward(gate_up, (limit, alpha, up_offset), interleaved)
+        return gated.packed_clamped_forward(gate_up, (limit, alpha, up_offset), interleaved)
 
     @staticmethod
     def backward(
         dy: Tensor, gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
     ) -> Tensor:
         """Gradient of gate_up in one buffer."""
-        return clamped.packed_backward(dy, gate_up, (limit, alpha, up_offset), interleaved)
+        return gated.packed_clamped_backward(dy, gate_up, (limit, alpha, up_offset), interleaved)
+
+
+# --- a gated MLP ---
+
+
+class TritonActivation:
+    """Launches of the kernels in gated.py."""
+
+    @staticmethod
+    def product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+        return gated.forward("gated_mlp", activation, gate, up)
+
+    @staticmethod
+    def gradients(
+        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of gate and up; act(gate) * up overwrites ``dproduct``."""
+        return gated.backward_and_product("gated_mlp", activation, dproduct, gate, up)
+
+
+gated_mlp = Implementation(*implement_gated_mlp(TritonActivation()))
+
+
+# --- squared ReLU ---
+
+
+@triton.jit
+def _value(x):
+    """max(x, 0)^2."""
+    x = tl.where(x < 0.0, 0.0, x)
+    return x * x
+
+
+@triton.jit
+def _slope(x):
+    """2 max(x, 0)."""
+    return tl.where(x < 0.0, 0.0, x) * 2.0
+
+
+relu_squared = Implementation(*pointwise("relu_squared", _value, _slope))
 
 
 OPERATORS = {
@@ -120,4 +170,6 @@ OPERATORS = {
     "geglu_packed": PackedGEGLU,
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,
+    "gated_mlp": gated_mlp,
+    "relu_squared": relu_squared,
 }

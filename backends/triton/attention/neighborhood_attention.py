@@ -2,8 +2,8 @@
 
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.attention.attention import supports
-from liger_multi.reference.attention.neighborhood_attention import forward_and_backward
+from liger_multi.reference.attention.operators import implement_neighborhood_attention
 
 __all__ = ["backward", "forward", "supports"]
 
-forward, backward = forward_and_backward(attention)
+forward, backward = implement_neighborhood_attention(attention)

@@ -13,6 +13,10 @@ which is known before the first column. So the loop carries no running maximum a
 and the loss is the logarithm of a sum that is at least 1. Where that sum overflows (a loss above
 88) or the anchor is not finite, a second pass starts from the row's maximum. The gradient may
 overwrite the row in a further pass, while the row is still in the cache.
+
+Kernels are made of passes over one row of any width: its sums, its maximum and its gradient. The
+softcap and the scale are None or run-time numbers, so that a temperature that changes does not
+compile again. One program makes the loss of the rows: sums, and the denominators of the mean.
 """
 
 from __future__ import annotations
@@ -28,22 +32,261 @@ from torch import Tensor
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LN2,
+    LOG2E,
     assume_cols,
     checked_cols,
     power_of_2,
+    round_to,
+    tanh,
     warps,
 )
-from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import (
-    fill_zero,
-    logit,
-    row_maximum,
-    row_pass,
-    write_gradient,
-)
-from liger_multi.backends.triton.cross_entropy.cross_entropy_reduce import filled, finish
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+
+# --- passes over one row; z is a logit after scale and softcap, in fp32 ---
+
+
+@triton.jit
+def logit(raw, scale, softcap):
+    """A raw logit after scale and softcap, in fp32."""
+    z = raw.to(tl.float32)
+    if scale is not None:
+        z = z * scale
+    if softcap is not None:
+        z = softcap * tanh(z * (1.0 / softcap))
+    return z
+
+
+@triton.jit
+def row_pass(
+    row_ptr, weight_ptr, cols, anchor, scale, softcap,
+    SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """One pass over a row: sums of exp(d), exp(d) d and w d with d = z - anchor, and the argmax.
+
+    Each lane keeps sums and a maximum of its own, so that no step waits for a reduction. Of equal
+    maxima, the first column counts. ``evict_last`` asks the cache to keep the row for a later pass.
+    """
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    spread = tl.zeros([BLOCK], tl.float32)
+    smooth = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = lane
+    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
+        col = start + lane
+        mask = col < cols
+        raw = tl.load(row_ptr + col, mask=mask, other=float("-inf"), eviction_policy="evict_last")
+        z = logit(raw, scale, softcap)
+        if scale is not None or softcap is not None:
+            z = tl.where(mask, z, float("-inf"))
+        d = z - anchor
+        e = tl.exp2(d * LOG2E)
+        total += e
+        if ENTROPY:
+            spread += e * tl.maximum(d, -200.0)  # below, e is 0
+        if SMOOTH:
+            if weight_ptr is not None:
+                d = d * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+            smooth += tl.where(mask, d, 0.0)
+        if ARGMAX:
+            place = tl.where(z > best, col, place)
+            best = tl.maximum(best, z)
+    first = tl.min(tl.where(best == tl.max(best, axis=0), place, cols - 1), axis=0)
+    return tl.sum(total, axis=0), tl.sum(spread, axis=0), tl.sum(smooth, axis=0), first
+
+
+@triton.jit
+def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
+    """The largest logit of the first ``cols`` columns of a row, after scale and softcap."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        raw = tl.load(row_ptr + col, mask=col < cols, other=float("-inf"))
+        z = logit(raw, scale, softcap)
+        best = tl.maximum(best, tl.where(col < cols, z, float("-inf")))
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
+    """Overwrite a row with zeros."""
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        tl.store(row_ptr + col, tl.zeros([BLOCK], row_ptr.dtype.element_ty), mask=col < cols)
+
+
+@triton.jit
+def write_gradient(
+    row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
+    ce_scale, zl_scale, z_weight, scale, softcap,
+    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
+
+    The pass runs from the last columns to the first. Where the rows in flight do not fit into the
+    cache together, it still holds the columns that the pass before read last (8192x128256 on an
+    H200: 1381 to 1248 us).
+    """
+    own = (1.0 - SMOOTHING) * ce_scale
+    if weight_ptr is not None:
+        own *= tl.load(weight_ptr + target).to(tl.float32)
+    p_scale = own + 2.0 * z_weight * lse * zl_scale
+    part = ce_scale * SMOOTHING / cols
+    if SMOOTHING != 0.0:
+        p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
+    last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
+    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
+        first = last - start
+        assume_cols(first)
+        col = first + tl.arange(0, BLOCK)
+        mask = col < cols
+        raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        z = logit(raw, scale, softcap)
+        dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
+        if SMOOTHING != 0.0:
+            if weight_ptr is not None:
+                dz -= part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+            else:
+                dz -= part
+        dz = tl.where(col == target, dz - own, dz)
+        if softcap is not None:
+            share = z * (1.0 / softcap)
+            dz *= 1.0 - share * share
+        if scale is not None:
+            dz *= scale
+        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- from rows to the loss ---
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """Rows a step and warps of the one program."""
+
+    block: int
+    num_warps: int
+
+
+def reduce_config(info: DeviceInfo, rows: int) -> ReduceConfig:
+    """One program for all rows, 8 of them a thread."""
+    block = min(4096, power_of_2(rows))
+    return ReduceConfig(block, warps(block // 8, info.warp_size))
+
+
+@triton.jit
+def _cross_entropy_reduce_kernel(
+    target_ptr, weight_ptr, ce_ptr, zl_ptr, argmax_ptr, loss_ptr, z_loss_ptr, accuracy_ptr,
+    denominators_ptr, target_stride, rows, cols, ignore_index, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Denominators of the mean and, where asked for, the reduced losses and the accuracy.
+
+    Program: the only one, so that sums have one order. It passes over the rows, BLOCK at a time.
+    Reads targets, their weights, and the rows' ce, zl and argmax. Writes the denominators (sum of
+    weights, count), and loss, z-loss and accuracy where they have a pointer. A mean over nothing is
+    0.
+    """
+    ce = tl.zeros([BLOCK], tl.float32)
+    zl = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    hits = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        target = tl.load(target_ptr + row.to(tl.int64) * target_stride, mask=mask, other=0)
+        valid = mask & (target != ignore_index)
+        count += valid.to(tl.int32)
+        if weight_ptr is not None:
+            label = tl.where((target >= 0) & (target < cols), target, 0)
+            weights += tl.load(weight_ptr + label, mask=valid, other=0.0).to(tl.float32)
+        if ce_ptr is not None:
+            ce += tl.load(ce_ptr + row, mask=mask, other=0.0)
+        if zl_ptr is not None:
+            zl += tl.load(zl_ptr + row, mask=mask, other=0.0)
+        if argmax_ptr is not None:
+            argmax = tl.load(argmax_ptr + row, mask=mask, other=-1)
+            hits += (valid & (argmax == target)).to(tl.int32)
+    counted = tl.sum(count, axis=0).to(tl.float32)
+    by_weight = tl.full([], 1.0, tl.float32)
+    by_count = by_weight
+    if MEAN:
+        by_count = counted
+        by_weight = tl.sum(weights, axis=0) if weight_ptr is not None else counted
+    tl.store(denominators_ptr, by_weight)
+    tl.store(denominators_ptr + 1, by_count)
+    z_loss = tl.sum(zl, axis=0)
+    z_loss = tl.where(by_count == 0.0, 0.0, z_loss / by_count)
+    if loss_ptr is not None:
+        loss = tl.sum(ce, axis=0)
+        tl.store(loss_ptr, tl.where(by_weight == 0.0, 0.0, loss / by_weight) + z_loss)
+    if z_loss_ptr is not None:
+        tl.store(z_loss_ptr, z_loss)
+    if accuracy_ptr is not None:
+        tl.store(accuracy_ptr, tl.sum(hits, axis=0).to(tl.float32) / tl.maximum(counted, 1.0))
+
+
+def filled(x: Optional[Tensor]) -> Optional[Tensor]:
+    """None in place of an output that nobody asked for."""
+    return x if x is not None and x.numel() else None
+
+
+def reduce_rows(
+    target: Tensor,
+    weight: Optional[Tensor],
+    rows: Optional[RowStats],
+    cols: int,
+    ignore_index: int,
+    reduction: str,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, z_loss, token_accuracy (scalars, empty where unwanted) and the two denominators.
+
+    Without ``rows`` only the denominators are computed.
+    """
+    wanted = outputs.split(",") if rows is not None else []
+
+    def empty(keep: bool) -> Tensor:
+        return target.new_empty(() if keep else (0,), dtype=torch.float32)
+
+    loss, by = empty(rows is not None), target.new_empty(2, dtype=torch.float32)
+    z_loss, accuracy = empty("z_loss" in wanted), empty("token_accuracy" in wanted)
+    ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
+    count = target.shape[0]
+    k = launch_config("cross_entropy.reduce", reduce_config, target.device, rows=count)
+    launch(
+        _cross_entropy_reduce_kernel, 1,
+        (target, weight, filled(ce), filled(zl), filled(argmax), filled(loss),
+         filled(z_loss), filled(accuracy), by, target.stride(0), count, cols, ignore_index),
+        (reduction == "mean", k.block), k.num_warps,
+    )  # fmt: skip
+    return loss, z_loss, accuracy, by
+
+
+def finish(
+    rows: RowStats, target: Tensor, weight: Optional[Tensor], cols: int, ignore_index: int,
+    reduction: str, outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
+    wanted = outputs.split(",")
+    predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
+    if reduction == "none":
+        z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
+        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
+        if "token_accuracy" in wanted:
+            accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
+    else:
+        loss, z_loss, accuracy, by = reduce_rows(
+            target, weight, rows, cols, ignore_index, reduction, outputs
+        )
+    return loss, z_loss, accuracy, predicted, rows.log_prob, rows.entropy, rows.lse, by
+
+
+# --- kernels of rows, and launchers ---
 
 
 @dataclass(frozen=True)

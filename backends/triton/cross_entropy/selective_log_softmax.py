@@ -17,9 +17,9 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import LN2, LOG2E, assume_cols, round_to
-from liger_multi.backends.triton.cross_entropy.cross_entropy import row_config
-from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import (
+from liger_multi.backends.triton.cross_entropy.cross_entropy import (
     fill_zero,
+    row_config,
     row_maximum,
     row_pass,
 )

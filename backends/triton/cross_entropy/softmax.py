@@ -29,7 +29,7 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import row_maximum, row_pass
+from liger_multi.backends.triton.cross_entropy.cross_entropy import row_maximum, row_pass
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 

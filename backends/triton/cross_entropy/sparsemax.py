@@ -26,7 +26,7 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     warps,
 )
-from liger_multi.backends.triton.cross_entropy.cross_entropy_passes import row_maximum
+from liger_multi.backends.triton.cross_entropy.cross_entropy import row_maximum
 from liger_multi.backends.triton.cross_entropy.softmax import backward_of
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 

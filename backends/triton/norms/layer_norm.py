@@ -6,7 +6,7 @@ With n = (x - mean) * rstd, rstd = (mean((x - mean)^2) + eps)^(-1/2):
     dx = rstd * (g - mean(g) - n * mean(g * n)),  g = dy * w
     dw = sum over rows of dy * n,  db = sum over rows of dy
 
-The tiling is that of :mod:`.rms_norm_kernels`: whole rows forward, persistent programs backward
+The tiling is that of :mod:`.rms_norm`: whole rows forward, persistent programs backward
 that keep both column sums in registers and leave one fp32 partial each. Rows too wide for registers
 loop over columns. There, every lane has a running mean and variance of its own columns (Welford
 1962), which are merged at the end of the row (Chan, Golub and LeVeque 1983).

@@ -1,6 +1,14 @@
-"""RMSNorm modulated by a condition (AdaLN, arXiv:2212.09748).
+"""RMSNorm modulated by a condition (AdaLN, arXiv:2212.09748), y = w n (1 + scale) + shift.
 
-:mod:`.modulated_rms_norm_kernels` has the maths; the launchers are here.
+With n = x * rstd, m = 1 + scale of the row's modulation, and w = weight + offset:
+
+    g  = dy * m * w,  dx = rstd * (g - n * mean(g * n)),  dw = sum over rows of dy * m * n
+    dscale = sum over a modulation's rows of dy * w * n,  dshift = the same sum of dy
+
+Forward gives a program a tile of rows. Backward gives a program some modulations, or, where there
+are few, some rows of one; its sums stay in registers. They leave in the dtype of the gradient, or
+as fp32 partials that another kernel adds in a fixed order. How many rows a modulation serves is a
+run-time number. Rows too wide for registers are read in steps.
 """
 
 from __future__ import annotations
@@ -9,30 +17,263 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     as_rows,
+    assume_cols,
+    assume_rows,
     cdiv,
     power_of_2,
+    round_to,
+    short_offsets,
     sum_all_partials,
     sum_partials,
     warps,
 )
-from liger_multi.backends.triton.norms.modulated_rms_norm_kernels import (
-    _modulated_rms_norm_backward_kernel,
-    _modulated_rms_norm_backward_wide_kernel,
-    _modulated_rms_norm_backward_wide_sums_kernel,
-    _modulated_rms_norm_forward_kernel,
-    _modulated_rms_norm_forward_wide_kernel,
-)
+from liger_multi.backends.triton.norms.rms_norm import _load_weight, _normalized
 from liger_multi.backends.triton.norms.row_config import (
     BackwardConfig,
     backward_config,
     forward_config,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+# --- kernels ---
+
+
+@triton.jit
+def _modulation(place, each, ROWS: tl.constexpr):
+    """The modulation of each row of a tile, counted from that of the first row.
+
+    The bounds hold anyway; AMD's compiler needs them for 32-bit offsets and cannot derive them.
+    """
+    found = place // each
+    if short_offsets():  # as the compiler of AMD cannot see
+        found = tl.minimum(tl.maximum(found, 0), ROWS)
+    return found
+
+
+@triton.jit
+def _modulated_rms_norm_forward_kernel(
+    x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, rows, cols, each, eps,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Modulated RMSNorm of rows that fit into registers.
+
+    Program: ROWS whole rows, which may have several modulations; reads x, scale, shift and weight,
+    writes rstd and y.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    row_mask = first + row < rows
+    mask = row_mask[:, None] & (col < cols)[None, :]
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
+    weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)[None, :]
+    x_offset = row[:, None] * x_stride + col[None, :]
+    x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+    # the scalar base is the modulation of the tile's first row
+    which = (first // each) * cols
+    at = _modulation((first % each).to(tl.int32) + row, each, ROWS)[:, None] * cols + col[None, :]
+    scale = tl.load(scale_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / cols + eps)
+    tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
+    y = _normalized(x, rstd[:, None], x_ptr.dtype.element_ty, ROUND) * weight * (1.0 + scale)
+    if shift_ptr is not None:
+        y += tl.load(shift_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
+    y_offset = row[:, None] * cols + col[None, :]
+    tl.store(y_ptr + first * cols + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _modulated_rms_norm_forward_wide_kernel(
+    x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, cols, each, eps,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums squares, the second reads x again and writes y.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
+    at = (row // each) * cols
+    x_ptr += row * x_stride
+    y_ptr += row * cols
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
+        y = _normalized(x, rstd, x_ptr.dtype.element_ty, ROUND) * (1.0 + scale)
+        y *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
+        if shift_ptr is not None:
+            y += tl.load(shift_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _modulated_rms_norm_backward_kernel(
+    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dscale_ptr, dshift_ptr, dweight_ptr,
+    dy_stride, x_stride, cols, each, modulations, splits, OFFSET: tl.constexpr,
+    EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradient of x, and sums of those of scale, shift and weight; rows fit into registers.
+
+    Program: persistent; every so many modulations, and of their rows every ``splits``-th tile of
+    ROWS rows.
+    For each modulation it reads dy, x and rstd of its tiles, writes dx, and sums dscale and dshift
+    in registers. They are written when the modulation ends, in the gradient's dtype or as fp32
+    partials of a split. The sum for the weight runs over all modulations and leaves as one fp32
+    partial a program.
+    """
+    program = tl.program_id(0)
+    split = program % splits
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    assume_rows(dy_ptr, dy_stride, ROWS)
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_cols(cols, BLOCK)
+    weight = _load_weight(weight_ptr, col, col < cols, OFFSET, EXACT)[None, :]
+    x_offset = row[:, None] * x_stride + col[None, :]
+    dy_offset = row[:, None] * dy_stride + col[None, :]
+    dx_offset = row[:, None] * cols + col[None, :]
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    for which in tl.range(program // splits, modulations, tl.num_programs(0) // splits):
+        begin = tl.cast(which, tl.int64) * each
+        at = tl.cast(which, tl.int64) * cols
+        scale = tl.load(scale_ptr + at + col, mask=col < cols, other=0.0).to(tl.float32)
+        scale = 1.0 + scale[None, :]
+        dscale = tl.zeros([ROWS, BLOCK], tl.float32)
+        dshift = tl.zeros([ROWS, BLOCK], tl.float32)
+        for tile in tl.range(split, tl.cdiv(each, ROWS), splits, num_stages=STAGES):
+            row_mask = tile * ROWS + row < each
+            first = begin + tile * ROWS
+            mask = row_mask[:, None] & (col < cols)[None, :]
+            g = tl.load(dy_ptr + first * dy_stride + dy_offset, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + first * x_stride + x_offset, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + first + row, mask=row_mask, other=0.0)[:, None]
+            rounded = _normalized(x, rstd, x_ptr.dtype.element_ty, ROUND)
+            if dshift_ptr is not None:
+                dshift += g
+            if dscale_ptr is not None:
+                dscale += g * rounded * weight
+            g *= scale
+            if dweight_ptr is not None:
+                dweight += g * rounded
+            if dx_ptr is not None:
+                g *= weight
+                n = x * rstd
+                dx = (g - n * (tl.sum(g * n, axis=1) / cols)[:, None]) * rstd
+                dx = round_to(dx, dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
+        at += tl.cast(split, tl.int64) * modulations * cols
+        if dscale_ptr is not None:
+            total = round_to(tl.sum(dscale, axis=0), dscale_ptr.dtype.element_ty)
+            tl.store(dscale_ptr + at + col, total, mask=col < cols)
+        if dshift_ptr is not None:
+            total = round_to(tl.sum(dshift, axis=0), dshift_ptr.dtype.element_ty)
+            tl.store(dshift_ptr + at + col, total, mask=col < cols)
+    if dweight_ptr is not None:
+        dweight_ptr += program.to(tl.int64) * cols
+        tl.store(dweight_ptr + col, tl.sum(dweight, axis=0), mask=col < cols)
+
+
+@triton.jit
+def _modulated_rms_norm_backward_wide_kernel(
+    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols, each,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of x for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass sums g * n over the row, the second reads again and writes dx.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    assume_cols(cols)
+    scale_ptr += (row // each) * cols
+    dy_ptr += row * dy_stride
+    x_ptr += row * x_stride
+    rstd = tl.load(rstd_ptr + row)
+    products = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        g = tl.load(dy_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        g *= 1.0 + tl.load(scale_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        products += g * _load_weight(weight_ptr, col, mask, OFFSET, EXACT) * (x * rstd)
+    along = tl.sum(products, axis=0) / cols
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        g = tl.load(dy_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        g *= 1.0 + tl.load(scale_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        g *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
+        dx = round_to((g - x * rstd * along) * rstd, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + row * cols + col, dx, mask=mask)
+
+
+@triton.jit
+def _modulated_rms_norm_backward_wide_sums_kernel(
+    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dscale_ptr, dshift_ptr, dweight_ptr, dy_stride,
+    x_stride, cols, each, modulations, splits, programs, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums of the gradients of scale, shift and weight for wider rows.
+
+    Program: BLOCK columns, and the modulations and rows that the kernel above gives to one of
+    ``programs`` programs. Writes as that kernel does.
+    """
+    program = tl.program_id(0) % programs
+    split = program % splits
+    start = (tl.program_id(0) // programs) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    col = start + lane
+    mask = col < cols
+    dy_ptr += start
+    x_ptr += start
+    weight = _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    for which in tl.range(program // splits, modulations, programs // splits):
+        at = tl.cast(which, tl.int64) * cols + start
+        scale = 1.0 + tl.load(scale_ptr + at + lane, mask=mask, other=0.0).to(tl.float32)
+        dscale = tl.zeros([BLOCK], tl.float32)
+        dshift = tl.zeros([BLOCK], tl.float32)
+        for index in tl.range(split, each, splits, num_stages=STAGES):
+            row = tl.cast(which, tl.int64) * each + index
+            g = tl.load(dy_ptr + row * dy_stride + lane, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * x_stride + lane, mask=mask, other=0.0).to(tl.float32)
+            n = _normalized(x, tl.load(rstd_ptr + row), x_ptr.dtype.element_ty, ROUND)
+            dshift += g
+            dscale += g * n * weight
+            dweight += g * n * scale
+        at += tl.cast(split, tl.int64) * modulations * cols
+        if dscale_ptr is not None:
+            dscale = round_to(dscale, dscale_ptr.dtype.element_ty)
+            tl.store(dscale_ptr + at + lane, dscale, mask=mask)
+        if dshift_ptr is not None:
+            dshift = round_to(dshift, dshift_ptr.dtype.element_ty)
+            tl.store(dshift_ptr + at + lane, dshift, mask=mask)
+    if dweight_ptr is not None:
+        dweight_ptr += program.to(tl.int64) * cols + start
+        tl.store(dweight_ptr + lane, dweight, mask=mask)
+
+
+# --- launchers ---
 
 
 @dataclass(frozen=True)

@@ -420,7 +420,7 @@ def _near_experts(a: Tensor, b: Tensor) -> bool:
 
 
 def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
-    from liger_multi.reference.experts.pairs import product
+    from liger_multi.reference.experts.fused_moe import product
 
     if kind.activation == "swiglu_clamped":
         numbers = dict(kind.clamps)

@@ -1,6 +1,0 @@
-"""Log-probabilities under a linear head: a GEMM per chunk, and Ascend row kernels."""
-
-from liger_multi.backends.npu.cross_entropy.logits import AscendRows
-from liger_multi.reference.cross_entropy.fused_linear_log_prob import forward_and_backward
-
-forward, backward = forward_and_backward(AscendRows())

@@ -1,0 +1,361 @@
+"""Statistics and gradients of rows of logits on vector cores: every loss over a vocabulary.
+
+With z = cap * tanh(scale * raw / cap), lse = logsumexp(z), log p = z - lse and t the row's target,
+one kernel reads a row once, keeping a maximum and sums for every lane:
+
+    lse, log p[t], sum_j w[j] (lse - z[j]), entropy, the place of the maximum
+
+and one writes a gradient from four numbers of the row:
+
+    dz[j] = p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target - smooth w[j]
+    draw = scale slope(z) dz
+
+A row whose numbers are all 0 gets zeros, whatever it holds.
+
+The loops over chunks are the reference's: the linear heads are a GEMM per chunk, and row kernels on
+its logits. In place, the gradient kernel writes where it read. npu_cross_entropy_loss keeps a
+second tensor of the logits' size, takes no negative ignore_index and none of the options, so it is
+not used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
+from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.cross_entropy.cross_entropy import (
+    implement_cross_entropy,
+    overwriting,
+    scale_,
+)
+from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
+from liger_multi.reference.cross_entropy.fused_linear import scale_to
+from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import (
+    implement_fused_linear_cross_entropy,
+)
+from liger_multi.reference.cross_entropy.fused_linear_log_prob import (
+    implement_fused_linear_log_prob,
+)
+from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream, needs_argmax
+
+# --- kernels and launchers ---
+
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+
+
+class Coefficients(NamedTuple):
+    """Four numbers of every row, of which the last two may be None."""
+
+    grad_target: Tensor
+    grad_lse: Tensor
+    entropy: Optional[Tensor] = None
+    smooth: Optional[Tensor] = None
+
+
+@triton.jit
+def _logit(raw, scale, cap, CAPPED: tl.constexpr):
+    """A raw logit after scale and softcap, in fp32; tanh(x) is 2 sigmoid(2 x) - 1."""
+    z = raw.to(tl.float32) * scale
+    if CAPPED:
+        z = cap * (2.0 * tl.sigmoid(2.0 * (z / cap)) - 1.0)
+    return z
+
+
+@jitted
+def _row_statistics_kernel(
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, log_prob_ptr, spread_ptr, entropy_ptr, argmax_ptr,
+    raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Statistics of rows of logits, in one pass.
+
+    Program: every num_programs-th row, in steps of BLOCK columns. Each lane keeps a running
+    maximum, and sums that shrink when it grows; lanes are merged at the row's end, so that no step
+    needs a reduction.
+    Writes lse, and those of log p[t], spread, entropy and argmax that have a pointer. A target that
+    is no class is never an address.
+    """
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        row_ptr = raw_ptr + row * raw_stride
+        most = tl.full([BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        spread = tl.zeros([BLOCK], tl.float32)
+        weighted = tl.zeros([BLOCK], tl.float32)
+        weights = tl.zeros([BLOCK], tl.float32)
+        # fp32, exact for 2^24 classes: the front end takes integers carried by a loop for addresses
+        place = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            raw = tl.load(row_ptr + col, mask=mask, other=0.0)
+            z = tl.where(mask, _logit(raw, scale, cap, CAPPED), LOWEST)
+            if argmax_ptr is not None:
+                place = tl.where(z > most, tl.cast(at, tl.float32), place)
+            new = tl.maximum(most, z)
+            shrink = tl.exp(most - new)
+            e = tl.where(mask, tl.exp(z - new), 0.0)
+            if entropy_ptr is not None:
+                spread = shrink * (spread + total * (most - new)) + e * tl.maximum(z - new, -200.0)
+            total = shrink * total + e
+            if spread_ptr is not None:
+                w = tl.where(mask, 1.0, 0.0)
+                if weight_ptr is not None:
+                    w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+                weighted += tl.where(mask, w * z, 0.0)
+                weights += w
+            most = new
+        top = tl.max(most, 0)
+        shrink = tl.exp(most - top)
+        every = summed(total * shrink, BLOCK)
+        log_total = tl.log(every)
+        tl.store(lse_ptr + row, top + log_total)
+        if log_prob_ptr is not None:
+            target = tl.load(target_ptr + row * target_stride)
+            own = tl.load(row_ptr + tl.where((target >= 0) & (target < cols), target, 0))
+            tl.store(log_prob_ptr + row, _logit(own, scale, cap, CAPPED) - top - log_total)
+        if spread_ptr is not None:
+            # sum w (lse - z), with no difference of large numbers but the unavoidable one
+            gaps = summed(weights * top - weighted, BLOCK)
+            tl.store(spread_ptr + row, gaps + summed(weights, BLOCK) * log_total)
+        if entropy_ptr is not None:
+            below = tl.where(total == 0.0, 0.0, shrink * (spread + total * (most - top)))
+            tl.store(entropy_ptr + row, log_total - summed(below, BLOCK) / every)
+        if argmax_ptr is not None:
+            first = tl.min(tl.where(most == top, place + lane.to(tl.float32), 0.0 + cols), 0)
+            tl.store(argmax_ptr + row, first.to(tl.int32))
+
+
+@jitted
+def _row_gradient_kernel(
+    raw_ptr, target_ptr, weight_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
+    smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of rows of logits from four numbers of each.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads each logit once and may
+    overwrite it. The row's numbers are own, share and, where they have a pointer, entropy and
+    smooth.
+    """
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        row_ptr = raw_ptr + row * raw_stride
+        target = tl.load(target_ptr + row * target_stride).to(tl.int32)
+        lse = tl.load(lse_ptr + row)
+        grad_target = tl.load(grad_target_ptr + row)
+        grad_lse = tl.load(grad_lse_ptr + row)
+        some = (grad_target != 0.0) | (grad_lse != 0.0)
+        entropy = 0.0
+        smooth = 0.0
+        if entropy_ptr is not None:
+            entropy = tl.load(entropy_ptr + row)
+            some = some | (entropy != 0.0)
+        if smooth_ptr is not None:
+            smooth = tl.load(smooth_ptr + row)
+            some = some | (smooth != 0.0)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            raw = tl.load(row_ptr + col, mask=mask, other=0.0)
+            z = _logit(raw, scale, cap, CAPPED)
+            log_p = z - lse
+            dz = tl.exp(log_p)
+            if entropy_ptr is not None:
+                dz = dz * (grad_lse - entropy * tl.maximum(log_p, -200.0))
+            else:
+                dz = dz * grad_lse
+            if smooth_ptr is not None:
+                if weight_ptr is not None:
+                    w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+                    dz = dz - smooth * w
+                else:
+                    dz = dz - smooth
+            dz = tl.where(col == target, dz + grad_target, dz)
+            if CAPPED:
+                dz = dz * (1.0 - (z / cap) * (z / cap))
+            dz = tl.where(some, dz * scale, 0.0)
+            tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _curve(spec: Objective) -> tuple[float, float, bool]:
+    return spec.logit_scale, spec.softcap or 1.0, spec.softcap is not None
+
+
+def _filled(t: Tensor) -> Optional[Tensor]:
+    return t if t.numel() else None
+
+
+def normalizers(raw: Tensor, scale: float) -> Tensor:
+    """The lse of scaled rows alone."""
+    rows, lse = as_rows(raw), raw.new_empty(raw.shape[0], dtype=torch.float32)
+    count, cols = rows.shape
+    start(
+        _row_statistics_kernel, count, rows, None, None, lse, None, None, None, None,
+        rows.stride(0), 0, count, cols, scale, 1.0, CAPPED=False,
+        BLOCK=block_of("row_statistics", rows, cols),
+    )  # fmt: skip
+    return lse
+
+
+def statistics(
+    raw: Tensor, target: Tensor, weight: Optional[Tensor], spec: Objective, outputs: str
+) -> RowStats:
+    """Statistics of every row; ``raw`` is left alone."""
+    raw = as_rows(raw)
+    rows, (count, cols) = RowStats.empty(raw.shape[0], spec, outputs, raw), raw.shape
+    log_prob, spread = torch.empty_like(rows.lse), None
+    argmax = target.new_empty(count if needs_argmax(outputs) else 0, dtype=torch.int32)
+    if spec.label_smoothing:
+        spread = torch.empty_like(rows.lse)
+    scale, cap, capped = _curve(spec)
+    start(
+        _row_statistics_kernel, count, raw, target, None if weight is None else weight.contiguous(),
+        rows.lse, log_prob, spread, _filled(rows.entropy), _filled(argmax), raw.stride(0),
+        target.stride(0), count, cols, scale, cap, CAPPED=capped,
+        BLOCK=block_of("row_statistics", raw, cols),
+    )  # fmt: skip
+    return _finished(rows, target, weight, spec, log_prob, spread, argmax, cols)
+
+
+def _finished(
+    rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
+    spread: Optional[Tensor], argmax: Tensor, cols: int,
+) -> RowStats:  # fmt: skip
+    """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
+    valid = target != spec.ignore_index
+    inside = (target >= 0) & (target < cols)
+    log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
+    ce = -log_prob
+    if weight is not None:
+        ce = ce * weight.float()[torch.where(inside, target, 0)]
+    if spread is not None:
+        eps = spec.label_smoothing
+        ce = (1 - eps) * ce + eps / cols * spread
+    made = (ce, spec.z_loss_weight * rows.lse.square(), rows.lse, log_prob, rows.entropy)
+    kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(made, rows)]
+    winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
+    return RowStats._make((*kept, winners))
+
+
+def coefficients(
+    target: Tensor, weight: Optional[Tensor], lse: Tensor, spec: Objective, cols: int, ce: Tensor,
+    zl: Tensor,
+) -> Coefficients:  # fmt: skip
+    """Coefficients of the gradient of ``ce`` cross entropies plus ``zl`` z-losses."""
+    valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
+    eps = spec.label_smoothing
+    grad_target = torch.full_like(lse, 1 - eps)
+    if weight is not None:
+        grad_target = grad_target * weight.float()[torch.where(valid, target, 0)]
+    total = eps if weight is None else eps / cols * weight.float().sum()
+    grad_lse = ce * (grad_target + total) + zl * (2 * spec.z_loss_weight) * lse
+    parts = (
+        -ce * grad_target,
+        grad_lse,
+        None,
+        (ce * (eps / cols)).expand(lse.shape) if eps else None,
+    )
+    return Coefficients._make(None if p is None else torch.where(valid, p, 0) for p in parts)
+
+
+def gradient_into(
+    out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+    spec: Objective, numbers: Coefficients,
+) -> None:  # fmt: skip
+    """Write the gradient of raw logits; ``out`` may be ``raw``, if its columns are adjacent."""
+    given, (count, cols) = as_rows(raw), raw.shape
+    scale, cap, capped = _curve(spec)
+    start(
+        _row_gradient_kernel, count, given, target,
+        None if weight is None else weight.contiguous(), lse.contiguous(),
+        *(None if p is None else p.contiguous() for p in numbers), out, given.stride(0),
+        target.stride(0), out.stride(0), count, cols, scale, cap, CAPPED=capped,
+        BLOCK=block_of("row_gradient", given, cols),
+    )  # fmt: skip
+
+
+# --- operators ---
+
+
+class AscendRows:
+    """Row kernels of losses over a vocabulary."""
+
+    statistics = staticmethod(statistics)
+    scale = staticmethod(scale_to)
+    rounding: Rounding = PLAIN
+
+    @staticmethod
+    def gradient_into(
+        out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
+        objective: Objective, scales: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``scales``' cross entropies and z-losses; ``out`` may be raw."""
+        cols = raw.shape[1]
+        numbers = coefficients(target, weight, lse, objective, cols, *scales)
+        room = as_rows(out)
+        given = room if out is raw else raw
+        gradient_into(room, given, target, weight, lse, objective, numbers)
+        if room is not out:
+            out.copy_(room)
+
+    @staticmethod
+    def statistics_and_gradient_(
+        raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
+        scales: Tensor, outputs: str,
+    ) -> RowStats:  # fmt: skip
+        """Statistics of a chunk; ``raw`` becomes its gradient."""
+        rows = statistics(raw, target, weight, objective, outputs)
+        by = (scales[0], scales[1])
+        AscendRows.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
+        return rows
+
+    @staticmethod
+    def gradient_(
+        raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor, objective: Objective,
+        dloss: Tensor,
+    ) -> None:  # fmt: skip
+        """``raw`` becomes its gradient for one upstream gradient a row."""
+        AscendRows.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
+
+    @staticmethod
+    def log_prob_gradient_(
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+    ) -> None:
+        """``raw`` becomes its gradient by log-probability, entropy and lse."""
+        parts = (None if p is None else p.float() for p in upstream)
+        numbers = Coefficients._make((*parts, None))
+        gradient_into(raw, raw, target, None, lse, objective, numbers)
+
+
+cross_entropy = Implementation(*implement_cross_entropy(AscendRows()))
+
+
+cross_entropy_inplace = Implementation(overwriting(AscendRows()), scale_)
+
+
+fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entropy(AscendRows()))
+
+
+fused_linear_log_prob = Implementation(*implement_fused_linear_log_prob(AscendRows()))
+
+
+token_log_prob = Implementation(*implement_token_log_prob(AscendRows()))
+
+
+OPERATORS = {
+    "cross_entropy": cross_entropy,
+    "cross_entropy_inplace": cross_entropy_inplace,
+    "fused_linear_cross_entropy": fused_linear_cross_entropy,
+    "fused_linear_log_prob": fused_linear_log_prob,
+    "token_log_prob": token_log_prob,
+}

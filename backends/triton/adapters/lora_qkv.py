@@ -1,7 +1,0 @@
-"""Linear layers with adapters: the vendor's GEMMs; a kernel splits thin matrices into parts."""
-
-from liger_multi.backends.triton.adapters.low_rank import split
-from liger_multi.reference.adapters.lora_qkv import forward_and_backward
-from liger_multi.reference.adapters.low_rank import LowRank
-
-forward, backward = forward_and_backward(LowRank(split))

@@ -1,0 +1,329 @@
+"""Cross entropy in place, and heads fused with it: the row kernels of cross_entropy.py in loops.
+
+The GEMMs of a head are the vendor library's. Statistics and gradient of a chunk of logits are one
+launch that reads every row twice, the second time from the cache, and overwrites it.
+Log-probabilities have the same statistics. Their backward computes a chunk of logits again and
+overwrites it by its gradient, each element read once and written once: with log p = z - lse,
+
+    dz[j] = p[j] (share - entropy log p[j]) + [j = t] own
+    dz / draw = scale * (1 - (z / cap)^2)
+
+where ``grad_target``, ``grad_lse`` and ``entropy`` are numbers of the row, all 0 where it gets no
+gradient. A gradient times a factor on the device is rounded once to another dtype: PyTorch has one
+vectorized launch only where all dtypes agree, and an fp32 sum of 128256x2048 that becomes bf16 took
+1.4 ms there (H200, 2026-11), four times what its bytes need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import (
+    LOG2E,
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    round_to,
+    warps,
+)
+from liger_multi.backends.triton.cross_entropy import cross_entropy as rows_of
+from liger_multi.backends.triton.cross_entropy.cross_entropy import (
+    curve,
+    fill_zero,
+    finish,
+    logit,
+    reduce_rows,
+    row_config,
+)
+from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.cross_entropy.float8 import Rounding
+from liger_multi.reference.cross_entropy.fused_linear import scale_to
+from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import (
+    implement_fused_linear_cross_entropy,
+)
+from liger_multi.reference.cross_entropy.fused_linear_log_prob import (
+    implement_fused_linear_log_prob,
+)
+from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
+from liger_multi.reference.cross_entropy.reduction import check_targets
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
+
+# --- in place ---
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """Columns a step and warps a program."""
+
+    block: int
+    num_warps: int
+
+
+def scale_config(info: DeviceInfo, rows: int, cols: int) -> ScaleConfig:
+    """8 columns a thread."""
+    return ScaleConfig(
+        min(8192, power_of_2(checked_cols(cols))), warps(min(8192, cols) // 8, info.warp_size)
+    )
+
+
+@triton.jit
+def _cross_entropy_inplace_backward_kernel(
+    dloss_ptr, logits_ptr, dloss_stride, row_stride, col_stride, cols, ADJACENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiply one row of the gradient, which has overwritten the logits, by the upstream one.
+
+    Program: one row; returns at once where the upstream gradient is 1. ADJACENT: columns are
+    contiguous; otherwise they are ``col_stride`` apart.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+    if dloss != 1.0:  # NaN differs from 1 and is multiplied
+        row_ptr = logits_ptr + row * row_stride
+        lane = tl.arange(0, BLOCK)
+        for start in tl.range(0, cols, BLOCK):
+            mask = start + lane < cols
+            if ADJACENT:
+                at = row_ptr + start + lane
+            else:
+                at = row_ptr + (tl.cast(start, tl.int64) + lane) * col_stride
+            value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            scaled = round_to(value * dloss, logits_ptr.dtype.element_ty)
+            tl.store(at, scaled, mask=mask)
+
+
+class CrossEntropyInplace:
+    """Cross entropy that overwrites the logits with their gradient, in one launch.
+
+    Backward multiplies by the upstream gradient, which is 1 for a loss that nobody scaled. The
+    kernel reads that number on the device and returns, so that the host needs no sync to know.
+    """
+
+    @staticmethod
+    def forward(
+        logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
+        label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
+        validate: bool, outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Loss and wanted outputs; ``logits`` holds the gradient of the loss, or of every row's."""
+        check_targets(target, logits.shape[1], ignore_index, validate)
+        options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
+        weight = None if weight is None else weight.contiguous()
+        *_, by = reduce_rows(target, weight, None, logits.shape[1], ignore_index, reduction, "")
+        rows = RowStats.empty(logits.shape[0], options, outputs, logits)
+        wide = logits if logits.stride(1) == 1 else logits.contiguous()
+        add_zl = reduction == "none" and z_loss_weight != 0.0
+        rows_of.loss_and_gradient_(
+            wide, target, weight, options, rows, by, add_zl=add_zl, inverse=True
+        )
+        if wide is not logits:
+            logits.copy_(wide)
+        cols = logits.shape[1]
+        return finish(rows, target, weight, cols, ignore_index, reduction, outputs)[:7]
+
+    @staticmethod
+    def backward(dloss: Tensor, logits: Tensor) -> None:
+        """Scale the gradient in ``logits`` by the upstream gradient, unless that is 1."""
+        rows, cols = logits.shape
+        if not logits.numel():
+            return
+        k = launch_config(
+            "cross_entropy_inplace.backward", scale_config, logits.device, rows=rows, cols=cols
+        )
+        strides = (dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1))
+        launch(
+            _cross_entropy_inplace_backward_kernel, rows, (dloss, logits, *strides, cols),
+            (logits.stride(1) == 1, k.block), k.num_warps,
+        )  # fmt: skip
+
+
+# --- a gradient times a factor ---
+
+
+@dataclass(frozen=True)
+class FlatConfig:
+    """Elements and warps of a program."""
+
+    block: int
+    num_warps: int
+
+
+def flat_config(info: DeviceInfo) -> FlatConfig:
+    """8 elements a thread: one 16-byte access of a 16-bit dtype."""
+    return FlatConfig(1024, warps(128, info.warp_size))
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """Multiply a contiguous tensor by a factor and cast it.
+
+    Program: BLOCK elements; reads the factor from the device, so that the host needs no sync.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    mask = first + lane < size
+    factor = tl.load(factor_ptr).to(tl.float32)
+    x = tl.load(x_ptr + first + lane, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first + lane, round_to(x * factor, out_ptr.dtype.element_ty), mask=mask)
+
+
+def scale(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in fp32, rounded once; without a factor a cast, or nothing."""
+    if factor is None or not gradient.numel():
+        return scale_to(gradient, factor, dtype)
+    out = torch.empty_like(gradient, dtype=dtype)
+    k = launch_config("scale", flat_config, gradient.device)
+    size = gradient.numel()
+    launch(
+        _scale_kernel, cdiv(size, k.block), (gradient, factor, out, size), (k.block,), k.num_warps
+    )
+    return out
+
+
+# --- cross entropy of a head ---
+
+
+def _contiguous(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
+class TritonRows:
+    """Row kernels over chunks of raw logits."""
+
+    scale = staticmethod(scale)
+    rounding: Rounding = TritonRounding()
+
+    @staticmethod
+    def statistics(
+        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
+    ) -> RowStats:
+        """Statistics of every row; ``raw`` is left alone."""
+        rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
+        rows_of.statistics(raw, target, _contiguous(weight), objective, rows)
+        return rows
+
+    @staticmethod
+    def statistics_and_gradient_(
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        objective: Objective,
+        scales: Tensor,
+        outputs: str,
+    ) -> RowStats:
+        """Statistics of a chunk; ``raw`` becomes its gradient."""
+        rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
+        rows_of.loss_and_gradient_(raw, target, _contiguous(weight), objective, rows, scales)
+        return rows
+
+    @staticmethod
+    def gradient_(
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: Tensor,
+        objective: Objective,
+        dloss: Tensor,
+    ) -> None:
+        """``raw`` becomes its gradient for one upstream gradient a row."""
+        ones = torch.ones(2, dtype=torch.float32, device=raw.device)
+        rows_of.gradient_into(
+            raw, dloss, raw, target, _contiguous(weight), lse.contiguous(), ones, objective
+        )
+
+
+fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entropy(TritonRows()))
+
+
+# --- log-probabilities, of a head and of given logits ---
+
+
+@triton.jit
+def _log_prob_gradient_kernel(
+    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride,
+    target_stride, cols,
+    scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Overwrite one row of logits with its gradient.
+
+    Program: one row; reads own, share and entropy of the row. Where all are 0 it writes zeros and
+    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once and
+    overwritten.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = raw_ptr + row * row_stride
+    assume_cols(cols)
+    grad_target = tl.load(grad_target_ptr + row)
+    grad_lse = tl.load(grad_lse_ptr + row)
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    entropy = tl.load(entropy_ptr + row) if ENTROPY else 0.0
+    if (grad_target == 0.0) & (grad_lse == 0.0) & (entropy == 0.0):
+        fill_zero(row_ptr, cols, BLOCK)
+        return
+    lse = tl.load(lse_ptr + row)
+    target = tl.load(target_ptr + row * target_stride).to(tl.int32)
+    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        z = logit(raw, scale, softcap)
+        log_p = z - lse
+        dz = tl.exp2(log_p * LOG2E)
+        if ENTROPY:
+            dz *= grad_lse - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
+        else:
+            dz *= grad_lse
+        dz = tl.where(col == target, dz + grad_target, dz)
+        if softcap is not None:
+            part = z * (1.0 / softcap)
+            dz *= 1.0 - part * part
+        if scale is not None:
+            dz *= scale
+        tl.store(row_ptr + col, round_to(dz, row_ptr.dtype.element_ty), mask=mask)
+
+
+class TritonLogProbRows(TritonRows):
+    """Row kernels over chunks of raw logits."""
+
+    @staticmethod
+    def log_prob_gradient_(
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+    ) -> None:
+        """``raw``, whose columns are adjacent, becomes its gradient."""
+        count, cols = raw.shape
+        if not raw.numel():
+            return
+        # the passes of the cross entropy keep as many values a column in registers
+        sums = 1 + (upstream.entropy is not None) + (objective.softcap is not None)
+        name = "fused_linear_log_prob.backward"
+        k = launch_config(name, row_config, raw.device, rows=count, cols=cols, sums=sums)
+        strides = (raw.stride(0), target.stride(0))
+        launch(
+            _log_prob_gradient_kernel, count,
+            (raw, target, lse, *upstream, *strides, cols, *curve(objective)),
+            (k.block, k.unroll), k.num_warps,
+        )  # fmt: skip
+
+
+fused_linear_log_prob = Implementation(*implement_fused_linear_log_prob(TritonLogProbRows()))
+
+
+token_log_prob = Implementation(*implement_token_log_prob(TritonLogProbRows()))
+
+
+OPERATORS = {
+    "cross_entropy_inplace": CrossEntropyInplace,
+    "fused_linear_cross_entropy": fused_linear_cross_entropy,
+    "fused_linear_log_prob": fused_linear_log_prob,
+    "token_log_prob": token_log_prob,
+}
