@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -286,6 +286,24 @@ class Square(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return 2 * x * gradient
+
+
+@pytest.mark.parametrize("swaps", [False, lazy_tensors.SWAPS])
+@pytest.mark.parametrize("write", [Tensor.addcmul_, Tensor.addcdiv_, Tensor.add_])
+def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatch):
+    """What in-place dropout returned is real, and the logits beside it are those of before."""
+    monkeypatch.setattr(lazy_tensors, "SWAPS", swaps)
+
+    def written(model):
+        z = model(input_ids=IDS, labels=IDS).logits
+        z.sigmoid_()
+        found = F.dropout(z, 0.0, inplace=True)
+        with torch.no_grad():
+            write(found, *[z] * (1 if write is Tensor.add_ else 2))
+        return z
+
+    stock, ours = models
+    torch.testing.assert_close(real_logits(written(ours)), written(stock), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("swaps", [False, lazy_tensors.SWAPS])

@@ -266,6 +266,7 @@ class LazyLogits(Tensor):
     """See the module's docstring; made by :func:`lazy_logits` only."""
 
     _slot: Slot
+    _becomes_real = True
 
     @staticmethod
     def __new__(cls: type[LazyLogits], slot: Slot) -> LazyLogits:

@@ -349,6 +349,8 @@ class LossLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
+        if any(getattr(kind, "_becomes_real", False) for kind in types):
+            return NotImplemented  # lazy logits among the arguments become real first
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], LossLogits) else None
         if func in HOOKS and first is not None and first._late:
