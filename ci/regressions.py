@@ -280,7 +280,7 @@ CASES = (
         "LK #636, LK #385",
         (
             Break(
-                "a class that is only equal to the stock one comes back",
+                "a class that is only equal to the original one comes back",
                 "liger_multi/patching/replace/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",

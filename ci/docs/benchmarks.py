@@ -209,15 +209,15 @@ in `benchmarks/results` have every curve; `python -m benchmarks.convergence` mak
 `make test-full` trains some of the architectures.
 
 Training amplifies rounding, so two right programs part as well. How far, two **controls** say:
-stock runs whose weights start off by at most one unit in the last place, and whose gradients
+unpatched runs whose weights start off by at most one unit in the last place, and whose gradients
 are off by as much in every step. The bounds were written (`benchmarks/convergence.py`) before
 anything ran:
 
-* **Distance** is the root of the mean square of the relative differences from stock in all steps so
-  far. In every step from the {EARLIEST}th on, that of a patched run may be {FACTOR:g} times that of
-  the farther control (and 1e-6 more), for the loss and for the gradient's norm: a patched layer
-  rounds at some ten other places in each direction where a control is rounded once, and independent
-  errors add as a root.
+* **Distance** is the root of the mean square of the relative differences from the unpatched run in
+  all steps so far. In every step from the {EARLIEST}th on, that of a patched run may be
+  {FACTOR:g} times that of the farther control (and 1e-6 more), for the loss and for the gradient's
+  norm: a patched layer rounds at some ten other places in each direction where a control is rounded
+  once, and independent errors add as a root.
 * **The end**: the mean loss of the last {LAST} steps differs by at most
   {100 * FINAL["float32"]:g} % in fp32 and {100 * FINAL["bfloat16"]:g} % in bf16; other weights at
   the start move it by about as much as the latter.
@@ -238,8 +238,8 @@ def _used(found: Verdict) -> str:
 
 def runs(data: Mapping[str, Any]) -> list[str]:
     """A row for every model, dtype and patch."""
-    columns = "| model | dtype | stock's loss: first, last mean | patched by | its end, from "
-    columns += "stock's | used: loss, gradient | other weights' end |"
+    columns = "| model | dtype | unpatched loss: first, last mean | patched by | its end, from "
+    columns += "unpatched | used: loss, gradient | other weights' end |"
     lines = [columns, "|---|---|---|---|---|---|---|"]
     for row in data["rows"]:
         found, stock = row["curves"], row["curves"]["stock"]["loss"]
@@ -282,7 +282,7 @@ def curves_page() -> str:
         out += [f"## {'Seeded bugs, ' if seeded else ''}{device}", "", said, ""]
         picture = PICTURES / f"convergence-{store.card(data)}{'-bugs' if seeded else ''}.png"
         if picture.exists():
-            out += [f"![losses, and their distance from stock]({picture.name})", ""]
+            out += [f"![losses, and their distance from the unpatched run]({picture.name})", ""]
         out += [*(bugs(data) if seeded else runs(data)), ""]
     return "\n".join(out)
 
@@ -412,8 +412,8 @@ def _how(row: dict[str, Any]) -> str:
 
 
 def stories() -> list[str]:
-    """Static and dynamic bytes, stock and patched, and what the patch saves of the peak."""
-    columns = "| model, batch x tokens | how | static | stock: dynamic | logits | peak "
+    """Static and dynamic bytes, unpatched and patched, and what the patch saves of the peak."""
+    columns = "| model, batch x tokens | how | static | unpatched: dynamic | logits | peak "
     columns += "| patched: dynamic | logits | peak | saved |"
     lines = [columns, "|---|---|---|---|---|---|---|---|---|---|"]
     for _, row in store.rows("memory-estimates"):
@@ -440,7 +440,7 @@ def measured_peaks() -> list[str]:
         case = row["case"]
         name = [f"{case['model']} {case['batch']} x {case['sequence']}", case["dtype"]]
         name += ["LoRA"] * case["lora"] + ["checkpointing"] * case["checkpointing"]
-        name.append("patched" if case["patched"] else "stock")
+        name.append("patched" if case["patched"] else "baseline")
         got = row.get("measured_bytes")
         shown = f"{got / 2**20:,.1f}" if got else row["failure"]
         error = f"{round(row['error_percent'], 1) + 0.0:+.1f} %" if got else "-"
@@ -597,7 +597,7 @@ RECOMPUTE_START, RECOMPUTE_END = "<!-- recompute:start -->", "<!-- recompute:end
 
 
 def table() -> list[str]:
-    """Step and peak of the newest run, by policy, stock and patched."""
+    """Step and peak of the newest run, by policy, unpatched and patched."""
     found = store.rows("recompute")
     data = found[-1][0]
     by: dict[str, dict[bool, Any]] = {}
@@ -605,7 +605,7 @@ def table() -> list[str]:
         by.setdefault(row["variant"], {})[row["patched"]] = row
     said = f"{store.device(data)}, torch {data['versions']['torch'].partition('+')[0]}, "
     said += f"{data['date'][:10]}; step and peak:"
-    lines = [said, "", "| | stock, ms | GiB | patched, ms | GiB |", "|---|---|---|---|---|"]
+    lines = [said, "", "| | unpatched, ms | GiB | patched, ms | GiB |", "|---|---|---|---|---|"]
     for variant, rows in by.items():
         cells = [variant]
         for patched in (False, True):

@@ -1,4 +1,4 @@
-"""The pages of verification and of coverage: what ran where, which models equal stock.
+"""The pages of verification and of coverage: what ran where, which models equal the original.
 
 The first is made of the results that the repository keeps, the second of the result of the sweep.
 """
@@ -185,7 +185,7 @@ COVERAGE_HEAD = """\
 # Coverage
 
 A tiny random model of every registered pair of model type and class with a language-model head runs
-one training step with labels, stock and patched. The loss has to agree to {loss:g} and every
+one training step with labels, unpatched and patched. The loss has to agree to {loss:g} and every
 gradient to {gradient:g} of its largest entry (plus {floor:g} of the largest of all), with random
 norm weights. This page is made of the kept result of
 
@@ -286,7 +286,7 @@ def measured(outcome: dict[str, Any]) -> bool:
 
 
 def equal(outcome: dict[str, Any]) -> bool:
-    """Whether the step is equal to stock, and what ran in it is known."""
+    """Whether the step is equal to the unpatched one, and what ran in it is known."""
     return outcome["status"] == "equal" and measured(outcome)
 
 
@@ -308,8 +308,8 @@ def _summary(pairs: list[dict[str, Any]]) -> str:
     rotary = {o["type"] for o in pairs if covers(o) >= {*every, "rotary"}}
     lines = [
         (
-            f"* {len(pairs)} pairs: **{states['equal']} equal to stock**, {states['different']} "
-            f"different, {states['not built']} without a step on this machine."
+            f"* {len(pairs)} pairs: **{states['equal']} equal to the original**, "
+            f"{states['different']} different, {states['not built']} without a step here."
         ),
         *_executed([o for o in pairs if equal(o)]),
         (

@@ -116,12 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", metavar="FILE", type=checking.path)
     action.set_defaults(run=_check)
 
-    text = "train small Hugging Face models stock and patched, and compare loss, memory and speed"
+    text = (
+        "train small Hugging Face models unpatched and patched, and compare loss, memory and speed"
+    )
     command = commands.add_parser("demo", help=text, description=text)
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
 
-    text = "where the memory of one training step goes, stock and patched"
+    text = "where the memory of one training step goes, unpatched and patched"
     command = commands.add_parser("memory-demo", help=text, description=text)
     memory_demo.add_memory_arguments(command)
     command.set_defaults(run=memory_demo.run_memory)

@@ -60,7 +60,7 @@ def _experts(module: Any) -> bool:
 
 
 def _settled(module: nn.Module, probe: Any) -> Any:
-    """What a probe says of an instance; a compiler that comes first sees the stock forward."""
+    """What a probe says of an instance; a compiler that comes first sees the original forward."""
     found = getattr(module, _KEY, _ABSENT)
     if found is _ABSENT:
         if torch.compiler.is_compiling():

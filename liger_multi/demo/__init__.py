@@ -1,1 +1,1 @@
-"""The demo: real Hugging Face models, trained stock and patched on real text, side by side."""
+"""The demo: real Hugging Face models, trained unpatched and patched on real text, side by side."""

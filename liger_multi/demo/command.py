@@ -1,4 +1,4 @@
-"""The commands of the demo: train stock and patched, and show where the memory of a step goes.
+"""The commands of the demo: train unpatched and patched, and show where the memory of a step goes.
 
 ``liger-multi demo`` shows both while they run and judges the result; ``liger-multi memory-demo``
 profiles one step of each.
@@ -37,7 +37,7 @@ FILES = ("demo.png", "demo.json")
 NEEDED = ("transformers", "accelerate", "tokenizers", "rich", "matplotlib")
 # Both runs do the same arithmetic in another order. In float32 one loss near 10 carries a rounding
 # error of about 1e-6, which some tens of optimizer steps amplify. In bfloat16 the first ten steps
-# agree within 4e-4, then two trajectories drift: on an H200 (2026-11) the stock run differs from a
+# agree within 4e-4, then two trajectories drift: on an H200 (2026-11) a run differs from a
 # repetition of itself, as kernels add in varying order, by 1.4e-3 after 25 steps, 1.3e-2 after 50.
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; 0 when the patched curves equal the stock ones and memory dropped, else 1."""
+    """Run the demo; 0 when the curves are equal and memory dropped, else 1."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise LigerMultiError(
@@ -137,7 +137,9 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
         "where": plan.where,
         "bound": plan.bound,
         "problems": problems,
-        "models": {k: {"stock": as_data(a), "patched": as_data(b)} for k, (a, b) in pairs.items()},
+        "models": {
+            k: {"unpatched": as_data(a), "patched": as_data(b)} for k, (a, b) in pairs.items()
+        },
     }
     (arguments.output / "demo.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     display.closing(pairs, problems, verdict, picture, time.perf_counter() - begin)
@@ -147,12 +149,12 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
 def _pair(
     kind: str, data: Any, plan: DemoConfig, patch: Callable[[Any], Any], display: Display
 ) -> tuple[Run, Run]:
-    """Train one model stock, then patched, from the same weights on the same batches."""
+    """Train one model unpatched, then patched, from the same weights on the same batches."""
     from liger_multi.demo import training
 
     model = training.build(kind, plan.scale, plan.seed)
     display.model(kind, model)
-    with display.progress(f"{kind} stock", plan) as advance:
+    with display.progress(f"{kind} unpatched", plan) as advance:
         stock = training.train(model, data, plan, advance)
     # The first model must be gone before the second one's memory is measured.
     del model
@@ -174,12 +176,12 @@ def judge(kind: str, stock: Run, patched: Run, bound: float) -> list[str]:
     if bad:
         i = bad[0]
         problems.append(
-            f"{kind}: the curves part at step {i + 1}: stock {stock.losses[i]:.6f}, "
+            f"{kind}: the curves part at step {i + 1}: unpatched {stock.losses[i]:.6f}, "
             f"patched {patched.losses[i]:.6f}, difference {gaps[i]:.1e}, bound {bound:g}"
         )
     if patched.peak_bytes >= stock.peak_bytes:
         problems.append(
-            f"{kind}: peak memory did not drop: stock {format_bytes(stock.peak_bytes)}, "
+            f"{kind}: peak memory did not drop: unpatched {format_bytes(stock.peak_bytes)}, "
             f"patched {format_bytes(patched.peak_bytes)}"
         )
     return problems
@@ -200,7 +202,7 @@ def as_data(run: Run) -> dict[str, Any]:
 
 # --- memory-demo ---
 
-MEMORY_FILES = ("memory.png", "stock.json", "patched.json")
+MEMORY_FILES = ("memory.png", "unpatched.json", "patched.json")
 MEMORY_NEEDED = ("transformers", "matplotlib")
 
 
@@ -224,7 +226,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
-    """Profile a step stock and patched; 0 when the patched one has the lower peak, else 1."""
+    """Profile a step unpatched and patched; 0 when the patched one has the lower peak, else 1."""
     missing = [name for name in MEMORY_NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise LigerMultiError(
@@ -264,7 +266,7 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    title = f"{arguments.model} {'patched' if patched else 'stock'}"
+    title = f"{arguments.model} {'patched' if patched else 'unpatched'}"
     made = profile(step, model=model, optimizer=optimizer, title=title)
     gc.collect()
     return made
@@ -277,9 +279,9 @@ def _show_memory(both: Comparison, folder: Path) -> None:
     page.sections += comparison_page(both).sections
     folder.mkdir(exist_ok=True)
     both.draw(folder / "memory.png")
-    for name, made in (("stock", both.first), ("patched", both.second)):
+    for name, made in (("unpatched", both.first), ("patched", both.second)):
         made.save(folder / f"{name}.json")
     first, second = both.first.peak_bytes, both.second.peak_bytes
-    drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of stock"
+    drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"
     page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]
     page.show()

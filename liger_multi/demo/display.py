@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # --- on the screen ---
 
 HEADER = (
-    f"{'step':>5}  {'stock loss':>10}  {'patched':>10}  {'difference':>10}  "
-    f"{'stock memory':>12}  {'patched':>11}"
+    f"{'step':>5}  {'unpatched':>10}  {'patched':>10}  {'difference':>10}  "
+    f"{'unpatched':>12}  {'patched':>11}"
 )
 
 
@@ -75,7 +75,7 @@ class Display:
         self.console.print(
             Panel(
                 grid,
-                title="liger_multi demo: the unmodified Hugging Face Trainer, stock and patched",
+                title="liger_multi demo: the Hugging Face Trainer, unpatched and patched",
             )
         )
 
@@ -128,9 +128,9 @@ class Display:
 
     def summary(self, kind: str, stock: Run, patched: Run) -> None:
         """Memory and throughput of a pair of runs."""
-        table = Table(title=f"{kind}: stock and patched", title_justify="left")
+        table = Table(title=f"{kind}: unpatched and patched", title_justify="left")
         table.add_column("")
-        for name in ("stock", "patched", "ratio"):
+        for name in ("baseline", "patched", "ratio"):
             table.add_column(name, justify="right")
         peaks = stock.peak_bytes, patched.peak_bytes
         table.add_row(
@@ -216,7 +216,7 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
             axes[2, column].set_xlabel("training step")
             axes[2, column].xaxis.set_major_locator(MaxNLocator(integer=True))
         for row, label in enumerate(
-            ("training loss", "|patched - stock|", "peak memory of the step [MiB]")
+            ("training loss", "|patched - unpatched|", "peak memory of the step [MiB]")
         ):
             axes[row, 0].set_ylabel(label)
         figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=15, fontweight="bold")
@@ -233,7 +233,7 @@ def _loss(axis: Any, name: str, stock: Run, patched: Run) -> None:
         color=STOCK,
         lw=6,
         alpha=0.35,
-        label="stock",
+        label="unpatched",
         solid_capstyle="round",
     )
     axis.plot(
@@ -276,7 +276,7 @@ def _difference(axis: Any, stock: Run, patched: Run, bound: float) -> None:
 
 
 def _memory(axis: Any, stock: Run, patched: Run) -> None:
-    for run, color, label in ((stock, STOCK, "stock"), (patched, PATCHED, "patched")):
+    for run, color, label in ((stock, STOCK, "unpatched"), (patched, PATCHED, "patched")):
         points = [(i + 1, p.peak_bytes / MIB) for i, p in enumerate(run.peaks) if p is not None]
         steps, sizes = zip(*points, strict=True)
         axis.fill_between(steps, sizes, step="mid", color=color, alpha=0.16, lw=0)

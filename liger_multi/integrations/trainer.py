@@ -22,7 +22,7 @@ class TrainerCallback(transformers.TrainerCallback):
     Args:
         strict: Raise when anything that was asked for is skipped.
         unpatch_at_end: When training ends, give every module the class that it had before: the
-            stock one, or an earlier patch of yours.
+            original one, or an earlier patch of yours.
         ops: Operators and their options, as for :func:`liger_multi.patch`.
 
     Raises:

@@ -72,7 +72,7 @@ class StorageMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one operator and take stock of its inputs and outputs."""
+        """Run one operator and record its inputs and outputs."""
         # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
         plain = torch.Tensor.__torch_dispatch__
         if any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types):

@@ -73,7 +73,7 @@ def profile(
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
-    """Two profiles beside each other, such as stock and patched."""
+    """Two profiles beside each other, such as unpatched and patched."""
     return Comparison(first, second)
 
 

@@ -65,7 +65,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
 
     Nothing is copied, renamed or written into the modules: the classes of single instances change,
     and :func:`unpatch` gives them back. A call states the whole configuration: an operator that an
-    earlier call turned on and this one turns off goes back to stock.
+    earlier call turned on and this one turns off goes back to the original class.
 
     Args:
         model: A model, or a model type such as ``"llama"`` for the models of that type built from

@@ -68,7 +68,7 @@ def test_the_demo_succeeds(demo):
 
 def test_the_curves_are_equal(numbers):
     for runs in numbers["models"].values():
-        stock, patched = (runs[kind]["losses"] for kind in ("stock", "patched"))
+        stock, patched = (runs[kind]["losses"] for kind in ("unpatched", "patched"))
         assert len(stock) == len(patched) == 4
         assert max(abs(a - b) for a, b in zip(stock, patched, strict=True)) <= 1e-4
         assert stock[0] > stock[-1] > 0, "it learns"
@@ -76,7 +76,7 @@ def test_the_curves_are_equal(numbers):
 
 def test_memory_drops(numbers):
     for runs in numbers["models"].values():
-        stock, patched = (runs[kind] for kind in ("stock", "patched"))
+        stock, patched = (runs[kind] for kind in ("unpatched", "patched"))
         peaks = [max(filter(None, run["peak_bytes"])) for run in (stock, patched)]
         assert peaks[1] < 0.75 * peaks[0]
         assert stock["widest_bytes"] == 4 * 192 * 32768 * 4, "all logits"
@@ -123,9 +123,9 @@ def run(losses, peak):
     [
         ([5.0, 4.0], 50, []),
         ([5.0, 4.00009], 50, []),
-        ([5.0, 4.0002], 50, ["m: the curves part at step 2: stock 4.000000, patched 4.000200"]),
+        ([5.0, 4.0002], 50, ["m: the curves part at step 2: unpatched 4.000000, patched 4.000200"]),
         ([float("nan"), 4.0], 50, ["m: the curves part at step 1"]),
-        ([5.0, 4.0], 100, ["m: peak memory did not drop: stock 100 B, patched 100 B"]),
+        ([5.0, 4.0], 100, ["m: peak memory did not drop: unpatched 100 B, patched 100 B"]),
         ([6.0, 4.0], 101, ["m: the curves part at step 1", "m: peak memory did not drop"]),
     ],
 )

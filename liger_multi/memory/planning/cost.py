@@ -134,7 +134,7 @@ def card_of(given: str | int | Card) -> tuple[Card, int]:
 # --- time ---
 
 PRODUCTS, STREAM, LINK = 0.65, 0.8, 0.7  # reached shares of published rates
-# Seconds of a host for an operator, Python's and autograd's parts included: stock steps of few
+# Seconds of a host for an operator, Python's and autograd's parts included: unpatched steps of few
 # tokens took 25 to 39 us (H200 machine, torch 2.11, 2026-11-22).
 LAUNCH = 30e-6
 # Operators that a half of one of ours is told as, and a tensor that goes to the host and back:

@@ -132,7 +132,7 @@ class Settings:
         return cls(**data)
 
     def __str__(self) -> str:
-        parts = ["patched" if self.patched else "stock", self.precision]
+        parts = ["patched" if self.patched else "unpatched", self.precision]
         if self.layers:
             parts.append(f"recompute {self.recompute} x {self.layers}")
         parts += [f"MLP in {self.tiles} tiles"] * (self.tiles > 1)

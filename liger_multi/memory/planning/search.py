@@ -47,7 +47,7 @@ class Space:
     Attributes:
         precisions: Of :data:`PRECISIONS`.
         policies: Of :data:`liger_multi.memory.POLICIES`.
-        patched: Patched, stock or both.
+        patched: Patched, unpatched or both.
         tiled: Whether MLPs may run in tiles.
         offload: Whether activations may wait on the host.
         offload_states: Where optimizer states may stand beside the device.

@@ -96,7 +96,7 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
     """A copy of a module's attributes without parameters, buffers, submodules and hooks.
 
     Args:
-        module: The module to copy; its stock class is taken.
+        module: The module to copy; its original class is taken.
         sizes: Integers among the attributes to replace, for a copy with smaller layers.
     """
     kind = unpatched_class(module)
@@ -202,7 +202,7 @@ def disagreement(
         stock: Its own forward, called with the inputs.
         ours: The formula, called with the same.
         inputs: Tensors; gradients by those of floating point are compared.
-        close: Whether an output of stock's and one of ours agree.
+        close: Whether an output of the original's and one of ours agree.
         generator: For upstream gradients.
     """
     for training, grad in MODES:

@@ -29,8 +29,8 @@ class Replacement:
     """What a probe says that a module should run.
 
     Attributes:
-        forward: Called with the module, its stock forward and the arguments of the call. A function
-            of a module, not a lambda, where models are pickled.
+        forward: Called with the module, its original forward and the arguments of the call. A
+            function of a module, not a lambda, where models are pickled.
         shown: What the report calls it.
         settings: Anything hashable that distinguishes replacements by one function.
     """
@@ -51,7 +51,7 @@ class Replaced(Patched):
     """A module that runs what a registered probe found for it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The replacement, with the stock forward; that alone where somebody replaced it."""
+        """The replacement, with the original forward; that alone where somebody replaced it."""
         if not isinstance(self, Replaced):
             return type(self).forward(self, *args, **kwargs)
         if not code_holds(type(self)):

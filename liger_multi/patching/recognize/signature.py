@@ -224,7 +224,7 @@ def signature_of(
 
     Args:
         module: A module.
-        kind: Its stock class.
+        kind: Its original class.
         taken: Names that the operator reads or calls itself.
         names: What the forward was seen to ask for, beside what its code names.
         starts: The methods that run.

@@ -201,7 +201,7 @@ class SharedInput(Patched):
     """A module that computes its projections with adapters together."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock forward; compiled graphs and unknown forms of a call have layer by layer."""
+        """The original forward; compiled graphs and unknown forms of a call have layer by layer."""
         if not isinstance(self, SharedInput):
             return type(self).forward(self, *args, **kwargs)
         group = None if torch.compiler.is_compiling() else _group(self, args, kwargs)

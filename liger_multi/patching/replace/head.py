@@ -3,8 +3,8 @@
 The vocabulary of a tensor parallel model is split over processes. The layer holds a DTensor, and
 hooks (PyTorch's styles) or a replaced forward (transformers') hand it the hidden states and collect
 what it returns. So it is the call of the module that gives lazy logits here: of the whole
-vocabulary, as the stock call returns them. Their loss is that of ``liger_multi.nn.vocab_parallel``,
-for which no process sees another one's logits; everything else takes the stock call.
+vocabulary, as the original call returns them. Their loss is ``liger_multi.nn.vocab_parallel``'s,
+for which no process sees another one's logits; everything else takes the original call.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _all_fit(head: Any, hidden: Tensor) -> bool:
 
 
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of real logits; None where the stock forward would raise."""
+    """The dtype of real logits; None where the original forward would raise."""
     kind = hidden.device.type
     asked = autocast_dtype(kind)
     if asked is not None and hidden.dtype != torch.float64:
@@ -231,7 +231,7 @@ class ShardedHead(LazyHead):
         return cast(Tensor, nn.Module.__call__(self, hidden))
 
     def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
-        """The layer's own product, which the stock call asks for."""
+        """The layer's own product, which the original call asks for."""
         return LazyHead.stock_forward(self, hidden)
 
 

@@ -41,7 +41,7 @@ class MlpSettings:
         options: What the patch call asked for.
         lora: Whether adapters on the layers are part of the operator.
         casts: Whether the last layer's input takes the dtype of its weight, as in T5.
-        signature: What must not have changed since the probe, or the stock forward runs.
+        signature: What must not have changed since the probe, or the original forward runs.
     """
 
     kind: MlpKind
@@ -72,7 +72,7 @@ class FusedMlp(Patched):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The MLP with few activations kept for backward; what was not probed runs stock."""
+        """The MLP with few activations kept for backward; what was not probed runs the original."""
         if not isinstance(self, FusedMlp):
             return cast(Tensor, type(self).forward(self, *args, **kwargs))
         kind = type(self)
@@ -256,7 +256,7 @@ class ExpertsSettings:
 
     @property
     def signature(self) -> Signature:
-        """What must not have changed since the probe, or the stock forward runs."""
+        """What must not have changed since the probe, or the original forward runs."""
         return self.kind.signature
 
     @property
@@ -269,7 +269,7 @@ class FusedExperts(Patched):
     """All experts of a layer as one operator."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts with nothing kept but gate and up; what was not probed runs stock."""
+        """The experts with nothing kept but gate and up; what was not probed runs the original."""
         if not isinstance(self, FusedExperts):
             return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, type(self)._liger_multi_swap.settings)

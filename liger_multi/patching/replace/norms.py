@@ -31,7 +31,7 @@ class NormSettings:
         eps: Name of the attribute; None where the operator takes none.
         group: Name of the attribute that tells the groups, and whether it counts them.
         options: What the patch call asked for.
-        signature: What must not have changed since the probe, or the stock forward runs.
+        signature: What must not have changed since the probe, or the original forward runs.
     """
 
     kind: NormKind
@@ -53,7 +53,7 @@ class FusedNorm(Patched):
     """A norm that calls the operator."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The operator with the instance's parameters; what was not probed runs stock."""
+        """The operator with the instance's parameters; what was not probed runs the original."""
         if not isinstance(self, FusedNorm):
             return cast(Tensor, type(self).forward(self, *args, **kwargs))
         kind = type(self)
@@ -86,7 +86,7 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
             return None
     first = given[0] if given else None
     if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
-        return None  # stock may broadcast it
+        return None  # the original may broadcast it
     if kind.one_dtype:
         # torch's layer_norm chooses the dtype of its result under autocast
         outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None

@@ -12,9 +12,9 @@ Three ways to change that were weighed:
 * Copy the method with *code* that asks for another name, in the same globals. This is done here.
 
 So the copy is an ordinary function of its module: its other globals are live, decorators and
-``super()`` keep their cells, compilers trace it, tracebacks show the stock source. Who calls it is
-decided by the class of an instance alone, so there is nothing to count: unpatching gives the class
-back, and the module keeps one private name that only the copies ask for.
+``super()`` keep their cells, compilers trace it, tracebacks show the original source. Who calls it
+is decided by the class of an instance alone, so there is nothing to count: unpatching gives the
+class back, and the module keeps one private name that only the copies ask for.
 """
 
 from __future__ import annotations

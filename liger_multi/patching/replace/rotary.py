@@ -44,7 +44,7 @@ class FusedRotary(Patched):
 
 
 def renew(kind: type) -> None:
-    """Make the methods of a class of ours from those that its stock class has now."""
+    """Make the methods of a class of ours from those that its original class has now."""
     kind = next(k for k in kind.__mro__ if FusedRotary in k.__bases__)
     swap: Swap = vars(kind)["_liger_multi_swap"]
     found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
@@ -67,9 +67,9 @@ def renew(kind: type) -> None:
 
 
 def _while_it_holds(copy: FunctionType, stock: type, name: str) -> FunctionType:
-    """A method that is the copy, as long as the stock class has what it was copied from.
+    """A method that is the copy, as long as the original class has what it was copied from.
 
-    It may be called, by somebody who holds it, when the module has its stock class again.
+    It may be called, by somebody who holds it, when the module has its original class again.
     """
 
     @functools.wraps(copy)

@@ -1,7 +1,7 @@
-"""Swap the class of one module instance, and give the stock class back.
+"""Swap the class of one module instance, and give the original class back.
 
 Nothing is written into the module: what an instance should do stands on its new class, one per
-(stock class, behavior, settings). Stock name and module are kept, so ``save_pretrained``, adapters
+(original class, behavior, settings). Its name and module are kept, so ``save_pretrained``, adapters
 that match by class or by name, and ``isinstance`` see what they saw before; ``deepcopy`` and
 ``pickle`` rebuild the class.
 
@@ -54,7 +54,7 @@ class Patched(nn.Module):
     """Base of the behaviors; the concrete classes are made by :func:`apply`.
 
     Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
-    forward) and call it when the module has its stock class again. So every behavior's forward
+    forward) and call it when the module has its original class again. So every behavior's forward
     begins with ``isinstance(self, Behavior)``, and is the one of the class where that is false.
     """
 
@@ -62,7 +62,7 @@ class Patched(nn.Module):
     _liger_multi_code: ClassVar[Code]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy through the stock class; the made class has no importable name."""
+        """Pickle and deepcopy through the original class; the made class has no importable name."""
         reduced = super().__reduce_ex__(protocol)
         kind = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
         if not isinstance(kind, type) or "_liger_multi_swap" not in vars(kind):
@@ -138,7 +138,7 @@ def apply(module: nn.Module, swap: Swap) -> str:
 
 
 def restore(module: nn.Module) -> Swap | None:
-    """Give the stock class back; None when the module was not patched."""
+    """Give the original class back; None when the module was not patched."""
     found = swapped(module)
     if found:
         _drop_own_forward(module)
@@ -151,7 +151,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
     transformers 5.0 leaves it there when it has captured outputs, and accelerate when it removes
     its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
-    Where the patch came or went in between, that is one of our forwards, or the stock one.
+    Where the patch came or went in between, that is one of our forwards, or the original one.
     """
     held = vars(module).get("forward")
     function = getattr(held, "__func__", None)
