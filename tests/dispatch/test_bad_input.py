@@ -674,7 +674,7 @@ def test_a_new_folder_beside_others_is_taken(command, tiny, idle, capsys):
     [
         (["demo", "--output", "."], "demo.json"),
         (["demo"], "demo-output/demo.png"),
-        (["memory-demo", "--output", "."], "stock.json"),
+        (["memory-demo", "--output", "."], "unpatched.json"),
         (["plan", "{model}", "--gpu", "24GiB", "--write", "."], "accelerate.yaml"),
         (["plan", "{model}", "--gpu", "24GiB", "--picture", "a.png"], "a.png"),
     ],

@@ -377,14 +377,14 @@ def test_the_memory_demo(tmp_path, capsys, monkeypatch):
     random.setstate(state)
     text = capsys.readouterr().out
     for word in (
-        "Memory of qwen2 stock",
+        "Memory of qwen2 unpatched",
         "Memory of qwen2 patched",
         "Peak memory and where",
         "kept",
     ):
         assert word in text
     stock, patched = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("stock", "patched")
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("unpatched", "patched")
     )
     assert patched["peak_bytes"] < 0.6 * stock["peak_bytes"]
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
