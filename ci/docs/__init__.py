@@ -88,14 +88,34 @@ def halves_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
     return f"by {lines[0] if lines else 'reference'}"
 
 
+OPERATOR_FAMILIES = {
+    "cross_entropy": "LM head and cross entropy",
+    "divergences": "divergences",
+    "norms": "norms",
+    "activations": "MLPs and activations",
+    "rope": "rotary embeddings",
+    "attention": "attention",
+    "experts": "mixtures of experts",
+    "adapters": "LoRA",
+    "residuals": "residual streams",
+    "embedding": "embedding",
+}
+"""Families of operators as people call them, in the order of the first page's table."""
+
+
 def table() -> str:
-    """The operator table of the first page, in Markdown."""
-    folders = backend_folders()
-    rows = [["Operator", "What", "Kernels"], ["---"] * 3]
-    for name, function in public_operators().items():
-        own = [b for b in folders if b != "reference" and directions(b, name)]
-        text = summary(sections(function))
-        rows.append([f"[`{name}`]({contract(name)})", text, ", ".join(own)])
+    """The operator table of the first page, in Markdown: a row per family."""
+    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
+    kernels = {"triton": "Triton: NVIDIA, AMD", "npu": "Ascend"}
+    rows = [["Operators", "", *kernels.values()], ["---"] * (2 + len(kernels))]
+    for family, title in OPERATOR_FAMILIES.items():
+        names = [name for name in public_operators() if contracts[name].family == family]
+        cells = []
+        for backend in kernels:
+            own = [name for name in names if directions(backend, name)]
+            cells.append("all" if own == names else f"{len(own)} of {len(names)}" if own else "")
+        listed = ", ".join(f"[`{name}`]({contract(name)})" for name in names)
+        rows.append([title, listed, *cells])
     return _rows(rows)
 
 

@@ -5,6 +5,8 @@ same.
 """
 
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +170,42 @@ def scored(model, inputs, prefix=""):
     hidden = states(model, ids, inputs[f"{prefix}attention_mask"])
     target = ids.masked_fill(mask == 0, -100)[:, 1:]
     return losses.Head(hidden, model.lm_head, chunk=5), target
+
+
+# --- the first page ---
+
+
+def test_the_first_page_runs(tmp_path, saved_padded, monkeypatch):
+    """Every block of README, with a small model on disk for the one that it names."""
+    import transformers
+    from trl import SFTConfig
+
+    tokenizer().save_pretrained(saved_padded)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **options: load(saved_padded, **options),
+    )
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    assert len(blocks) == 4
+    ids = list(range(8))
+    for block in blocks:
+        own = {
+            "model": model(saved_padded),
+            "args": transformers.TrainingArguments(**arguments(tmp_path, max_steps=2)),
+            "data": [{"input_ids": ids, "labels": ids}] * 4,
+            "sft": SFTConfig(**arguments(tmp_path, max_steps=2), max_length=32),
+            "texts": rows("completion", 4),
+            "hidden": torch.randn(6, 16, requires_grad=True),
+            "lm_head": torch.nn.Linear(16, 50),
+            "labels": torch.arange(6),
+        }
+        exec(compile(block, "README.md", "exec"), own)
+        if "trainer" in own:
+            assert own["trainer"].state.global_step == 2
+            assert {"rms_norm", "swiglu"} <= ops_of(own["model"])
 
 
 # --- supervised: a subclass's compute_loss, or compute_loss_func ---
