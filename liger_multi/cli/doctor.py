@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(facts, indent=1, default=str) + "\n")
     else:
-        page(facts).show()
+        page(facts, arguments.verbose).show()
     return 1 if any(item["kind"] == "problem" for item in facts["findings"]) else 0
 
 
@@ -243,14 +243,27 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
                     f"Triton is installed but has no driver here: {failure}",
                 )
             )
-    keys = dict.fromkeys((row["device"], row["op"], row["direction"]) for row in rows)
-    won = {(row["device"], row["op"], row["direction"]) for row in rows if row["chosen"]}
-    for device, op, direction in keys:
-        if (device, op, direction) not in won:
-            found.append(
-                ("problem", f"no backend may run {op} {direction} on {device}: see the table")
-            )
+    found += [("problem", f"{text}: see --verbose") for text in failing(rows)]
     return [{"kind": kind, "text": text} for kind, text in found]
+
+
+def failing(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What no backend may run, a line per device and directions."""
+    won: dict[tuple[str, str, str], bool] = {}
+    for row in rows:
+        key = (row["device"], row["op"], row["direction"])
+        won[key] = won.get(key, False) or row["chosen"]
+    lost: dict[tuple[str, str], list[str]] = {}
+    for device, op, direction in (key for key, runs in won.items() if not runs):
+        lost.setdefault((device, op), []).append(direction)
+    by: dict[tuple[str, str], list[str]] = {}
+    for (device, op), directions in lost.items():
+        by.setdefault((device, " and ".join(directions)), []).append(op)
+    return [
+        f"no backend may run {', '.join(ops[:3])}{f' and {len(ops) - 3} others' * (len(ops) > 3)} "
+        f"{directions} on {device}"
+        for (device, directions), ops in by.items()
+    ]
 
 
 def _triton_driver() -> str | None:
@@ -265,9 +278,11 @@ def _triton_driver() -> str | None:
     return None
 
 
-def page(facts: dict[str, Any]) -> Page:
-    """Lay the facts out."""
+def page(facts: dict[str, Any], verbose: bool = False) -> Page:
+    """Lay the facts out, what to do first; ``verbose``: every candidate of every operator."""
     result = Page()
+    nothing = {"kind": "", "text": "nothing: versions, devices and drivers fit together"}
+    result.add("Findings", [[f["kind"], f["text"]] for f in facts["findings"] or [nothing]])
     result.add("Versions", list(facts["versions"].items()))
     keys = ("device", "name", "memory", "arch", "backend", "cores", "threads")
     used = [k for k in keys if any(k in entry for entry in facts["devices"])]
@@ -284,10 +299,44 @@ def page(facts: dict[str, Any]) -> Page:
         for e in facts["configuration"]
     ]
     result.add("Configuration, the strongest first", rows, ("from", "says"))
-    operators(result, facts["operators"])
-    nothing = {"kind": "", "text": "nothing: versions, devices and drivers fit together"}
-    result.add("Findings", [[f["kind"], f["text"]] for f in facts["findings"] or [nothing]])
+    if verbose:
+        operators(result, facts["operators"])
+    else:
+        rows = [row for places in _shared(facts["operators"]) for row in _chosen_on(*places)]
+        result.add("Operators", rows, ("device", "backend", "operators (--verbose: and why)"))
     return result
+
+
+def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
+    """What serves every operator, by devices that agree."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+    for device in dict.fromkeys(row["device"] for row in rows):
+        serving: dict[str, list[str]] = {}
+        for row in rows:
+            if row["device"] == device:
+                names = serving.setdefault(row["op"], [])
+                names += [row["backend"]] if row["chosen"] else []
+        told = {op: " and ".join(dict.fromkeys(names)) or "none" for op, names in serving.items()}
+        places = next((places for places, known in found if known == told), None)
+        if places is None:
+            found.append(([device], told))
+        else:
+            places.append(device)
+    return found
+
+
+def _chosen_on(devices: Sequence[str], serving: dict[str, str]) -> list[list[str]]:
+    """A row per backend; operators of the one that serves most are counted, not named."""
+    by: dict[str, list[str]] = {}
+    for op, backend in serving.items():
+        by.setdefault(backend, []).append(op)
+    ordered = sorted(by, key=lambda backend: -len(by[backend]))
+    table = []
+    for backend in ordered:
+        few = "all" if len(ordered) == 1 else f"{len(by[backend])}" if backend == ordered[0] else ""
+        place = ", ".join(devices) if backend == ordered[0] else ""
+        table.append([place, backend, few or ", ".join(by[backend])])
+    return table
 
 
 def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:

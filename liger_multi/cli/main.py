@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "versions, devices, configuration, and which backend each operator uses"
     command = commands.add_parser("doctor", help=text, description=text)
     command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    command.add_argument(
+        "--verbose", action="store_true", help="every candidate of every operator, and why"
+    )
     command.set_defaults(run=doctor.run)
 
     text = "say which backend an operator would use, and why not the others"
@@ -147,13 +150,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     device = None if arguments.device is None else checking.known_device(arguments.device)
     found = liger_multi.explain(arguments.op, device, dtype)
     rows = [doctor.as_data(row) for row in found.rows]
+    fails = doctor.failing(rows)
     if arguments.json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-        return 0
-    page = Page()
-    doctor.operators(page, rows)
-    page.show()
-    return 0
+    else:
+        page = Page()
+        doctor.operators(page, rows)
+        page.add("Result", [["this call fails", text] for text in fails])
+        page.show()
+    return 1 if fails else 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -77,6 +77,14 @@ def _devices() -> list[torch.device]:
     return found
 
 
+def _absent(device: torch.device) -> str | None:
+    """Why no tensor can be on a device of this type here, or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if device.type in ("cpu", "meta") or (found is not None and found.type == device.type):
+        return None
+    return f"this machine has no {device.type} device that PyTorch sees"
+
+
 def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) -> list[Row]:
     prim: Any = OPS[op].fwd if direction == "forward" else OPS[op].bwd
     config = current()
@@ -85,7 +93,8 @@ def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) ->
     others = [
         candidate(n, prim, device, dtype) for n in backends() if n not in {c.name for c in tried}
     ]
-    rows, winner = [], next((c for c in tried if c.reason is None), None)
+    absent = _absent(device)
+    rows, winner = [], next((c for c in tried if c.reason is None and not absent), None)
     for item in [*tried, *others]:
         rows.append(
             Row(
@@ -94,7 +103,7 @@ def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) ->
                 str(device),
                 item.name,
                 item is winner,
-                _reason(item, winner, tried),
+                item.reason or absent or _reason(item, winner, tried),
                 choice.source,
             )
         )
@@ -104,8 +113,6 @@ def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) ->
 def _reason(item: Candidate, winner: Candidate | None, tried: list[Candidate]) -> str | None:
     if item is winner:
         return "may refuse single calls" if item.supports is not None else None
-    if item.reason is not None:
-        return item.reason
     return (
         f"stands behind {winner.name}"
         if winner is not None and item in tried

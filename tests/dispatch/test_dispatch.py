@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import functools
 import logging
 import multiprocessing
 import pickle
@@ -151,9 +152,13 @@ def test_a_dtype_without_kernels_is_named(monkeypatch):
         ops.swiglu(torch.randn(2, 4).double(), torch.randn(2, 4).double())
 
 
-def test_unknown_devices_get_the_reference():
+def test_unknown_devices_get_the_reference(monkeypatch):
     for device in ("meta", "mps", "xpu"):
-        assert chosen(device=device) == "reference"
+        with monkeypatch.context() as patched:
+            found = functools.partial(lambda place, **_: place, torch.device(device))
+            patched.setattr(torch.accelerator, "current_accelerator", found)
+            patched.setattr(torch.accelerator, "device_count", lambda: 1)
+            assert chosen(device=device) == "reference"
     y = ops.rms_norm(torch.empty(3, 8, device="meta"), torch.empty(8, device="meta"))
     assert (y.device.type, y.shape) == ("meta", (3, 8))
     loss = ops.fused_linear_cross_entropy(

@@ -29,7 +29,7 @@ def fresh_configuration(monkeypatch):
 
 
 def test_doctor_prints_versions_devices_and_operators(capsys, fresh_configuration):
-    code = main(["doctor"])
+    code = main(["doctor", "--verbose"])
     text = capsys.readouterr().out
     facts = doctor.collect()
     assert code == any(f["kind"] == "problem" for f in facts["findings"])
@@ -38,6 +38,24 @@ def test_doctor_prints_versions_devices_and_operators(capsys, fresh_configuratio
     assert all(op in text for op in registry.operators())
     assert all(name in text for name in registry.backends())
     assert "LIGER_MULTI_CONFIG is not set" in text
+
+
+def test_doctor_is_short_and_begins_with_the_answer(capsys, fresh_configuration):
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert text.startswith("Findings\n")
+    assert len(text.splitlines()) <= 40
+
+
+def test_operators_of_another_backend_are_named_in_short(fresh_configuration):
+    facts = doctor.collect()
+    for row in facts["operators"]:
+        if row["op"] == "rms_norm":
+            row["chosen"] = row["backend"] == "triton"
+    (section,) = [s for s in doctor.page(facts).sections if s.title == "Operators"]
+    count = len(registry.operators())
+    on_cpu = section.rows[:2]
+    assert on_cpu == [["cpu", "reference", str(count - 1)], ["", "triton", "rms_norm"]]
 
 
 def test_doctor_agrees_with_explain(fresh_configuration):
@@ -167,7 +185,7 @@ def test_doctor_notes_the_interpreter_and_the_missing_driver(monkeypatch):
 
 def test_doctor_names_an_operator_that_nothing_runs():
     row = {"op": "swiglu", "direction": "backward", "device": "cpu", "chosen": False}
-    assert "no backend may run swiglu backward on cpu: see the table" in problems([row])
+    assert "no backend may run swiglu backward on cpu: see --verbose" in problems([row])
 
 
 def test_explain(capsys):
@@ -208,10 +226,29 @@ def test_devices_that_differ_have_tables_of_their_own(capsys, two_devices, monke
     record = registry.backends()["reference"]
     only_one = dataclasses.replace(record, supports=supports)
     monkeypatch.setitem(registry.backends(), "reference", only_one)
-    assert main(["explain", "rms_norm"]) == 0
+    assert main(["explain", "rms_norm"]) == 1
     text = capsys.readouterr().out
     assert text.index("Operators on cuda:0\n") < text.index("it is the older one")
     assert text.index("it is the older one") < text.index("Operators on cuda:1\n")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a device")
+def test_explain_says_what_fails_where_no_tensor_can_be(capsys):
+    """On a laptop it said that the reference was chosen, by default, on a CUDA device."""
+    assert main(["explain", "rms_norm", "--device", "cuda"]) == 1
+    text = capsys.readouterr().out
+    assert "chosen" not in text
+    assert text.splitlines()[-1].strip().startswith("this call fails")
+    assert "no cuda device" in text
+    assert "not named by the configuration" not in text
+
+
+def test_explain_fails_where_nothing_may_run(capsys, monkeypatch, fresh_configuration):
+    liger_multi.configure({"ops": {"rms_norm": "triton"}})
+    assert main(["explain", "rms_norm", "--device", "cpu"]) == 1
+    assert "this call fails" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["explain", "swiglu", "--device", "cpu"]) == 0
+    assert main(["explain", "rms_norm", "--device", "cpu", "--json"]) == 1
 
 
 def test_explain_a_dtype_as_json(capsys):
