@@ -13,13 +13,15 @@ from liger_multi.dispatch.config import configure, use
 from liger_multi.dispatch.explain import explain
 
 if TYPE_CHECKING:
-    from liger_multi import nn
+    from liger_multi import losses, memory, nn
     from liger_multi.patching import patch, patched, unpatch
 
 __all__ = [
     "__version__",
     "configure",
     "explain",
+    "losses",
+    "memory",
     "nn",
     "ops",
     "patch",
@@ -31,11 +33,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load modules and the patching layer on first use; what is found then stands in globals."""
-    if name == "nn":
-        return importlib.import_module("liger_multi.nn")
+    if name in ("losses", "memory", "nn"):
+        return importlib.import_module(f"liger_multi.{name}")
     if name in ("patch", "patched", "unpatch"):
         from liger_multi import patching
 
         globals()[name] = getattr(patching, name)
         return globals()[name]
     raise AttributeError(f"module 'liger_multi' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names; submodules that something imported are found by their own import."""
+    return __all__

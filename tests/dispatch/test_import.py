@@ -201,6 +201,19 @@ for name in ({folder!r}, {module!r}):
         assert repr(folder) in line
 
 
+def test_public_names_load_on_first_use_and_dir_shows_them_alone():
+    code = """
+import sys, liger_multi
+print(" ".join(dir(liger_multi)))
+print(*[n for n in ("losses", "memory", "nn") if f"liger_multi.{n}" in sys.modules])
+print(*[getattr(liger_multi, n).__name__ for n in ("losses", "memory", "nn")])
+"""
+    public, before, after = python(code).splitlines()
+    assert public.split() == sorted(importlib.import_module("liger_multi").__all__)
+    assert before == ""
+    assert after == "liger_multi.losses liger_multi.memory liger_multi.nn"
+
+
 def test_an_attribute_that_is_absent_says_so():
     with pytest.raises(AttributeError, match="'liger_multi' has no attribute 'pach'"):
         importlib.import_module("liger_multi").pach  # noqa: B018
