@@ -209,7 +209,7 @@ def test_commands_exist():
     images = "\n".join(path.read_text() for path in IMAGES.values())
     written = read("docs/runners.md") + read("README.md")
     quoted = re.findall(r"`([^`\n]+)`|^ {4}(.*)$", written, re.MULTILINE)
-    pages = "\n".join(map("".join, quoted)) + read(".ci/run").partition("set -e")[2]
+    pages = "\n".join([*map("".join, quoted), read(".ci/run").partition("set -e")[2]])
     images = "\n".join(line for line in images.splitlines() if "apt-get" not in line)
     wanted = set(re.findall(r"\bmake ([a-z-]+)", jobs + images + pages))
     wanted |= set(re.findall(r"run\.sh [a-z]+ ([a-z]+)", pages))
