@@ -7,8 +7,9 @@ Tensors are on the meta device, so sizes cost nothing. A meta-test demands that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -432,131 +433,187 @@ def _norm_calls() -> dict[str, Callable[[], None]]:
     return found
 
 
-def calls() -> dict[str, Callable[[], None]]:
-    """Labelled calls of the operators' launchers."""
-    part = functools.partial
-    found: dict[str, Callable[[], None]] = {
-        f"rms_norm {rows}x{cols} {_name(dtype)}": part(_rms_norm, rows, cols, dtype)
-        for rows, cols, dtype in (
-            (262144, 128, BF16), (8192, 4096, BF16), (8192, 4096, FP32),
-            (4096, 8192, BF16), (2048, 16384, BF16), (1024, 65536, BF16),
-        )
-    }  # fmt: skip
-    found["rms_norm gemma 16384x2048"] = part(_rms_norm, 16384, 2048, BF16, "gemma")
-    for rows, cols, dtype in (
+class Launches(NamedTuple):
+    """Calls of one launcher: one per row of arguments, which the label shows."""
+
+    label: str
+    launch: Callable[..., None]
+    rows: Sequence[tuple[Any, ...]] = ((),)
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def calls(self) -> dict[str, Callable[[], None]]:
+        """By label."""
+        return {
+            self.label.format(*[_name(a) if isinstance(a, torch.dtype) else a for a in row]):
+            functools.partial(self.launch, *row, **self.options)
+            for row in self.rows
+        }  # fmt: skip
+
+
+BOTH = ((BF16,), (FP32,))
+GPT_OSS = (8192, 4, 32, 2880, 2880)
+NORMS = (
+    Launches("rms_norm {}x{} {}", _rms_norm, (
+        (262144, 128, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
+        (2048, 16384, BF16), (1024, 65536, BF16),
+    )),
+    Launches("rms_norm gemma {}x{}", _rms_norm, ((16384, 2048, BF16, "gemma"),)),
+    Launches("fused_add_rms_norm {}x{} {}", _fused_add, (
         (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 8192, BF16),
         (2048, 16384, BF16), (1024, 65536, BF16),
-    ):  # fmt: skip
-        label = f"fused_add_rms_norm {rows}x{cols} {_name(dtype)}"
-        found[label] = part(_fused_add, rows, cols, dtype)
-    found["fused_add_rms_norm gemma 16384x2048"] = part(_fused_add, 16384, 2048, BF16, "gemma")
-    for rows, cols, dtype in (
+    )),
+    Launches("fused_add_rms_norm gemma {}x{}", _fused_add, ((16384, 2048, BF16, "gemma"),)),
+    Launches("layer_norm {}x{} {}", _layer_norm, (
         (65536, 256, BF16), (32768, 1024, BF16), (8192, 4096, BF16), (8192, 4096, FP32),
         (4096, 8192, BF16), (2048, 16384, BF16), (1024, 65536, BF16),
-    ):  # fmt: skip
-        label = f"layer_norm {rows}x{cols} {_name(dtype)}"
-        found[label] = part(_layer_norm, rows, cols, dtype)
-    found |= _norm_calls()
-    for dtype in (BF16, FP32):
-        found[f"swiglu 8192x14336 {_name(dtype)}"] = part(_swiglu, dtype)
-        for activation in ("silu", "gelu", "gelu_tanh"):
-            label = f"gated_mlp {activation} 8192x14336 {_name(dtype)}"
-            found[label] = part(_gated_mlp, activation, dtype)
-        found[f"swiglu_clamped 32768x2880 {_name(dtype)}"] = part(_clamped, dtype)
-        found[f"relu_squared 8192x16384 {_name(dtype)}"] = part(_relu_squared, dtype)
-    for tokens in (8192, 512):
-        found[f"fused_moe {tokens}x2048 768 of 128"] = part(_fused_moe, tokens, 8, 128, 2048, 768)
-    found["fused_moe 8192x4096 14336 of 8 fp32"] = part(_fused_moe, 8192, 2, 8, 4096, 14336, FP32)
-    found["fused_moe 8192x2880 2880 of 32"] = part(
-        _fused_moe, 8192, 4, 32, 2880, 2880, gpt_oss=True
-    )
-    found["fused_moe 8192x2880 2880 of 32, PyTorch's products"] = part(
-        _fused_moe, 8192, 4, 32, 2880, 2880, gpt_oss=True, library=True
-    )
-    for rows, streams, cols in ((8192, 4, 4096), (8192, 2, 2048), (2048, 8, 7168)):
-        for dtype in (BF16, FP32):
-            label = f"hyper_connections {rows}x{streams}x{cols} {_name(dtype)}"
-            found[label] = part(_hyper, rows, streams, cols, dtype)
-    for count, rows, cols, dtype in (
+    )),
+)  # fmt: skip
+LAYERS = (
+    *(
+        launches
+        for dtype in (BF16, FP32)
+        for launches in (
+            Launches("swiglu 8192x14336 {}", _swiglu, ((dtype,),)),
+            Launches(
+                "gated_mlp {} 8192x14336 {}",
+                _gated_mlp,
+                [(activation, dtype) for activation in ("silu", "gelu", "gelu_tanh")],
+            ),
+            Launches("swiglu_clamped 32768x2880 {}", _clamped, ((dtype,),)),
+            Launches("relu_squared 8192x16384 {}", _relu_squared, ((dtype,),)),
+        )
+    ),
+    Launches(
+        "fused_moe {0}x{3} {4} of {2}",
+        _fused_moe,
+        ((8192, 8, 128, 2048, 768), (512, 8, 128, 2048, 768)),
+    ),
+    Launches("fused_moe {0}x{3} {4} of {2} fp32", _fused_moe, ((8192, 2, 8, 4096, 14336, FP32),)),
+    Launches("fused_moe {0}x{3} {4} of {2}", _fused_moe, (GPT_OSS,), {"gpt_oss": True}),
+    Launches(
+        "fused_moe {0}x{3} {4} of {2}, PyTorch's products",
+        _fused_moe,
+        (GPT_OSS,),
+        {"gpt_oss": True, "library": True},
+    ),
+    Launches("hyper_connections {}x{}x{} {}", _hyper, [
+        (*shape, dtype)
+        for shape in ((8192, 4, 4096), (8192, 2, 2048), (2048, 8, 7168)) for dtype in (BF16, FP32)
+    ]),
+    Launches("attention_residuals {}x{}x{} {}", _attention_residuals, (
         (8, 65536, 256, BF16), (32, 4096, 2048, BF16), (8, 8192, 4096, FP32), (8, 8192, 4096, BF16),
         (8, 8192, 8192, BF16), (8, 8192, 8192, FP32), (16, 2048, 16384, BF16),
         (16, 2048, 16384, FP32),
-    ):  # fmt: skip
-        label = f"attention_residuals {count}x{rows}x{cols} {_name(dtype)}"
-        found[label] = part(_attention_residuals, count, rows, cols, dtype)
-    found["swiglu_packed 8192x11008"] = _swiglu_packed
-    for interleaved in (True, False):
-        label = "interleaved" if interleaved else "halves"
-        found[f"swiglu_clamped_packed 32768x2880 {label}"] = part(_clamped_packed, interleaved)
-    for approximate in ("tanh", "none"):
-        for dtype in (BF16, FP32):
-            label = f"geglu {approximate} 8192x14336 {_name(dtype)}"
-            found[label] = part(_geglu, approximate, dtype)
-        found[f"geglu_packed {approximate} 8192x11008"] = part(_geglu_packed, approximate)
-    for style in ("half", "interleaved"):
-        found[f"rope {style} 32/8x128"] = part(_rope, (32, 8), 128, style)
-        found[f"rope {style} 28/4x128 fp32"] = part(
-            _rope, (28, 4), 128, style, dtype=FP32, angle=FP32
+    )),
+    Launches("swiglu_packed 8192x11008", _swiglu_packed),
+    Launches("swiglu_clamped_packed 32768x2880 interleaved", _clamped_packed, ((True,),)),
+    Launches("swiglu_clamped_packed 32768x2880 halves", _clamped_packed, ((False,),)),
+    *(
+        launches
+        for form in ("tanh", "none")
+        for launches in (
+            Launches("geglu {} 8192x14336 {}", _geglu, ((form, BF16), (form, FP32))),
+            Launches("geglu_packed {} 8192x11008", _geglu_packed, ((form,),)),
         )
-        found[f"rope {style} 14/2x64 fp32 angles"] = part(_rope, (14, 2), 64, style, angle=FP32)
-        found[f"rope {style} 32/2x128 half"] = part(_rope, (32, 2), 128, style, rotary=64)
-        found[f"rope {style} 64/8x64 a pair"] = part(_rope, (64, 8), 64, style, angles=32)
-        found[f"rope {style} 16/16x80"] = part(_rope, (16, 16), 80, style)
+    ),
+)  # fmt: skip
+EVERYTHING = {"ranges": 4, "softcap": 50.0, "sinks": True}
+ATTENTION = (
+    *(
+        launches
+        for style in ("half", "interleaved")
+        for launches in (
+            Launches("rope {2} 32/8x128", _rope, (((32, 8), 128, style),)),
+            Launches(
+                "rope {2} 28/4x128 fp32",
+                _rope,
+                (((28, 4), 128, style),),
+                {"dtype": FP32, "angle": FP32},
+            ),
+            Launches(
+                "rope {2} 14/2x64 fp32 angles", _rope, (((14, 2), 64, style),), {"angle": FP32}
+            ),
+            Launches("rope {2} 32/2x128 half", _rope, (((32, 2), 128, style),), {"rotary": 64}),
+            Launches("rope {2} 64/8x64 a pair", _rope, (((64, 8), 64, style),), {"angles": 32}),
+            Launches("rope {2} 16/16x80", _rope, (((16, 16), 80, style),)),
+        )
+    ),
     # the suite compiles the middle one: the most options at the widest head that a target takes
-    everything = part(_attention, 8, 8, ranges=4, softcap=50.0, sinks=True)
-    found["attention causal 64"] = part(_attention, 32, 8, 64)
-    found["attention everything 64"] = part(everything, 64)
-    found["attention ranges 64"] = part(_attention, 32, 8, 64, ranges=2)
-    found["attention everything 128"] = part(everything, 128)
-    found["attention causal 128"] = part(_attention, 32, 8, 128)
-    found["attention ranges 128"] = part(_attention, 32, 8, 128, ranges=2)
-    found |= _rope_calls()
-    for cols, dtype in ((32000, BF16), (128256, BF16), (128256, FP32)):
-        found[f"cross_entropy {cols} {_name(dtype)}"] = part(_cross_entropy, cols, dtype)
-    found["cross_entropy 128256 every option"] = part(_cross_entropy, 128256, BF16, full=True)
-    found["cross_entropy 128256 softcap"] = part(_cross_entropy, 128256, BF16, softcap=30.0)
-    found["cross_entropy_inplace 128256"] = part(_inplace, 128256)
-    found["loss_and_gradient_ 128256"] = part(_loss_and_gradient, 128256)
-    found["loss_and_gradient_ 262144 every option"] = part(_loss_and_gradient, 262144, full=True)
-    for dtype in (BF16, FP32):
-        found[f"scale {_name(dtype)}"] = part(_scale, dtype)
-    for rows, cols, axis, beside in ((8192, 16, 1, 1), (8192, 16, 1, 3), (16, 4096, 0, 1)):
-        found[f"parts {rows}x{cols * beside}"] = part(_split, rows, cols, axis, beside)
-    for dtype in float8.FORMATS:
-        found[f"8 bits 4096x128256 {_name(dtype)}"] = part(_float8, 4096, 128256, dtype)
-    for cols, dtype in ((128256, BF16), (151936, BF16), (32000, FP32)):
-        found[f"log_prob {cols} {_name(dtype)}"] = part(_log_prob, cols, dtype)
-    for rows, cols, dtype in (
+    Launches("attention causal 64", _attention, ((32, 8, 64),)),
+    Launches("attention everything 64", _attention, ((8, 8, 64),), EVERYTHING),
+    Launches("attention ranges 64", _attention, ((32, 8, 64),), {"ranges": 2}),
+    Launches("attention everything 128", _attention, ((8, 8, 128),), EVERYTHING),
+    Launches("attention causal 128", _attention, ((32, 8, 128),)),
+    Launches("attention ranges 128", _attention, ((32, 8, 128),), {"ranges": 2}),
+)
+LOSSES = (
+    Launches("cross_entropy {} {}", _cross_entropy, (
+        (32000, BF16), (128256, BF16), (128256, FP32),
+    )),
+    Launches("cross_entropy {} every option", _cross_entropy, ((128256, BF16),), {"full": True}),
+    Launches("cross_entropy {} softcap", _cross_entropy, ((128256, BF16),), {"softcap": 30.0}),
+    Launches("cross_entropy_inplace {}", _inplace, ((128256,),)),
+    Launches("loss_and_gradient_ {}", _loss_and_gradient, ((128256,),)),
+    Launches("loss_and_gradient_ {} every option", _loss_and_gradient, (
+        (262144,),
+    ), {"full": True}),
+    Launches("scale {}", _scale, BOTH),
+    Launches("parts 8192x16", _split, ((8192, 16, 1, 1),)),
+    Launches("parts 8192x48", _split, ((8192, 16, 1, 3),)),
+    Launches("parts 16x4096", _split, ((16, 4096, 0, 1),)),
+    Launches("8 bits {}x{} {}", _float8, [(4096, 128256, dtype) for dtype in float8.FORMATS]),
+    Launches("log_prob {} {}", _log_prob, ((128256, BF16), (151936, BF16), (32000, FP32))),
+    Launches("softmax {}x{} {}", _softmax, (
         (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 16384, BF16),
         (4096, 32768, BF16), (2048, 131072, FP32),
-    ):  # fmt: skip
-        found[f"softmax {rows}x{cols} {_name(dtype)}"] = part(_softmax, rows, cols, dtype)
-    for heads, size, dtype in (
+    )),
+    Launches("multi_token_attention {}x{} {}", _multi_token, (
         (16, 2048, BF16), (8, 4096, BF16), (16, 2048, FP32), (2, 16384, BF16), (1, 65536, BF16),
-    ):  # fmt: skip
-        label = f"multi_token_attention {heads}x{size} {_name(dtype)}"
-        found[label] = part(_multi_token, heads, size, dtype)
-    found["multi_token_attention 16x2048 sparse"] = part(_multi_token, 16, 2048, sparse=True)
-    found["selective_log_softmax 128256"] = part(_selective, 128256, 1, 1.0)
-    found["selective_log_softmax 151936 of 16"] = part(_selective, 151936, 16, 0.5, FP32)
-    for cols, dtype in ((128, BF16), (2048, BF16), (4096, BF16), (8192, FP32)):
-        label = f"embedding {cols} {_name(dtype)}"
-        found[label] = part(_embedding, 8192, 128256, cols, dtype, 1.0)
-    found["embedding 2304 scaled"] = part(_embedding, 8192, 256000, 2304, BF16, 48.0)
-    for kind in KINDS:
-        for dtype in (BF16, FP32):
-            label = f"divergence {kind} 128256 {_name(dtype)}"
-            found[label] = part(_divergence, kind, 128256, dtype, "logits", "logits")
-        found[f"divergence {kind} log_prob"] = part(
-            _divergence, kind, 128256, FP32, "log_prob", "log_prob"
+    )),
+    Launches("multi_token_attention {}x{} sparse", _multi_token, ((16, 2048),), {"sparse": True}),
+    Launches("selective_log_softmax {}", _selective, ((128256, 1, 1.0),)),
+    Launches("selective_log_softmax {} of {}", _selective, ((151936, 16, 0.5, FP32),)),
+    Launches("embedding {2} {3}", _embedding, [
+        (8192, 128256, cols, dtype, 1.0)
+        for cols, dtype in ((128, BF16), (2048, BF16), (4096, BF16), (8192, FP32))
+    ]),
+    Launches("embedding {2} scaled", _embedding, ((8192, 256000, 2304, BF16, 48.0),)),
+    *(
+        launches
+        for kind in KINDS
+        for launches in (
+            Launches(
+                "divergence {} {} {}",
+                _divergence,
+                [(kind, 128256, dtype, "logits", "logits") for dtype in (BF16, FP32)],
+            ),
+            Launches(
+                "divergence {} log_prob",
+                _divergence,
+                ((kind, 128256, FP32, "log_prob", "log_prob"),),
+            ),
         )
-    for form in ("logits", "log_prob"):
-        found[f"divergence jensen 0.9 {form}"] = part(
-            _divergence, "jensen", 128256, BF16, form, form, 0.9
-        )
-    found["divergence forward prob"] = part(
-        _divergence, "forward", 128256, FP32, "log_prob", "prob"
-    )
-    found["divergence tvd prob"] = part(_divergence, "tvd", 32000, BF16, "prob", "prob")
-    found["log_prob 262144 every option"] = part(_log_prob, 262144, BF16, full=True)
+    ),
+    Launches(
+        "divergence {0} {5} {3}",
+        _divergence,
+        [("jensen", 128256, BF16, form, form, 0.9) for form in ("logits", "log_prob")],
+    ),
+    Launches("divergence {0} {4}", _divergence, (("forward", 128256, FP32, "log_prob", "prob"),)),
+    Launches("divergence {0} {4}", _divergence, (("tvd", 32000, BF16, "prob", "prob"),)),
+    Launches("log_prob {} every option", _log_prob, ((262144, BF16),), {"full": True}),
+)  # fmt: skip
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    """Labelled calls of the operators' launchers."""
+    found: dict[str, Callable[[], None]] = {}
+    for launches in NORMS:
+        found |= launches.calls()
+    found |= _norm_calls()
+    for launches in (*LAYERS, *ATTENTION):
+        found |= launches.calls()
+    found |= _rope_calls()
+    for launches in LOSSES:
+        found |= launches.calls()
     return found
