@@ -370,20 +370,24 @@ def draw(path: Path) -> None:
     from liger_multi.memory.breakdown import COLORS, GRID, INK
 
     groups: dict[str, dict[str, int]] = {}
+    shown = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
     for data, row in store.rows("longest"):
-        limit = f", {data['limit_gb']:g} GB" if data["limit_gb"] else ""
-        group = groups.setdefault(f"{row['model']}{limit}", {})
+        card = f"within {data['limit_gb']:g} GB of " if data["limit_gb"] else "on "
+        group = groups.setdefault(f"{row['model']} {card}one {store.device(data)}", {})
         group[row["provider"]] = row.get("longest", 0)
-    figure = Figure(figsize=(9, 1.2 + 1.5 * len(groups)), dpi=140, layout="constrained")
+    figure = Figure(figsize=(9, 1.0 + 1.1 * len(groups)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     colors = dict(zip(PROVIDERS, (COLORS[6], COLORS[2], COLORS[3]), strict=True))
     for axis, (name, group) in zip(axes, groups.items(), strict=True):
         order = [p for p in reversed(PROVIDERS) if p in group]
-        axis.barh(order, [group[p] for p in order], color=[colors[p] for p in order])
+        bars = [group[p] for p in order]
+        axis.barh([shown[p] for p in order], bars, color=[colors[p] for p in order])
         for place, provider in enumerate(order):
             axis.annotate(f" {group[provider]:,}", (group[provider], place), va="center")
-        axis.set_title(f"{name}: longest sequence, tokens", loc="left", fontsize=11, color=INK)
+        title = f"Longest training sequence, {name} [tokens]"
+        axis.set_title(title, loc="left", fontsize=11, color=INK)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.set_axisbelow(True)
         axis.grid(axis="x", color=GRID)
         axis.margins(x=0.12)
