@@ -8,7 +8,7 @@ The form of a configuration, in YAML or as a mapping::
 
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
-    head_gemms: float8               # of heads with a loss, in 8 bits; float8_logits; exact
+    head_gemms: float8               # of heads with a loss, in FP8; float8_logits; exact
     ops:
       rms_norm: reference               # a name pins the operator: it runs or the call fails with
       the reason

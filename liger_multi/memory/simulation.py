@@ -266,7 +266,7 @@ def _expert_scratch(given: Mapping[str, Any]) -> None:
 
 
 class _Rounding:
-    """Rounding to 8 bits by a kernel: a copy in one layout, or in two."""
+    """Rounding to FP8 by a kernel: a copy in one layout, or in two."""
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
         from liger_multi.reference.cross_entropy.float8 import Rounded

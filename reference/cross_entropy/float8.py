@@ -1,8 +1,8 @@
-"""Tensors in 8 bits: one scale a tensor, e4m3 for factors, e5m2 for gradients.
+"""Tensors in FP8: one scale a tensor, e4m3 for factors, e5m2 for gradients.
 
 Scales are powers of two, so that they move no rounding and chunks agree.
 
-Products of a head in 8 bits: ``logits = h @ w.T`` and, where asked for, ``dh = dlogits @ w``.
+GEMMs of a head in FP8: ``logits = h @ w.T`` and, where asked for, ``dh = dlogits @ w``.
 Factors are rounded, products accumulated in fp32 and rounded to the dtype of logits. The gradient
 of the weight is left in 16 bits. A CPU has no such product and multiplies the rounded factors.
 """
@@ -30,14 +30,14 @@ LEAST = 2.0**-100  # a largest element that is smaller counts as this: scales ha
 
 
 class Rounded(NamedTuple):
-    """A tensor in 8 bits: ``data * scale``."""
+    """A tensor in FP8: ``data * scale``."""
 
     data: Tensor
     scale: Tensor
 
 
 class Rounding(Protocol):
-    """How a backend rounds to 8 bits."""
+    """How a backend rounds to FP8."""
 
     def rounded(self, x: Tensor, dtype: torch.dtype = FACTOR) -> Rounded:
         """The nearest values, by the smallest power of two under which none overflows."""
@@ -81,7 +81,7 @@ ALIGNED = 16  # columns that the matrix library asks for
 
 
 def logits_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits; what is multiplied in 8 bits is written in 16."""
+    """The dtype of logits; what is multiplied in FP8 is written in 16 bits."""
     if compute_dtype is not None and compute_dtype.itemsize == 1:
         return dtype if dtype.itemsize == 2 else torch.bfloat16
     return compute_dtype or dtype

@@ -101,7 +101,7 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
 
 
 def _holds_codes(head: nn.Module) -> bool:
-    """Whether a weight is integers or eight bits of floating point."""
+    """Whether a weight is integers or FP8."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor):
         return False
