@@ -71,11 +71,11 @@ def directions(backend: str, op: str) -> tuple[str, ...]:
 
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
     """What a backend has of an operator; of one that nobody ran, also the level that it reached."""
-    text = halves_or_parent(backend, op, folders)
+    text = directions_or_parent(backend, op, folders)
     return f"{text}, level {levels.ROWS[op].level}" if backend == "npu" else text
 
 
-def halves_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
+def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
     """A backend's own directions, or where it turns for them."""
     own = directions(backend, op)
     if own == DIRECTIONS:

@@ -368,10 +368,10 @@ def prepare(op: Op, args: tuple[Any, ...]) -> None:
 @functools.cache
 def _register(op: Op) -> None:
     for prim in op.primitives:
-        _register_half(op, prim)
+        _register_direction(op, prim)
 
 
-def _register_half(op: Op, prim: Primitive) -> None:
+def _register_direction(op: Op, prim: Primitive) -> None:
     """Accept replicas, or rows sharded on a leading axis with partial sums of shared gradients."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding

@@ -45,7 +45,7 @@ class Candidate:
 
 
 @functools.cache
-def _half(name: str, prim: Primitive) -> tuple[Callable[..., Any] | None, str | None]:
+def _implementation(name: str, prim: Primitive) -> tuple[Callable[..., Any] | None, str | None]:
     found = module(name, prim.op.name)
     if found is None:
         return None, f"has no {prim.op.name}"
@@ -86,7 +86,7 @@ def candidate(name: str, prim: Primitive, device: torch.device, dtype: torch.dty
         refusal = f"serves {record.device_type} tensors, not {device.type}"
     if refusal is not None:
         return Candidate(name, None, refusal)
-    call, refusal = _half(name, prim)
+    call, refusal = _implementation(name, prim)
     found = module(name, prim.op.name)
     static = getattr(found, "supports_static", None)
     if refusal is None and static is not None:

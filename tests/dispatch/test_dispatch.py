@@ -214,7 +214,7 @@ def plugin(monkeypatch):
         registry.backends,
         registry.unavailable,
         registry.module,
-        primitive._half,
+        primitive._implementation,
     )
     for function in cached:
         function.cache_clear()
@@ -226,7 +226,7 @@ def plugin(monkeypatch):
     forget()
 
 
-def test_an_entry_point_adds_a_backend_that_may_implement_one_half(plugin, caplog):
+def test_an_entry_point_adds_a_backend_that_may_implement_one_direction(plugin, caplog):
     x = torch.randn(3, 8, requires_grad=True)
     ops.rms_norm(x).sum().backward()
     assert plugin == ["forward"]

@@ -204,11 +204,11 @@ def test_docstrings_have_every_section(op):
 
 @pytest.mark.parametrize("op", operators())
 def test_every_backend_implements_the_schema(op):
-    from liger_multi.dispatch.primitive import _half
+    from liger_multi.dispatch.primitive import _implementation
     from liger_multi.dispatch.registry import backends
 
     assert module("reference", op) is not None
     for backend in backends():
         if module(backend, op) is not None:
             for prim in OPS[op].primitives:
-                _half(backend, prim)  # raises where schema and contract differ
+                _implementation(backend, prim)  # raises where schema and contract differ

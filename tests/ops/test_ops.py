@@ -103,7 +103,7 @@ def test_one_output_at_a_time(request, op, backend, sample):
         compare(op, sample, torch.float32, device, bound(op, backend), used=(name,))
 
 
-def test_mixed_halves(request, op, backend, sample):
+def test_mixed_directions(request, op, backend, sample):
     """Backward of one backend after forward of the other, both ways: residuals are semantic."""
     device = place(request, backend)
     compare(op, sample, torch.float32, device, backend, "reference")
@@ -131,7 +131,7 @@ def mixes(op, backend, sample):
 APPLIES = {
     test_forward_and_backward: runs,
     test_one_output_at_a_time: has_several,
-    test_mixed_halves: mixes,
+    test_mixed_directions: mixes,
 }
 
 

@@ -57,7 +57,7 @@ class Card:
 def _card(
     name: str,
     memory: float,
-    products: tuple[float, float],
+    gemms: tuple[float, float],
     bandwidth: float,
     link: float,
     host: float,
@@ -65,9 +65,9 @@ def _card(
     bf16: bool = True,
 ) -> Card:
     """GB, TFLOPS in 16 and 32 bits, GB/s thrice."""
-    halves = (products[0] * TERA, products[1] * TERA)
+    flops = (gemms[0] * TERA, gemms[1] * TERA)
     rates = (bandwidth * GIGA, link * GIGA, host * GIGA)
-    return Card(name, round(memory * GB), *halves, *rates, source, bf16)
+    return Card(name, round(memory * GB), *flops, *rates, source, bf16)
 
 
 # PCIe x16 moves 16, 32 or 64 GB/s each way in its generations 3, 4 and 5.

@@ -68,7 +68,7 @@ def test_one_output_at_a_time(device: torch.device, op: str, backend: str, sampl
         _compare(op, sample, torch.float32, device, forward, backward, (name,))
 
 
-def test_mixed_halves(device: torch.device, op: str, backend: str, sample: Sample) -> None:
+def test_mixed_directions(device: torch.device, op: str, backend: str, sample: Sample) -> None:
     """Backward of the reference after forward of the backend, and the other way round."""
     if "forward" in checks.implemented(backend, op):
         _compare(op, sample, torch.float32, device, backend, REFERENCE)
