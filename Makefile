@@ -202,9 +202,9 @@ docs: $(ENV)  ## refresh what committed pages quote of contracts and results
 	$(RUN) -m ci.docs
 
 site: $(ENV)  ## the website in build/site: committed pages, and those made of contracts and results
-	$(RUN) -m pip install --quiet $(CONSTRAINT:%=-c %) "mkdocs>=1.6"
+	$(RUN) -m pip install --quiet $(CONSTRAINT:%=-c %) "mkdocs-material>=9.6"
 	$(RUN) -m ci.docs --site build/pages
-	$(RUN) -m mkdocs build --quiet --strict -f build/pages/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict -f build/pages/mkdocs.yml
 
 format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff check --fix-only .

@@ -103,13 +103,20 @@ OPERATOR_FAMILIES = {
 """Families of operators as people call them, in the order of the first page's table."""
 
 
+def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
+    """Operators by the title of their family, in the order of the first page's table."""
+    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
+    found: dict[str, list[str]] = {title: [] for title in OPERATOR_FAMILIES.values()}
+    for name in operators:
+        found[OPERATOR_FAMILIES[contracts[name].family]].append(name)
+    return found
+
+
 def table() -> str:
     """The operator table of the first page, in Markdown: a row per family."""
-    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
     kernels = {"triton": "Triton: NVIDIA, AMD", "npu": "Ascend"}
     rows = [["Operators", "", *kernels.values()], ["---"] * (2 + len(kernels))]
-    for family, title in OPERATOR_FAMILIES.items():
-        names = [name for name in public_operators() if contracts[name].family == family]
+    for title, names in by_family(public_operators()).items():
         cells = []
         for backend in kernels:
             own = [name for name in names if directions(backend, name)]
@@ -326,7 +333,7 @@ def stale() -> Mapping[Path, tuple[str, str]]:
 # --- the site ---
 
 DOCS = ROOT / "docs"
-CONFIG = ROOT / "ci" / "mkdocs.yml"
+THEME = ROOT / "ci" / "site"  # the configuration of mkdocs, and the stylesheet
 NAV = "# operators"  # the line of the configuration that the operators' entries replace
 # code, which has no links, or a link to a file
 CODE_OR_LINK = re.compile(
@@ -394,12 +401,16 @@ def _normal(path: PurePosixPath) -> str:
 
 def configuration(operators: Iterable[str]) -> str:
     """The configuration of the site, with one entry an operator; it stands beside ``docs``."""
-    text = CONFIG.read_text(encoding="utf-8")
+    text = (THEME / "mkdocs.yml").read_text(encoding="utf-8")
     found = re.findall(rf"^( *){NAV}$", text, re.MULTILINE)
     if len(found) != 1:
-        raise SystemExit(f"ci/mkdocs.yml needs the line {NAV!r} once, where the operators go")
-    lines = "\n".join(f"{found[0]}- {name}: ops/{name}.md" for name in operators)
-    return re.sub(rf"^ *{NAV}$", lines, text, flags=re.MULTILINE)
+        raise SystemExit(f"ci/site/mkdocs.yml needs the line {NAV!r} once, where the operators go")
+    lines = []
+    for title, names in by_family(operators).items():
+        lines += [f"- {title[0].upper()}{title[1:]}:"]
+        lines += [f"    - {name}: ops/{name}.md" for name in names]
+    indented = "\n".join(found[0] + line for line in lines)
+    return re.sub(rf"^ *{NAV}$", indented, text, flags=re.MULTILINE)
 
 
 def write_site(
@@ -431,6 +442,7 @@ def write_site(
         target = pages / made
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(make(), encoding="utf-8")
+    shutil.copyfile(THEME / "site.css", pages / "site.css")
     (folder / "mkdocs.yml").write_text(configuration(names), encoding="utf-8")
 
 

@@ -208,7 +208,29 @@ def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch, tmp_path):
     assert "rms_norm:" not in (tmp_path / "mkdocs.yml").read_text().replace("_rms_norm:", "")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed")
+def test_operators_are_one_part_of_the_site_by_family(site):
+    (part,) = [
+        e for e in yaml.safe_load((site / "mkdocs.yml").read_text())["nav"] if "Operators" in e
+    ]
+    index, *families = part["Operators"]
+    assert list(index.values()) == ["ops/index.md"]
+    assert len(families) == len(docs.OPERATOR_FAMILIES)
+    listed = [page for family in families for (pages,) in [family.values()] for page in pages]
+    assert listed == [
+        {name: f"ops/{name}.md"}
+        for names in docs.by_family(docs.public_operators()).values()
+        for name in names
+    ]
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    settings = yaml.safe_load((site / "mkdocs.yml").read_text())
+    assert settings["theme"]["font"] is False
+    assert [*settings["extra_css"], *settings.get("extra_javascript", [])] == ["site.css"]
+    assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("material"), reason="no mkdocs-material")
 def test_the_site_builds_without_a_warning(site, tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", site / "mkdocs.yml"]
     done = subprocess.run(
@@ -216,6 +238,9 @@ def test_the_site_builds_without_a_warning(site, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ops" / "rms_norm.html").exists()
+    loads = r"<(?:script|img|iframe|link)\b[^>]* (?:src|href)=[\"']?(?:https?:)?//"
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(loads, page.read_text(encoding="utf-8")), page
 
 
 # --- what pages claim ---
