@@ -20,7 +20,7 @@ ARGS ?=
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables baseline bench docs site
+.PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables baseline bench docs pictures site
 .PHONY: tune format clean env pins test-portable test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
@@ -198,8 +198,12 @@ static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by
 bench: $(ENV)  ## time and memory of every operator on this machine, into benchmarks/results
 	$(RUN) -m benchmarks.operators --store $(ARGS)
 
-docs: $(ENV)  ## refresh what committed pages quote of contracts and results
+docs: $(ENV)  ## refresh what committed pages quote of contracts and results, and their pictures
 	$(RUN) -m ci.docs
+	$(RUN) -m benchmarks.pictures
+
+pictures: $(ENV)  ## draw every picture of results again
+	$(RUN) -m benchmarks.pictures --all
 
 site: $(ENV)  ## the website in build/site: committed pages, and those made of contracts and results
 	$(RUN) -m pip install --quiet $(CONSTRAINT:%=-c %) "mkdocs-material>=9.6"

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import store
+from liger_multi import pictures
 from liger_multi.bench import report
 from liger_multi.memory.sizes import SIZES, config_of
 
@@ -107,51 +108,51 @@ def judge(row: Mapping[str, Any], provider: str = "ours") -> Verdict:
 # --- pictures ---
 
 COLORS = {
-    "stock": "#c2571a", "ours": "#0b6e69", "liger": "#5b4bb0", "control-1": "#9aa3ad",
-    "seed": "#d8b25c",
+    "stock": pictures.STOCK, "ours": pictures.OURS, "liger": pictures.LIGER, "seed": "#cc79a7",
 }  # fmt: skip
+NOTE = "Below each loss: distance from Hugging Face's; dotted, what the controls allow"
+NAMES = {
+    "stock": "Hugging Face",
+    "ours": "liger_multi",
+    "liger": "Liger-Kernel",
+    "seed": "other seed",
+}
 
 
-def draw(data: Mapping[str, Any], path: Path) -> None:
+def draw(data: Mapping[str, Any], path: Path, plotted: str = "") -> None:
     """A panel a model: losses, and below them how far from the baseline, with what is allowed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    from liger_multi.demo.display import STYLE
-
     models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     across = min(4, len(models))
     down = -(-len(models) // across)
-    with matplotlib.rc_context({**STYLE, "font.size": 8}):
-        figure = Figure(figsize=(max(6.4, 3.4 * across), 3.6 * down), dpi=110, layout="constrained")
-        axes = figure.subplots(2 * down, across, squeeze=False, height_ratios=[3, 2] * down)
+    with pictures.figure(path, max(6.4, 2.5 * across), 0.9 + 2.6 * down, plotted) as made:
+        axes = made.subplots(2 * down, across, squeeze=False, height_ratios=[3, 2] * down)
         for axis in axes.flat:
             axis.set_visible(False)
+            axis.tick_params(labelsize=8)
         for i, model in enumerate(models):
             pair = [axes[2 * (i // across) + k, i % across] for k in (0, 1)]
             _panel(pair, model, [row for row in data["rows"] if row["model"] == model])
             if i == 0:
-                figure.legend(loc="outside upper right", ncols=3)
+                handles, labels = pair[0].get_legend_handles_labels()
+                place = {"loc": "outside lower center", "ncols": 6, "fontsize": 9}
+                made.legend(handles, labels, title=NOTE, title_fontsize=9, **place)
+            if i % across == 0:
                 pair[0].set_ylabel("loss")
-                pair[1].set_ylabel("distance from baseline")
-        figure.suptitle(_title(data), x=0.01, ha="left", fontsize=10)
-        figure.savefig(path)
+                pair[1].set_ylabel("distance")
+        made.suptitle(_title(data), x=0.012, ha="left", fontsize=11, fontweight="bold")
 
 
 def _title(data: Mapping[str, Any]) -> str:
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in data["rows"]))
     steps = data["rows"][0]["steps"]
-    what = "below: distance of the loss so far, and (dots) what the controls allow"
-    return f"{data['device']['name']}, {dtypes}, {steps} steps on Python's sources\n{what}"
+    return f"{data['device']['name']}, {dtypes}, {steps} steps on Python's sources"
 
 
 def _panel(pair: Sequence[Any], model: str, rows: Sequence[Mapping[str, Any]]) -> None:
     above, below = pair
     above.set_visible(True)
     below.set_visible(True)
-    above.set_title(model, loc="left", fontweight="bold", fontsize=9)
+    above.set_title(model, fontsize=10)
     below.set_yscale("log")
     for row in rows:
         style = "-" if row["dtype"] == "float32" or len(rows) == 1 else (0, (2, 1.5))
@@ -161,15 +162,15 @@ def _panel(pair: Sequence[Any], model: str, rows: Sequence[Mapping[str, Any]]) -
         for name in ("seed", "stock", "liger", "ours"):
             if name in curves:
                 wide = 3.5 if name == "stock" else 1.1
-                dim = 0.35 if name in ("stock", "seed") else 1.0
+                dim = 0.6 if name in ("stock", "seed") else 1.0
                 look = {"color": COLORS[name], "lw": wide, "alpha": dim, "ls": style}
-                above.plot(steps, curves[name]["loss"], label=f"{name}{label}", **look)
+                above.plot(steps, curves[name]["loss"], label=f"{NAMES[name]}{label}", **look)
         for name in ("liger", "ours"):
             if name in curves:
                 far = distance(curves[name]["loss"], curves["stock"]["loss"])
                 below.plot(steps, far.clamp(min=1e-9), color=COLORS[name], lw=1.4, ls=style)
         bound = allowed(curves, "loss")[EARLIEST - 1 :]
-        below.plot(steps[EARLIEST - 1 :], bound, color="#b3261e", lw=0.9, ls=(0, (1, 1)))
+        below.plot(steps[EARLIEST - 1 :], bound, color=pictures.ALARM, lw=1.2, ls=(0, (1, 1)))
 
 
 # --- cases ---

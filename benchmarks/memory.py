@@ -267,7 +267,7 @@ def on_device(case: Case, steps: int) -> dict[str, Any]:
     }
 
 
-def profiled(pictures: Path | None) -> dict[str, Any]:
+def profiled() -> dict[str, Any]:
     """Timelines of both models from the allocator's history, and how well they were named."""
     from liger_multi.memory import compare
 
@@ -287,10 +287,7 @@ def profiled(pictures: Path | None) -> dict[str, Any]:
         del model, optimizer, step
         gc.collect()  # a model holds itself
         torch.get_device_module(device).empty_cache()
-    both = compare(*profiles)
-    if pictures is not None:
-        both.draw(pictures / "memory-timeline.png")
-    return {"profiles": [{**p.as_data(), "timeline": []} for p in profiles], "text": str(both)}
+    return {"profiles": [p.as_data() for p in profiles], "text": str(compare(*profiles))}
 
 
 def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> dict[str, Any]:
@@ -393,7 +390,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this, nothing else")
     parser.add_argument("--parts", default="cases,reuse,profile", help="what to do")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--pictures", type=Path, help="folder of the profile's pictures")
     store.add_options(parser)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("reuse", "profile"), help=argparse.SUPPRESS)
@@ -402,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.case:
             found = on_device(Case(**json.loads(given.case)), given.steps)
         else:
-            found = reused() if given.part == "reuse" else profiled(given.pictures)
+            found = reused() if given.part == "reuse" else profiled()
         sys.stdout.write(json.dumps(found) + "\n")
         return 0
     head: dict[str, Any] = {"date": store.now(), "commit": given.commit}
@@ -423,9 +419,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = rows_of(chosen, device.type, given.steps)
     runs = [{"kind": "memory", **head, "rows": rows}]
     if device.type != "cpu" and not given.only:
-        pictures = ["--pictures", str(given.pictures)] if given.pictures else []
         for part in sorted({"reuse", "profile"} & set(parts)):
-            found = child("--part", part, *pictures)
+            found = child("--part", part)
             own = found.get("profiles", [found])
             runs.append({"kind": f"memory-{part}", **head, "rows": own})
     said(store.keep([run for run in runs if run["rows"]], given))

@@ -203,7 +203,6 @@ def wait_and_train(device: str) -> int:
 
 # --- all candidates of a plan ---
 
-PICTURE = ROOT / "docs" / "plan-example.png"
 LAYOUTS = ((1, 1), (2, 1), (1, 4))  # of the page's plan
 TIE = 0.04  # times nearer than this have no order
 HOST_BYTES = 24 * 2**30  # candidates that need more of the host's memory are not executed
@@ -365,7 +364,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = {"kind": "plan-example", "date": store.now(), "commit": given.commit}
         run |= {"device": store.ESTIMATED, "versions": report.versions()}
         store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, given)
-        made.draw(PICTURE)
         print(made)
         return 0
     data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": given.commit}

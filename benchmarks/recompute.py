@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -362,42 +361,8 @@ def child(model: str, provider: str, given: argparse.Namespace) -> dict[str, Any
     return {"failure": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
 
 
-def draw(path: Path) -> None:
-    """Bars of the longest sequences in the results, a group a model and card."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from liger_multi.memory.breakdown import COLORS, GRID, INK
-
-    groups: dict[str, dict[str, int]] = {}
-    shown = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
-    for data, row in store.rows("longest"):
-        card = f"within {data['limit_gb']:g} GB of " if data["limit_gb"] else "on "
-        group = groups.setdefault(f"{row['model']} {card}one {store.device(data)}", {})
-        group[row["provider"]] = row.get("longest", 0)
-    figure = Figure(figsize=(9, 1.0 + 1.1 * len(groups)), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    colors = dict(zip(PROVIDERS, (COLORS[6], COLORS[2], COLORS[3]), strict=True))
-    for axis, (name, group) in zip(axes, groups.items(), strict=True):
-        order = [p for p in reversed(PROVIDERS) if p in group]
-        bars = [group[p] for p in order]
-        axis.barh([shown[p] for p in order], bars, color=[colors[p] for p in order])
-        for place, provider in enumerate(order):
-            axis.annotate(f" {group[provider]:,}", (group[provider], place), va="center")
-        title = f"Longest training sequence, {name} [tokens]"
-        axis.set_title(title, loc="left", fontsize=11, color=INK)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.set_axisbelow(True)
-        axis.grid(axis="x", color=GRID)
-        axis.margins(x=0.12)
-        for spine in ("top", "right"):
-            axis.spines[spine].set_visible(False)
-    figure.savefig(path)
-
-
 def longest(arguments: Sequence[str]) -> int:
-    """Search for the longest sequence of every provider and keep what was found, or draw."""
+    """Search for the longest sequence of every provider and keep what was found."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recompute longest", description=longest.__doc__
     )
@@ -410,7 +375,6 @@ def longest(arguments: Sequence[str]) -> int:
     parser.add_argument("--resolution", type=float, default=0.02)
     parser.add_argument("--start", type=int, help="first length, instead of the estimate's")
     parser.add_argument("--most", type=int, default=2**20, help="positions of the model")
-    parser.add_argument("--draw", type=Path, metavar="PNG", help="draw the kept results alone")
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -420,9 +384,6 @@ def longest(arguments: Sequence[str]) -> int:
         parser.error(f"unknown provider {wrong[0]!r}; known: {', '.join(PROVIDERS)}")
     if given.child:
         print(json.dumps(measure_longest(given.model, providers[0], given)))
-        return 0
-    if given.draw:
-        draw(given.draw)
         return 0
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     data: dict[str, Any] = {"kind": "longest", "date": store.now(), "commit": given.commit}

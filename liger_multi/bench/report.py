@@ -21,6 +21,7 @@ from rich.table import Table
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
 from liger_multi.memory.measure import format_bytes
+from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
 NOISY_PERCENT = 3
 PACKAGES = ("triton", "liger-kernel")
@@ -224,37 +225,29 @@ def plain(value: Any) -> Any:
 
 def chart(title: str, rows: Sequence[Row], path: Path) -> None:
     """Bars of forward + backward time over ours, one panel a sample; shorter is faster."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
     panels = [(g, base(g)) for g in groups(rows)]
     heights = [len(g) + 1.2 for g, _ in panels]
-    figure = Figure(figsize=(8.5, 0.9 + 0.3 * sum(heights)), dpi=140, layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (group, compared) in zip(axes, panels, strict=True):
-        _panel(axis, group, compared)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.savefig(path)
+    with figure(path, 8.5, 0.9 + 0.3 * sum(heights)) as made:
+        axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axis, (group, compared) in zip(axes, panels, strict=True):
+            _panel(axis, group, compared)
+        made.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
 
 
 def _panel(axis: Any, group: list[Row], compared: Row | None) -> None:
     reference = compared["both_ms"] if compared else 1.0
     ratios = [r["both_ms"] / reference if r["status"] == "ok" else 0.0 for r in group]
-    colors = ["#0b6e69" if r["provider"] == "ours" else "#9aa3ad" for r in group]
+    colors = [OURS if r["provider"] == "ours" else STOCK for r in group]
     axis.barh(range(len(group)), ratios, color=colors, height=0.7)
     axis.set_yticks(range(len(group)), [r["provider"] for r in group])
     axis.invert_yaxis()
     for i, (row, ratio) in enumerate(zip(group, ratios, strict=True)):
         ok = row["status"] == "ok"
         text = f" {ratio:.2f}  ({significant(row['both_ms'])} ms)" if ok else f" {row['status']}"
-        axis.text(ratio, i, text, va="center", fontsize=8, color="#22272e" if ok else "#b3261e")
+        axis.text(ratio, i, text, va="center", fontsize=8, color=INK if ok else ALARM)
     axis.set_xlim(0, max(*ratios, 1.0) * 1.22)
-    axis.axvline(1, color="#22272e", lw=0.8, ls=(0, (3, 3)))
+    axis.axvline(1, color=INK, lw=0.8, ls=(0, (3, 3)))
     whom = compared["provider"] if compared else "nothing that was timed"
-    axis.set_title(
-        f"{group[0]['sample']}: forward + backward time / {whom}", loc="left", fontsize=9
-    )
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"{group[0]['sample']}: forward + backward time / {whom}", fontsize=9)
+    axis.grid(axis="y", visible=False)
     axis.tick_params(labelsize=8)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.panel import Panel
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from liger_multi.memory.measure import format_bytes
+from liger_multi.pictures import ALARM, GRID, INK, OURS, PAPER, SOFT, STOCK, figure
 
 if TYPE_CHECKING:
     from liger_multi.demo.training import Corpus, DemoConfig, Run
@@ -178,24 +178,7 @@ def _row(stock: Run, run: Run, bound: float) -> Text:
 
 # --- the picture ---
 
-matplotlib.use("Agg")
-
-STOCK, PATCHED, INK, GRID = "#c2571a", "#0b6e69", "#22272e", "#e3e6ea"
 MIB = 2**20
-STYLE: dict[str, Any] = {
-    "font.size": 10,
-    "axes.edgecolor": "#9aa3ad",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "text.color": INK,
-    "xtick.color": "#57606a",
-    "ytick.color": "#57606a",
-    "legend.frameon": False,
-}
 
 
 def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, path: Path) -> None:
@@ -204,9 +187,10 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
         "unmodified Hugging Face Trainer, same seed and batches, "
         f"{plan.scale.tokens:,} tokens a step, vocabulary {plan.scale.vocabulary:,}, {plan.where}"
     )
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.5 + 5.2 * len(pairs), 9.2), dpi=140, layout="constrained")
-        axes = figure.subplots(
+    width = 1.4 + 4.3 * len(pairs)
+    below = textwrap.fill(subtitle, int(13 * width))
+    with figure(path, width, 7.8) as made:
+        axes = made.subplots(
             3, len(pairs), squeeze=False, sharex="col", height_ratios=(3, 1.6, 2.6)
         )
         for column, (name, (stock, patched)) in enumerate(pairs.items()):
@@ -219,27 +203,32 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
             ("training loss", "|patched - unpatched|", "peak memory of the step [MiB]")
         ):
             axes[row, 0].set_ylabel(label)
-        figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=15, fontweight="bold")
-        figure.text(0.012, 0.962, subtitle, ha="left", va="top", fontsize=9, color="#57606a")
-        figure.align_ylabels(axes[:, 0])
-        figure.savefig(path)
+        made.suptitle(
+            title + "\n" * (2 + below.count("\n")),
+            x=0.012,
+            ha="left",
+            fontsize=14,
+            fontweight="bold",
+        )
+        made.text(0.012, 0.957, below, ha="left", va="top", fontsize=8.5, color=SOFT)
+        made.align_ylabels(axes[:, 0])
 
 
 def _loss(axis: Any, name: str, stock: Run, patched: Run) -> None:
-    axis.set_title(name, loc="left", fontweight="bold", fontsize=11)
+    axis.set_title(name)
     axis.plot(
         _steps(stock.losses),
         stock.losses,
         color=STOCK,
         lw=6,
-        alpha=0.35,
+        alpha=0.6,
         label="unpatched",
         solid_capstyle="round",
     )
     axis.plot(
         _steps(patched.losses),
         patched.losses,
-        color=PATCHED,
+        color=OURS,
         lw=1.6,
         marker="o",
         ms=3.5,
@@ -260,23 +249,23 @@ def _difference(axis: Any, stock: Run, patched: Run, bound: float) -> None:
         axis.vlines(steps, floor, heights, color=INK, lw=1, alpha=0.35)
         axis.plot(steps, heights, **dots)
     if equal:
-        axis.plot(equal, [floor] * len(equal), **dots, mfc="white", label="equal to the last bit")
+        axis.plot(equal, [floor] * len(equal), **dots, mfc=PAPER, label="equal to the last bit")
         axis.legend(loc="upper right", bbox_to_anchor=(1, 0.8), fontsize=9, handletextpad=0.2)
-    axis.axhline(bound, color="#b3261e", lw=1.2, ls=(0, (4, 3)))
+    axis.axhline(bound, color=ALARM, lw=1.2, ls=(0, (4, 3)))
     axis.annotate(
         f"bound {bound:g}",
         (1, bound),
         xytext=(0, -4),
         textcoords="offset points",
         va="top",
-        color="#b3261e",
+        color=ALARM,
         fontsize=9,
     )
     axis.set_ylim(floor, max(bound, *gaps) * 4)
 
 
 def _memory(axis: Any, stock: Run, patched: Run) -> None:
-    for run, color, label in ((stock, STOCK, "unpatched"), (patched, PATCHED, "patched")):
+    for run, color, label in ((stock, STOCK, "unpatched"), (patched, OURS, "patched")):
         points = [(i + 1, p.peak_bytes / MIB) for i, p in enumerate(run.peaks) if p is not None]
         steps, sizes = zip(*points, strict=True)
         axis.fill_between(steps, sizes, step="mid", color=color, alpha=0.16, lw=0)
@@ -304,7 +293,7 @@ def _memory(axis: Any, stock: Run, patched: Run) -> None:
             ha="center",
             va="center",
             fontsize=8.5,
-            color="#57606a",
+            color=SOFT,
             transform=axis.get_xaxis_transform(),
         )
 

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import liger_multi
-from benchmarks import store
+from benchmarks import pictures, store
 from ci import docs
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
@@ -418,6 +418,54 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     assert store.value("models m:1x2 ours tokens") == "5.0k"
     assert store.value("models m:1x2 ours/liger tokens") == "2.00"
+
+
+# --- pictures ---
+
+
+@pytest.mark.parametrize("name", sorted(pictures.known()))
+def test_a_picture_shows_what_the_results_have(name):
+    """`make pictures` draws all of them; small enough for a page."""
+    path = ROOT / "docs" / name
+    assert pictures.carried(path) == pictures.digest(pictures.known()[name].data), name
+    assert path.stat().st_size < 80_000
+
+
+def test_a_picture_of_other_numbers_is_stale(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    known = {"headline.png": pictures.headline()}
+    monkeypatch.setattr(pictures, "known", lambda: known)
+    assert pictures.main(["--into", str(tmp_path)]) == 0
+    first = (tmp_path / "headline.png").read_bytes()
+    assert pictures.stale(tmp_path) == []
+    assert pictures.main(["--all", "--into", str(tmp_path)]) == 0
+    assert (tmp_path / "headline.png").read_bytes() == first
+    monkeypatch.setattr(store, "value", lambda key: "12.3")
+    known["headline.png"] = pictures.headline()
+    assert pictures.stale(tmp_path) == ["headline.png"]
+
+
+def test_the_headline_shows_the_rows_of_the_table_below_it():
+    (memory, speed) = pictures.headline().data["panels"].values()
+    table = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [
+        line.split("|")[1:] for line in table if re.search(r"^\|.*, (peak memory|speed) \|", line)
+    ]
+    assert len(rows) >= 3
+    for what, *cells, _ in rows:
+        name, _, metric = what.strip().rpartition(", ")
+        shown = (memory if metric == "peak memory" else speed)[name].values()
+        assert [re.search(r"-->([\d.]+)k?<", cell)[1] for cell in cells] == list(shown), what
+
+
+def test_the_timeline_is_drawn_once_results_have_it(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    (run,) = store.read("memory-profile")
+    rows = [{**row, "timeline": [[2**30] * 7] * 600} for row in run["rows"]]
+    monkeypatch.setattr(store, "read", lambda kind: [{**run, "rows": rows}])
+    made = pictures.timeline()
+    made.draw(made.data, tmp_path / "a.png", pictures.digest(made.data))
+    assert pictures.carried(tmp_path / "a.png") == pictures.digest(made.data)
 
 
 # --- the examples ---

@@ -13,11 +13,11 @@ from typing import Any
 
 from liger_multi.documents import read_yaml
 from liger_multi.errors import ConfigurationError, shown, unknown
-from liger_multi.memory.breakdown import COLORS, GRID, INK
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
 from liger_multi.page import Page
+from liger_multi.pictures import INK, PAPER, PARTS, figure
 
 # --- what is decided, and what is predicted ---
 
@@ -257,7 +257,7 @@ class TrainingPlan:
 
     def draw(self, path: str | Path, most: int = 12) -> None:
         """Write a PNG of the memory of the first candidates by part (needs matplotlib)."""
-        draw_candidates(self, Path(path), most)
+        draw_candidates(self, Path(path), most=most)
 
     def write(self, folder: str | Path, candidate: Candidate | None = None) -> list[Path]:
         """Write ready files for a candidate; None: the best one. Returns what was written."""
@@ -522,42 +522,33 @@ def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
 # --- memory of candidates by part ---
 
 
-def draw_candidates(plan: TrainingPlan, path: Path, most: int = 12) -> None:
+def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int = 12) -> None:
     """One bar a candidate: what is there at its peak, the budget as a line."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     chosen = plan.candidates[:most]
     parts = list(dict.fromkeys(name for one in chosen for name in one.parts))
     parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]
     unit, name = (2**30, "GiB") if plan.budget_bytes >= 2**30 else (2**20, "MiB")
-    with matplotlib.rc_context({"font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(10, 1.6 + 0.42 * len(chosen)), dpi=140, layout="constrained")
-        FigureCanvasAgg(figure)
-        axis = figure.subplots()
+    with figure(path, 9.2, 1.5 + 0.38 * len(chosen), plotted) as made:
+        axis = made.subplots()
         places = list(range(len(chosen)))[::-1]
         left = [0.0] * len(chosen)
         for i, part in enumerate(parts):
             widths = [one.parts.get(part, 0) / unit for one in chosen]
-            color = (*COLORS, "#7d8790")[i % (len(COLORS) + 1)]
+            color = PARTS[i % len(PARTS)]
             axis.barh(places, widths, left=left, color=color, label=part, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
+        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}  # over the budget's line
         for place, total, one in zip(places, left, chosen, strict=True):
             speed = f"  {one.relative:.2f}" if one.fits else "  does not fit"
-            axis.annotate(speed, (total, place), va="center")
+            axis.annotate(speed, (total, place), va="center", bbox=behind)
         axis.axvline(plan.budget_bytes / unit, color=INK, lw=0.9, ls=(0, (3, 3)))
         axis.set_yticks(places, [_label(one) for one in chosen])
         axis.set_xlim(0, 1.15 * max(*left, plan.budget_bytes / unit))
-        axis.set_xlabel(f"{name} at the peak; time a token beside the bars; dashed: the budget")
-        for spine in ("top", "right"):
-            axis.spines[spine].set_visible(False)
-        axis.set_axisbelow(True)
-        axis.grid(axis="x", color=GRID)
+        axis.set_xlabel(f"{name} at the peak; time per token beside the bars; dashed: the budget")
+        axis.grid(axis="y", visible=False)
         size = format_bytes(plan.memory_bytes)
-        axis.set_title(f"{plan.model}, {plan.devices} x {size}", loc="left", fontweight="bold")
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path)
+        axis.set_title(f"{plan.model}, {plan.devices} x {size}")
+        made.legend(loc="outside lower center", ncols=4)
 
 
 def _label(one: Candidate) -> str:
