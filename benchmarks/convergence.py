@@ -124,7 +124,7 @@ def draw(data: Mapping[str, Any], path: Path, plotted: str = "") -> None:
     models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     across = min(4, len(models))
     down = -(-len(models) // across)
-    with pictures.figure(path, max(6.4, 2.5 * across), 0.9 + 2.6 * down, plotted) as made:
+    with pictures.figure(path, max(6.4, 2.5 * across), 0.9 + 2.6 * down, plotted, 110) as made:
         axes = made.subplots(2 * down, across, squeeze=False, height_ratios=[3, 2] * down)
         for axis in axes.flat:
             axis.set_visible(False)

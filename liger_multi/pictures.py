@@ -19,7 +19,7 @@ PARTS = (
 )  # fmt: skip
 """Of what lies in memory, in the order of its categories."""
 INK, SOFT, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#f6f8fa"
-DPI = 110
+DPI = 150
 SHADES = 64  # colors of a file
 STYLE: dict[str, Any] = {
     "font.size": 10,
@@ -48,7 +48,9 @@ STYLE: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def figure(path: Path, width: float, height: float, plotted: str = "") -> Iterator[Any]:
+def figure(
+    path: Path, width: float, height: float, plotted: str = "", dpi: int = DPI
+) -> Iterator[Any]:
     """A figure to draw on, written as a PNG when the block ends.
 
     Args:
@@ -56,6 +58,7 @@ def figure(path: Path, width: float, height: float, plotted: str = "") -> Iterat
         width: Of the picture, in inches.
         height: Likewise.
         plotted: What stands in the file as its text ``Plotted``.
+        dpi: Dots per inch.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,7 +66,7 @@ def figure(path: Path, width: float, height: float, plotted: str = "") -> Iterat
     from PIL import Image, PngImagePlugin
 
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+        made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
         FigureCanvasAgg(made)
         yield made
         raw = io.BytesIO()

@@ -199,12 +199,10 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
             _memory(axes[2, column], stock, patched)
             axes[2, column].set_xlabel("training step")
             axes[2, column].xaxis.set_major_locator(MaxNLocator(integer=True))
-        for row, label in enumerate(
-            ("training loss", "|patched - unpatched|", "peak memory of the step [MiB]")
-        ):
+        for row, label in enumerate(("training loss", "difference", "peak memory [MiB]")):
             axes[row, 0].set_ylabel(label)
         made.suptitle(
-            title + "\n" * (2 + below.count("\n")),
+            title + "\n" * (1 + below.count("\n")),
             x=0.012,
             ha="left",
             fontsize=14,
@@ -265,7 +263,7 @@ def _difference(axis: Any, stock: Run, patched: Run, bound: float) -> None:
 
 
 def _memory(axis: Any, stock: Run, patched: Run) -> None:
-    for run, color, label in ((stock, STOCK, "unpatched"), (patched, OURS, "patched")):
+    for run, color, label in ((stock, SOFT, "unpatched"), (patched, OURS, "patched")):
         points = [(i + 1, p.peak_bytes / MIB) for i, p in enumerate(run.peaks) if p is not None]
         steps, sizes = zip(*points, strict=True)
         axis.fill_between(steps, sizes, step="mid", color=color, alpha=0.16, lw=0)
