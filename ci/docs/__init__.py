@@ -374,6 +374,7 @@ def whole() -> dict[str, Callable[[], str]]:
         "ops/index.md": operators_page,
         "convergence.md": docs_benchmarks.curves_page,
         "coverage.md": docs_status.coverage_page,
+        "loss-options.md": losses_whole,
         "nn.md": modules_page,
         "regressions.md": regressions.page,
         "verification.md": docs_status.page,
@@ -411,6 +412,11 @@ MADE_OF = {
     "README.md": "index.md",
     "liger_multi/ops": "ops/index.md",
     "ci/npu/levels.py": "ops/index.md",
+    "liger_multi/losses": "loss-options.md",
+    "liger_multi/losses/distillation.py": "loss-options.md",
+    "liger_multi/losses/policy.py": "loss-options.md",
+    "liger_multi/losses/preference.py": "loss-options.md",
+    "liger_multi/losses/sequence.py": "loss-options.md",
     "liger_multi/nn": "nn.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/README.md#results-of-the-suite": "verification.md",
@@ -509,17 +515,17 @@ def write_site(
     (folder / "mkdocs.yml").write_text(configuration(names), encoding="utf-8")
 
 
-# --- the page of the losses ---
+# --- the losses ---
 
 LOSSES_PLACE = "<!-- losses:{} -->"
 LOSSES_END = "<!-- losses:end -->"
 FAMILIES = (
-    ("Pairs against a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
-    ("Pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
-    ("Single answers", "kto_loss", "KTOOptions", ("preference", "KTO")),
+    ("Preference pairs with a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
+    ("Preference pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
+    ("Unpaired preferences", "kto_loss", "KTOOptions", ("preference", "KTO")),
     ("Policies", "policy_loss", "PolicyOptions", ("policy", "POLICY")),
     ("Sequences", "sequence_loss", "SequenceOptions", ("sequence", "SEQUENCE")),
-    ("Several heads ahead", "mtp_loss", "SequenceOptions", None),
+    ("Multi-token prediction", "mtp_loss", "SequenceOptions", None),
     ("Distillation", "distillation_loss", "DistillationOptions", ("distillation", "DIVERGENCES")),
 )
 
@@ -564,9 +570,28 @@ def head() -> list[str]:
     return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in found.items()])
 
 
+def loss_types(place: tuple[str, str]) -> Mapping[str, Any]:
+    """The formulas of a family, by the name of the loss type."""
+    found: Mapping[str, Any] = getattr(
+        importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1]
+    )
+    return found
+
+
 def families() -> list[str]:
-    """A section for every function: its arguments, loss types and options."""
-    losses, out = importlib.import_module("liger_multi.losses"), []
+    """The table of all functions: what each is for, and its loss types."""
+    losses, lines = importlib.import_module("liger_multi.losses"), []
+    for title, name, _, place in FAMILIES:
+        file = getattr(losses, name).__module__.replace(".", "/")
+        types = ", ".join(f"`{n}`" for n in loss_types(place)) if place else "as `sequence_loss`"
+        lines.append((title, f"[`{name}`](../{file}.py)", types))
+    return rows(("Losses", "Function", "Loss types"), lines)
+
+
+def losses_whole() -> str:
+    """The page with a section for every function: its arguments, loss types and options."""
+    losses, out = importlib.import_module("liger_multi.losses"), [NOTE, "", "# Loss options", ""]
+    out += ["How to use them: [losses](losses.md).", ""]
     for title, name, kind, place in FAMILIES:
         function = getattr(losses, name)
         text = (inspect.getdoc(function) or "").split("Args:")[0].strip()
@@ -576,11 +601,10 @@ def families() -> list[str]:
         if place is None:
             out += ["Further options are those of `sequence_loss`.", ""]
             continue
-        types = getattr(importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1])
         what = "Divergence" if place[1] == "DIVERGENCES" else "Loss type"
-        lines = [(f"`{n}`", str(formula.source)) for n, formula in types.items()]
+        lines = [(f"`{n}`", str(formula.source)) for n, formula in loss_types(place).items()]
         out += [*rows((what, "Source"), lines), "", *options(getattr(losses, kind)), ""]
-    return out[:-1]
+    return "\n".join(out)
 
 
 def losses_page(old: str) -> str:

@@ -131,6 +131,12 @@ def test_a_page_that_is_made_whole_is_not_committed():
     assert not [name for name in docs.whole() if (ROOT / "docs" / name).exists()]
 
 
+@pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
+def test_a_page_has_at_most_200_lines(path):
+    """A page answers one question; what is longer is two pages, or a page made for the site."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
+
+
 @pytest.mark.parametrize("path", EVERY, ids=NAMES)
 def test_files_that_are_named_exist(path):
     if path.name == "extending.md":
