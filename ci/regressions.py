@@ -73,11 +73,11 @@ class Case:
 CASES = (
     Case(
         1,
-        "a compiled loss is silently wrong where targets are ignored",
+        "a compiled loss is silently wrong with ignored targets",
         "LK #1338",
         (
             Break(
-                "the call that a graph holds loses `ignore_index`",
+                "the call in the graph drops `ignore_index`",
                 "liger_multi/dispatch/op.py",
                 "return self.whole(*args, traced, sources())",
                 "args = tuple(0 if type(a) is int and a == -100 else a for a in args)\n"
@@ -92,7 +92,7 @@ CASES = (
         "LK #968, LK #1298",
         (
             Break(
-                "the fused loss takes the first row's for all",
+                "the fused loss scales all rows by the first row's gradient",
                 "reference/cross_entropy/fused_linear_cross_entropy.py",
                 "dloss[where].contiguous()",
                 "dloss[:1].expand(len(t)).contiguous()",
@@ -103,7 +103,7 @@ CASES = (
                 ),
             ),
             Break(
-                "and so does the plain one",
+                "`cross_entropy` does the same",
                 "reference/cross_entropy/reduction.py",
                 'return (dloss, dloss) if reduction == "none"',
                 'return (dloss[:1].sum(), dloss[:1].sum()) if reduction == "none"',
@@ -117,7 +117,7 @@ CASES = (
     ),
     Case(
         3,
-        "logits that somebody else saved are overwritten by their gradient",
+        "logits that another operator saved are overwritten by their gradient",
         "LK #272, LK #343, LK #1251",
         (
             Break(
@@ -149,7 +149,7 @@ CASES = (
         "LK #322, LK #802",
         (
             Break(
-                "a patched model's sum over tokens is a mean",
+                "a patched model's sum over tokens becomes a mean",
                 "liger_multi/patching/lazy_logits/loss.py",
                 '"reduction": self.reduction,',
                 '"reduction": self.reduction.replace("sum", "mean"),',
@@ -180,7 +180,7 @@ CASES = (
         "LK #177",
         (
             Break(
-                "the divisor is not looked at",
+                "the divisor is not compared with zero",
                 "reference/cross_entropy/reduction.py",
                 "return torch.where(by == 0, 0, value / by)",
                 "return value / by",
@@ -192,11 +192,11 @@ CASES = (
     ),
     Case(
         7,
-        "a head that ZeRO-3 has partitioned fails obscurely",
+        "a head that ZeRO-3 has partitioned fails with an unrelated error",
         "LK #767, LK #1353",
         (
             Break(
-                "nobody looks whether the weight has elements",
+                "the patched head does not check that its weight has elements",
                 "liger_multi/patching/replace/head.py",
                 "if self.weight.numel() == 0:",
                 "if False:",
@@ -206,7 +206,7 @@ CASES = (
                 ),
             ),
             Break(
-                "the operator does not look either",
+                "the operator does not check it",
                 "liger_multi/ops/_head.py",
                 "if weight.numel() == 0:",
                 "if False:",
@@ -225,11 +225,11 @@ CASES = (
     ),
     Case(
         8,
-        "an adapter on the head silently never trains",
+        "an adapter on the head silently gets no gradient",
         "TRL #4612",
         (
             Break(
-                "the fused loss reads past the adapter to its base layer",
+                "the fused loss uses the base layer instead of the adapter",
                 "liger_multi/patching/recognize/heads.py",
                 "    return [head]\n",
                 '    base = getattr(head, "base_layer", None)\n'
@@ -243,11 +243,11 @@ CASES = (
     ),
     Case(
         9,
-        "a frozen head still gets a gradient as large as itself",
+        "a frozen head still allocates a gradient of its own size",
         "fla #1253",
         (
             Break(
-                "every tensor counts as wanting a gradient",
+                "every tensor is treated as requiring a gradient",
                 "liger_multi/dispatch/op.py",
                 "grad and a is not None and a.requires_grad for a in",
                 "grad and a is not None for a in",
@@ -260,11 +260,11 @@ CASES = (
     ),
     Case(
         10,
-        "an evaluation materializes all logits",
+        "evaluation materializes all logits",
         "LK #703",
         (
             Break(
-                "logits are lazy only where gradients are",
+                "logits are lazy only while gradients are recorded",
                 "liger_multi/patching/replace/head.py",
                 "if not grad and (hidden.ndim < 3",
                 "if not grad or (hidden.ndim < 3",
@@ -276,11 +276,11 @@ CASES = (
     ),
     Case(
         11,
-        "un-patching leaves other objects than it found",
+        "`unpatch` does not restore the original objects",
         "LK #636, LK #385",
         (
             Break(
-                "a class that is only equal to the original one comes back",
+                "an equal copy of the original class is restored",
                 "liger_multi/patching/replace/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",
@@ -290,7 +290,7 @@ CASES = (
     ),
     Case(
         12,
-        "importing needs Triton, or a device",
+        "importing requires Triton or a device",
         "US #5226, US #5008",
         (
             Break(
@@ -304,7 +304,7 @@ CASES = (
                 ),
             ),
             Break(
-                "the package asks for the current device where there is none",
+                "the package asks for the current device on a machine without one",
                 "liger_multi/__init__.py",
                 "from liger_multi import ops\n",
                 "import os\n\nimport torch\n\n"
@@ -319,11 +319,11 @@ CASES = (
     ),
     Case(
         13,
-        "32 warps of 64 lanes are launched, which no device has room for",
+        "32 warps of 64 lanes are launched, more threads than a device has",
         "LK #231, LK #266",
         (
             Break(
-                "the device's threads do not limit the warps",
+                "the warps are not limited by the threads of the device",
                 "liger_multi/dispatch/launch.py",
                 "if warps is not None and warps * info.warp_size > info.max_threads:",
                 "if False:",
@@ -333,11 +333,11 @@ CASES = (
     ),
     Case(
         14,
-        "tensors of another device than the current one are read there",
+        "tensors of another device are read on the current device",
         "LK #401, LK #1303",
         (
             Break(
-                "nobody enters the device of the tensors",
+                "the device of the tensors is not made the current one",
                 "liger_multi/dispatch/primitive.py",
                 "if module is None or module.current_device() == device.index:",
                 "if True:",
@@ -383,18 +383,18 @@ CASES = (
     ),
     Case(
         16,
-        "an option of the loss is dropped in combination with others",
+        "an option of the loss is ignored in combination with others",
         "CCE #48, CCE #52",
         (
             Break(
-                "the gradient forgets the soft cap",
+                "the gradient ignores the softcap",
                 "reference/cross_entropy/rows.py",
                 "squeeze(1)\n        if objective.softcap is not None:\n            dz *=",
                 "squeeze(1)\n        if False:\n            dz *=",
                 ("tests/ops/test_numerics.py::test_every_combination_of_options",),
             ),
             Break(
-                "the logits forget the bias",
+                "the logits ignore the bias",
                 "reference/cross_entropy/fused_linear.py",
                 "        elif self.bias is None:\n            torch.mm",
                 "        elif True:\n            torch.mm",
@@ -404,11 +404,11 @@ CASES = (
     ),
     Case(
         17,
-        "norms of sharded tensors crash, gather what need not be, or lose a sum",
+        "norms of sharded tensors crash, gather needlessly, or miss a sum over ranks",
         "LK #826, LK #982, LK #1076",
         (
             Break(
-                "a sharded hidden axis is taken for rows",
+                "a sharded hidden axis is treated as rows",
                 "liger_multi/dispatch/op.py",
                 "name in op.replicated or placement.dim % arg.ndim == arg.ndim - 1",
                 "name in op.replicated",
@@ -425,7 +425,7 @@ CASES = (
                 ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
             ),
             Break(
-                "rows are gathered",
+                "sharded rows are gathered",
                 "liger_multi/dispatch/op.py",
                 "for axis in (None, *range(axes - 1)):",
                 "for axis in (None,):",
@@ -435,32 +435,32 @@ CASES = (
     ),
     Case(
         19,
-        "a preference or policy loss drops an option, or differs from the trainer's own",
+        "a preference or policy loss ignores an option or differs from the trainer's loss",
         "LK #1082, TRL #7062",
         (
             Break(
-                "ratios to the policy that sampled are 1",
+                "ratios to the sampling policy are 1",
                 "liger_multi/losses/policy.py",
                 'log_ratio = own - c.get("old", own.detach())',
                 "log_ratio = own - own.detach()",
                 ("tests/trainers/test_compat.py::test_grpo",),
             ),
             Break(
-                "smoothed labels are dropped",
+                "label smoothing is ignored",
                 "liger_multi/losses/preference.py",
                 "return logistic(o.beta * delta(p), o.label_smoothing)",
                 "return logistic(o.beta * delta(p))",
                 ("tests/losses/test_losses_preference.py::test_smoothed_labels_and_rpo",),
             ),
             Break(
-                "weights of desirable and undesirable answers are dropped",
+                "weights of desirable and undesirable answers are ignored",
                 "liger_multi/losses/preference.py",
                 "weight = torch.where(good, o.desirable_weight, o.undesirable_weight)",
                 "weight = torch.where(good, 1.0, 1.0)",
                 ("tests/losses/test_losses_preference.py::test_kto_is_trl",),
             ),
             Break(
-                "the switch of a trainer takes options that do not exist",
+                "a trainer's option accepts unknown names",
                 "liger_multi/compat/liger_kernel/models.py",
                 "        if name not in known:\n",
                 "        if False:\n",
@@ -470,11 +470,11 @@ CASES = (
     ),
     Case(
         20,
-        "the library wants a network, or to write at home",
+        "the library needs a network or writes to the home folder",
         "HK #172, HK #553",
         (
             Break(
-                "the package makes itself a folder",
+                "the package creates a folder in the home folder",
                 "liger_multi/__init__.py",
                 "from liger_multi import ops\n",
                 "import pathlib\n\nfrom liger_multi import ops\n\n"
@@ -492,17 +492,22 @@ CASES = (
 def page() -> str:
     """The page of regressions."""
     head = """\
-# Regressions that users reported elsewhere
+# Regressions
 
-Each of these was reported to a library that fuses the same operators. Here a test holds every
-one, and every test was seen to fail: `python -m ci.regressions` takes the fix out of a copy of the
-sources and runs its tests there, and so does `make test-full`.
+Users of other libraries with the same operators reported these defects. Here, tests cover each of
+them. The tests are mutation-tested: this command reverts each fix in a copy of the sources and
+expects its tests to fail.
 
-14 is held with a replica for the device's module; no run on two devices of one machine yet. 18 (a
-vocabulary-parallel loss) has tests and no entry here yet.
+    python -m ci.regressions        # all; a number selects one; part of make test-full
 
-| | Reported | Threads | Tests | Fails when |
+| | Defect | Reports | Tests | They fail when |
 | --- | --- | --- | --- | --- |
+"""
+    tail = """
+## Limits
+
+* 14 is tested with a replica of the device module. It has not run on two devices of one machine.
+* 18, a vocabulary-parallel loss, has tests and no entry in this table.
 """
     rows = []
     for case in CASES:
@@ -511,7 +516,7 @@ vocabulary-parallel loss) has tests and no entry here yet.
             tests = "<br>".join(f"`{name.removeprefix('tests/')}`" for name in each.names)
             lead = (str(case.number), case.title, threads) if index == 0 else ("", "", "")
             rows.append(f"| {' | '.join((*lead, tests, f'{each.what} (`{each.file}`)'))} |")
-    return head + "\n".join(rows) + "\n"
+    return head + "\n".join(rows) + "\n" + tail
 
 
 def _link(thread: str) -> str:

@@ -1,5 +1,6 @@
 """Triton kernels that NVIDIA and AMD share; vendors add launch tables and what truly differs."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -28,8 +29,9 @@ def _describe() -> dict[str, str]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     try:
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        version = "present, version unknown"
+    except importlib.metadata.PackageNotFoundError:  # PyTorch for ROCm brings it by another name
+        present = importlib.util.find_spec("triton")
+        version = importlib.import_module("triton").__version__ if present else "not installed"
     return {"triton": version} | (
         {"TRITON_INTERPRET": "1 (kernels are interpreted)"} if interpreted else {}
     )

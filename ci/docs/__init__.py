@@ -126,16 +126,23 @@ def table() -> str:
     return _rows(rows)
 
 
-def full_table() -> str:
-    """The operator table with every backend and the dtypes."""
-    folders = backend_folders()
-    rows = [["Operator", "What", *folders, "Input dtypes"], ["---"] * (len(folders) + 3)]
-    for name, function in public_operators().items():
-        text = sections(function)
-        dtypes = re.search(r"(?:In: )?(.*?)\.(\s|$)", " ".join(text.get("Dtypes", "").split()))
-        cells = [cell(backend, name, folders) for backend in folders]
-        rows.append([f"[`{name}`]({name}.md)", summary(text), *cells, dtypes[1] if dtypes else ""])
-    return _rows(rows)
+def family_tables() -> str:
+    """A table of operators for every family, with every backend and the dtypes."""
+    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
+    folders, made = backend_folders(), ""
+    for family, title in OPERATOR_FAMILIES.items():
+        rows = [["Operator", "What", *folders, "Input dtypes"], ["---"] * (len(folders) + 3)]
+        for name, function in public_operators().items():
+            if contracts[name].family == family:
+                rows.append(_operator_row(name, sections(function), folders))
+        made += f"## {title[0].upper()}{title[1:]}\n\n{_rows(rows)}\n\n"
+    return made
+
+
+def _operator_row(name: str, text: dict[str, str], folders: dict[str, Path]) -> list[str]:
+    dtypes = re.search(r"(?:In: )?(.*?)\.(\s|$)", " ".join(text.get("Dtypes", "").split()))
+    cells = [cell(backend, name, folders) for backend in folders]
+    return [f"[`{name}`]({name}.md)", summary(text), *cells, dtypes[1] if dtypes else ""]
 
 
 def _rows(rows: list[list[str]]) -> str:
@@ -190,20 +197,21 @@ def operator_page(name: str) -> str:
         out += [f"## {heading}", "", markdown(body), ""]
     out += ["## Backends", ""]
     out += [f"- {backend}: {cell(backend, name, folders)}" for backend in folders]
-    out += ["", "What ran on which device: [verification](../verification.md).", ""]
+    out += ["", "[Verification](../verification.md) has the devices of each backend.", ""]
     out += ["## Tolerance", "", TOLERANCE, "", *_tolerances(), ""]
-    out += ["## Under a compiler, and sharded", "", _compiled(op), "", _sharded(op), ""]
+    out += ["## torch.compile and DTensor", "", _compiled(op), "", _sharded(op), ""]
     return "\n".join([*out, "## Schema", "", "```", *_schemas(op), "```", ""])
 
 
 TOLERANCE = """\
 The suite compares results and gradients of every backend with fp64 on the same rounded inputs. An
-element may differ by the first number times its own size, and the second times the largest."""
+element may differ by its own size times the first number, plus the largest element times the
+second."""
 
 
 def _tolerances() -> list[str]:
     tolerances = importlib.import_module("liger_multi.testing.tolerance").TOLERANCES
-    rows = ["| dtype | of its own size | of the largest | because |", "|---|---|---|---|"]
+    rows = ["| dtype | of its own size | of the largest | reason |", "|---|---|---|---|"]
     for dtype, allowed in tolerances.items():
         numbers = f"{allowed.relative:.2g} | {allowed.of_largest:.2g}"
         rows.append(f"| {str(dtype).removeprefix('torch.')} | {numbers} | {allowed.reason} |")
@@ -214,30 +222,63 @@ def _compiled(op: Any) -> str:
     if op.compile == "trace":
         return (
             "`torch.compile` traces the reference and fuses it with its neighbors, unless a "
-            "configuration binds a backend."
+            "configuration pins a backend."
         )
-    return "One opaque call in the graph of `torch.compile`; a backend is chosen when that runs."
+    return "One opaque call in the graph of `torch.compile`. The backend is chosen when it runs."
 
 
 def _sharded(op: Any) -> str:
     if not op.rows:
-        return "DTensors are refused: pass local or full tensors."
+        return "DTensors are refused. Pass local or full tensors."
     rows = ", ".join(f"`{name}`" for name in op.rows if name in op.fwd.params)
     whole = ", ".join(f"`{name}`" for name in op.replicated)
-    said = f"DTensors: rows of {rows} may be sharded on any axis but the last"
-    return f"{said}; {whole} is whole on every rank." if whole else f"{said}."
+    said = f"DTensors: {rows} may be sharded on any axis but the last."
+    return f"{said} Every rank has all of {whole}." if whole else said
+
+
+OPERATORS_HEAD = """\
+Every operator is a function of `liger_multi.ops` with a gradient:
+
+```python
+import torch
+from liger_multi import ops
+
+x, weight = torch.randn(4, 8), torch.ones(8)
+y = ops.rms_norm(x, weight)
+```
+
+| in the table | meaning |
+|---|---|
+| yes | the backend implements forward and backward |
+| forward only, backward only | the next backend of its chain runs the other direction |
+| by triton, by reference | that backend runs it on this backend's tensors |
+| level | the [verification level](../ascend.md) of an operator that ran on no NPU |
+"""
+OPTIONS_HEAD = "An option of a public operator selects these, such as `inplace=True`.\n"
 
 
 def operators_page() -> str:
     """The list of operators, and those without a page."""
     operators = importlib.import_module("liger_multi.dispatch.op").OPS
-    out = [NOTE, "", "# Operators", "", full_table(), ""]
-    out += ["`by triton` and `by reference` name the backend that serves its tensors instead.", ""]
+    out = [NOTE, "", "# Operators", "", OPERATORS_HEAD, family_tables()]
     others = sorted(set(operators) - set(public_operators()))
     if others:
-        out += ["## Behind options of others", "", "```"]
+        out += ["## Operators behind options", "", OPTIONS_HEAD, "```"]
         out += [line for name in others for line in _schemas(operators[name])] + ["```", ""]
     return "\n".join(out)
+
+
+MODULES_HEAD = """\
+```python
+import torch
+from liger_multi import nn
+
+norm = nn.RMSNorm(64, eps=1e-6)
+y = norm(torch.randn(2, 64))
+```
+
+For a Hugging Face model, use [`liger_multi.patch`](patching.md) instead.
+"""
 
 
 def modules_page() -> str:
@@ -250,7 +291,7 @@ def modules_page() -> str:
         like, op = " ".join(text["Like"].split()), text["Operator"]
         link = f"[`{op}`](ops/{op}.md)" if op in public_operators() else op
         rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
-    out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", ""]
+    out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", "", MODULES_HEAD]
     out += ["| " + " | ".join(markdown(c) for c in row) + " |" for row in rows] + [""]
     for name, text in texts.items():
         arguments = re.sub(r"^(\w+): ", r"- \1: ", text["Args"], flags=re.MULTILINE)
@@ -280,9 +321,46 @@ def readme(old: str) -> str:
     return store.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
 
 
+TASKS = (
+    ("Fine-tune a model", "`liger_multi.patch(model)`", "docs/patching.md"),
+    ("Use the Trainer, TRL, Lightning or accelerate", "`TrainerCallback()`", "docs/trainers.md"),
+    ("Use LoRA or QLoRA", "patch the model of PEFT", "docs/peft.md"),
+    ("Read logits of a patched model", "`outputs.logits`", "docs/logits.md"),
+    ("Use our attention", '`attn_implementation="liger_multi"`', "docs/attention.md"),
+    ("Find out why a module was skipped", "`print(report)`", "docs/recognition.md"),
+    ("Use FSDP2, DeepSpeed or tensor parallelism", "patch, then shard", "docs/distributed.md"),
+    ("Train with DPO, KTO, GRPO or distillation", "`liger_multi.losses`", "docs/losses.md"),
+    ("Plan what fits", "`liger-multi plan config.json --gpu 24GiB`", "docs/planning.md"),
+    ("Estimate and measure memory", "`liger-multi estimate config.json`", "docs/memory.md"),
+    ("Recompute or offload activations", "`liger_multi.memory`", "docs/recompute.md"),
+    ("Run on AMD", "PyTorch for ROCm first", "docs/rocm.md"),
+    ("Run on Ascend", "CANN and torch_npu first", "docs/ascend.md"),
+    ("Override a backend in YAML", "`LIGER_MULTI_CONFIG=file.yaml`", "docs/configuration.md"),
+    ("Find out why a backend was chosen", "`liger-multi explain rms_norm`", "docs/dispatch.md"),
+    ("Write a model with modules", "`liger_multi.nn`", "liger_multi/nn"),
+    ("Call operators", "`liger_multi.ops`", "liger_multi/ops"),
+    ("Check whether a model is supported", "list of models", "tests/sweep/results.json"),
+    ("See speed and memory", "tables with peers", "docs/performance.md"),
+    ("See what ran on which device", "results", "benchmarks/README.md#results-of-the-suite"),
+    ("Add an operator", "three files", "docs/extending.md"),
+    ("Add or test a backend", "`python -m liger_multi.testing`", "docs/backends.md"),
+    ("Learn the terms", "operator, backend, reference", "docs/concepts.md"),
+)
+"""What people come for, how it begins, and what the page is made of that says more."""
+FIRST = re.compile(r"^(?=!\[|## )", re.MULTILINE)  # the first picture or heading of README
+
+
+def tasks() -> str:
+    """The table of tasks, with links as they are from the root of the repository."""
+    lines = [["I want to", "Start with"], ["---", "---"]]
+    lines += [[f"[{task}]({page})", start] for task, start, page in TASKS]
+    return f"## Find your task\n\n{_rows(lines)}\n\n"
+
+
 def front() -> str:
-    """The site's first page: README, with links as they are from there."""
+    """The site's first page: README with the tasks before its first picture or section."""
     text = readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    text = FIRST.sub(lambda _: tasks(), text, count=1)
     return NOTE + "\n\n" + linked(text, "", sources(public_operators()))
 
 
@@ -306,6 +384,7 @@ def whole() -> dict[str, Callable[[], str]]:
         "ops/index.md": operators_page,
         "convergence.md": docs_benchmarks.curves_page,
         "coverage.md": docs_status.coverage_page,
+        "loss-options.md": losses_whole,
         "nn.md": modules_page,
         "regressions.md": regressions.page,
         "verification.md": docs_status.page,
@@ -343,6 +422,11 @@ MADE_OF = {
     "README.md": "index.md",
     "liger_multi/ops": "ops/index.md",
     "ci/npu/levels.py": "ops/index.md",
+    "liger_multi/losses": "loss-options.md",
+    "liger_multi/losses/distillation.py": "loss-options.md",
+    "liger_multi/losses/policy.py": "loss-options.md",
+    "liger_multi/losses/preference.py": "loss-options.md",
+    "liger_multi/losses/sequence.py": "loss-options.md",
     "liger_multi/nn": "nn.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/README.md#results-of-the-suite": "verification.md",
@@ -446,17 +530,17 @@ def write_site(
     (folder / "mkdocs.yml").write_text(configuration(names), encoding="utf-8")
 
 
-# --- the page of the losses ---
+# --- the losses ---
 
 LOSSES_PLACE = "<!-- losses:{} -->"
 LOSSES_END = "<!-- losses:end -->"
 FAMILIES = (
-    ("Pairs against a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
-    ("Pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
-    ("Single answers", "kto_loss", "KTOOptions", ("preference", "KTO")),
+    ("Preference pairs with a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
+    ("Preference pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
+    ("Unpaired preferences", "kto_loss", "KTOOptions", ("preference", "KTO")),
     ("Policies", "policy_loss", "PolicyOptions", ("policy", "POLICY")),
     ("Sequences", "sequence_loss", "SequenceOptions", ("sequence", "SEQUENCE")),
-    ("Several heads ahead", "mtp_loss", "SequenceOptions", None),
+    ("Multi-token prediction", "mtp_loss", "SequenceOptions", None),
     ("Distillation", "distillation_loss", "DistillationOptions", ("distillation", "DIVERGENCES")),
 )
 
@@ -501,9 +585,28 @@ def head() -> list[str]:
     return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in found.items()])
 
 
+def loss_types(place: tuple[str, str]) -> Mapping[str, Any]:
+    """The formulas of a family, by the name of the loss type."""
+    found: Mapping[str, Any] = getattr(
+        importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1]
+    )
+    return found
+
+
 def families() -> list[str]:
-    """A section for every function: its arguments, loss types and options."""
-    losses, out = importlib.import_module("liger_multi.losses"), []
+    """The table of all functions: what each is for, and its loss types."""
+    losses, lines = importlib.import_module("liger_multi.losses"), []
+    for title, name, _, place in FAMILIES:
+        file = getattr(losses, name).__module__.replace(".", "/")
+        types = ", ".join(f"`{n}`" for n in loss_types(place)) if place else "as `sequence_loss`"
+        lines.append((title, f"[`{name}`](../{file}.py)", types))
+    return rows(("Losses", "Function", "Loss types"), lines)
+
+
+def losses_whole() -> str:
+    """The page with a section for every function: its arguments, loss types and options."""
+    losses, out = importlib.import_module("liger_multi.losses"), [NOTE, "", "# Loss options", ""]
+    out += ["How to use them: [losses](losses.md).", ""]
     for title, name, kind, place in FAMILIES:
         function = getattr(losses, name)
         text = (inspect.getdoc(function) or "").split("Args:")[0].strip()
@@ -513,11 +616,10 @@ def families() -> list[str]:
         if place is None:
             out += ["Further options are those of `sequence_loss`.", ""]
             continue
-        types = getattr(importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1])
         what = "Divergence" if place[1] == "DIVERGENCES" else "Loss type"
-        lines = [(f"`{n}`", str(formula.source)) for n, formula in types.items()]
+        lines = [(f"`{n}`", str(formula.source)) for n, formula in loss_types(place).items()]
         out += [*rows((what, "Source"), lines), "", *options(getattr(losses, kind)), ""]
-    return out[:-1]
+    return "\n".join(out)
 
 
 def losses_page(old: str) -> str:

@@ -1,4 +1,4 @@
-"""The pages of verification and of coverage: what ran where, which models equal the original.
+"""The pages of verification and of coverage: what ran where, which models equal the unpatched.
 
 The first is made of the results that the repository keeps, the second of the result of the sweep.
 """
@@ -27,13 +27,29 @@ CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
 HEAD = """\
 # Verification
 
-What follows is made of the newest results of the suite, `benchmarks/results/suite-*.json`, and of
-what stands in `backends/`. A backend whose suite nobody ran on a device says so;
-[Runners](runners.md) says how to add a run.
+What ran where, from the newest results of the test suite (`benchmarks/results/suite-*.json`). See
+[runners](runners.md) to run the suite on your device and add the result.
 
-"Compiled" means that every kernel went through the code generator of that architecture, keeps to
-its threads and on-chip memory, spills nothing and loads 16 bytes at a time; it says nothing of
-results or speed. "Interpreted" means the kernels' own source, executed on a CPU, against fp64.
+## On devices
+
+The newest run of each backend on its own device; the reference runs on a CPU. Where the newest run
+failed, the newest run that passed follows it.
+
+"""
+WITHOUT = """
+## Without a device
+
+| check | what it covers |
+|---|---|
+| interpreted | the kernels' source, executed on a CPU, against fp64 |
+| npu-simulated, npu-simulated-ops | kernels, operators: simulated NPU, see [Ascend](ascend.md) |
+| compiled | limits on threads, memory and registers, and 16-byte loads; no results, no speed |
+
+"""
+PARTS = """
+## Content of the backends
+
+A call that a backend lacks or refuses goes to the next backend of its chain.
 
 """
 
@@ -41,15 +57,27 @@ results or speed. "Interpreted" means the kernels' own source, executed on a CPU
 def page() -> str:
     """The page."""
     found = results.kept()
-    rows = ["| backend | on its own device | without one | what it has |", "|---|---|---|---|"]
-    for name, record in _records().items():
-        cells = (name, _native(name, record, found), _beside(name, found), _own(name))
-        rows.append(f"| {' | '.join(cells)} |")
-    kept = [*failed(found), "", "## Runs", "", results.table(found), ""]
+    records = _records()
+    columns = ("backend", "status", *COUNTED)
+    devices = [row for name, record in records.items() for row in _native(name, record, found)]
+    checks = [row for name in records for row in _beside(name, found)]
+    contents = [(name, *_own(name)) for name in records]
+    text = HEAD + _table(columns, devices)
+    text += "\n".join(failed(found)) + WITHOUT
+    text += _table(("check", "backend", *COUNTED), checks) + PARTS
+    text += _table(
+        ("backend", "operators", "launch tables", "next in its chain", "known failures"), contents
+    )
     notes = [f"- {o.part}, {o.date[:10]}: {o.note.rstrip('.')}." for o in found if o.note]
     for one in found:
         notes += [f"- {one.part}, {one.date[:10]}, {k}: {v}." for k, v in one.settings.items()]
-    return HEAD + "\n".join([*rows, *kept, *notes, *[""] * bool(notes)])
+    kept = ["", "## All kept runs", "", results.table(found), ""]
+    return text + "\n".join([*kept, *notes, *[""] * bool(notes)])
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def failed(found: Sequence[Result]) -> list[str]:
@@ -68,7 +96,7 @@ def failed(found: Sequence[Result]) -> list[str]:
             if not said:
                 raise ValueError(f"the run of {one.part} on {one.date} does not say what failed")
             lines.append(f"- {one.part}, {one.date[:10]}, {one.commit[:7]}: {said.rstrip('.')}.")
-    return ["", "## What failed", "", *lines] if lines else []
+    return ["", "## What failed", "", *lines, ""] if lines else []
 
 
 def _records() -> dict[str, Any]:
@@ -78,50 +106,62 @@ def _records() -> dict[str, Any]:
     return {**first, **dict(sorted(found.items(), key=lambda item: item[1].device_type or ""))}
 
 
-def _said(one: Result) -> str:
-    counts = ", ".join(f"{n} {outcome}" for outcome, n in one.counts.items())
+COUNTED = ("device", "PyTorch", "passed", "failed", "skipped", "date", "commit")
+SIMULATED = ("interpreted", "npu-simulated", "npu-simulated-ops")  # parts without a device
+NOTHING = ("-",) * len(COUNTED)
+
+
+def _counted(one: Result) -> tuple[str, ...]:
+    """The cells of a run."""
     device = one.device.get("name", one.device["device"])
-    return f"{device}, PyTorch {one.versions['torch']}: {counts} ({one.date[:10]})"
+    red = sum(one.counts.get(n, 0) for n in ("failed", "error", "xpassed"))
+    counts = (one.counts.get("passed", 0), red, one.counts.get("skipped", 0))
+    passed, failing, skipped = (f"{count:,}" for count in counts)
+    failing = failing if one.green else f"**{failing}**"
+    return (device, one.versions["torch"], passed, failing, skipped, one.date[:10], one.commit[:7])
 
 
-def _native(name: str, record: Any, found: Sequence[Result]) -> str:
-    """The newest run on a device of the backend's; on a CPU for the reference."""
-    on_cpu = record.device_type == "cpu" or name == "reference"
-    shared = record.device_type is None and not on_cpu
-    names = {name} | (set(_heirs(name)) if shared else set())
+def _native(name: str, record: Any, found: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Rows of the newest run on a device of the backend's, and of the newest green one.
+
+    The reference runs on a CPU, and so does a layer that no backend inherits: tests pin it.
+    """
+    shared = record.device_type is None and name != "reference"
+    heirs = _heirs(name) if shared else []
+    on_cpu = record.device_type == "cpu" or not (record.device_type or heirs)
+    names = {name, *heirs, *(["native"] if on_cpu else [])}
     runs = [
         one
         for one in found
-        if one.ran
-        and names & {one.part, *(["reference"] if one.part == "native" and on_cpu else [])}
-        and (one.device["device"] == "cpu") == on_cpu
+        if one.ran and one.part in names and (one.device["device"] == "cpu") == on_cpu
     ]
     if not runs:
-        return NOT_RUN
-    said = (f"by {runs[0].part}: " if shared else "") + _said(runs[0])
+        return [(name, NOT_RUN, *NOTHING)]
+    by = f", by {runs[0].part}" if shared else ""
     if runs[0].green:
-        return said
-    said += " **failing**, see [what failed](#what-failed)"
+        return [(name, f"passed{by}", *_counted(runs[0]))]
+    rows = [(name, f"**failed**{by}, see [what failed](#what-failed)", *_counted(runs[0]))]
     green = next((one for one in runs if one.green), None)
-    return said if green is None else f"{said}; before it, at {green.commit[:7]}, {_said(green)}"
+    return rows if green is None else [*rows, ("", f"passed{by}", *_counted(green))]
 
 
 def _heirs(name: str) -> list[str]:
     return [n for n, record in _records().items() if name in record.parents]
 
 
-def _beside(name: str, found: Sequence[Result]) -> str:
-    said = []
-    for one in found:
-        if one.part == "interpreted" and name in one.backends and name != "reference":
-            said.append(f"interpreted: {_said(one)}")
-            break
+def _beside(name: str, found: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Rows of the newest runs that need no device of the backend's."""
+    rows = []
+    for part in SIMULATED if name != "reference" else ():
+        newest = next((o for o in found if o.part == part and name in o.backends), None)
+        rows += [(part, name, *_counted(newest))] if newest is not None else []
     compiled = next(
         (o for o in found if o.part == "cross-compiled" and o.green and judged(o)), None
     )
     if compiled is not None and name in CODE_GENERATORS:
-        said.append(f"compiled for {', '.join(architectures(name))} ({compiled.date[:10]})")
-    return "; ".join(said)
+        _, *counts = _counted(compiled)
+        rows.append(("compiled", name, ", ".join(architectures(name)), *counts))
+    return rows
 
 
 def judged(one: Result) -> bool:
@@ -143,29 +183,36 @@ def architectures(backend: str) -> list[str]:
     return found
 
 
-def _measured(table: Path) -> bool:
-    """Whether a launch table has entries that somebody measured."""
+# how entries of launch tables begin whose numbers nobody measured, and what they are
+UNMEASURED = {"static model": "static model", "finished search": "compiled, not timed"}
+
+
+def _numbers_of(table: Path) -> str:
+    """Where the numbers of a launch table come from: "measured" where some of them are."""
     entries = (yaml.safe_load(table.read_text(encoding="utf-8")) or {}).get("entries") or {}
     sources = [str(e.get("source")) for several in entries.values() for e in several]
-    return any(not source.startswith("static model") for source in sources)
+    kinds = {
+        next((kind for start, kind in UNMEASURED.items() if source.startswith(start)), "measured")
+        for source in sources
+    }
+    return "measured" if "measured" in kinds else ", ".join(sorted(kinds))
 
 
-def _own(name: str) -> str:
+def _own(name: str) -> tuple[str, ...]:
+    """Operators that a backend implements, launch tables, its chain, and known failures."""
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
     registry = importlib.import_module("liger_multi.dispatch.registry")
     own = [op for op in registry.operators() if registry.module(name, op) is not None]
-    tables = sorted(p.stem for p in (folder / "launch").glob("*.yaml"))
-    said = [f"{len(own)} operators"] if own else ["a record, no operator of its own"]
-    measured = [t for t in tables if _measured(folder / "launch" / f"{t}.yaml")]
-    said += [f"launch numbers for {', '.join(measured)}"] if measured else []
-    modeled = [t for t in tables if t not in measured]
-    said += [f"launch numbers of a static model for {', '.join(modeled)}"] if modeled else []
+    tables: dict[str, list[str]] = {}
+    for path in sorted((folder / "launch").glob("*.yaml")):
+        tables.setdefault(_numbers_of(path), []).append(path.stem)
+    said = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in tables.items())
+    record = _records()[name]
+    floor = ["reference"] if record.device_type else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.txt"
-    said += ["expected failures"] if xfails.exists() and xfails.read_text().strip() else []
-    parents = _records()[name].parents
-    floor = "" if name == "reference" or not _records()[name].device_type else "reference"
-    behind = [*parents, floor] if floor else list(parents)
-    return "; ".join([*said, *([f"behind it {', '.join(behind)}"] if behind else [])])
+    lines = xfails.read_text(encoding="utf-8").splitlines() if xfails.exists() else []
+    known = sum(bool(line.partition("#")[0].strip()) for line in lines)
+    return str(len(own)), said or "-", ", ".join([*record.parents, *floor]) or "-", str(known)
 
 
 # --- coverage ---
@@ -182,27 +229,43 @@ FAMILIES = {
 }
 NOT_MEASURED = "not measured"
 COVERAGE_HEAD = """\
-# Coverage
+# Models that were compared
 
-A tiny random model of every registered pair of model type and class with a language-model head runs
-one training step with labels, unpatched and patched. The loss has to agree to {loss:g} and every
-gradient to {gradient:g} of its largest entry (plus {floor:g} of the largest of all), with random
-norm weights. This page is made of the kept result of
+Which models train with the same results after `liger_multi.patch`. To compare one yourself, in a
+checkout:
 
-    python -m tests.sweep --write
-
-with torch {torch}, transformers {transformers} and the {backend} backend.
-`python -m tests.sweep NAME... --backend cuda --every 12` runs a sample on a device.
+    python -m tests.sweep llama/LlamaForCausalLM
 
 {summary}
 
-A module counts where its forward ran in the step that was compared and called an operator of ours;
-"2 of 8" means that 8 were patched. **Text only**: the model takes pictures, video, sound or the
-like as well, and the step had none, so nothing is said of its towers. **In part**: a tower did not
-run for another reason. **fused**: the step computed its loss without its logits, "real" when it
-took them. The last column names the outermost parts of which nothing ran with their patched
-modules, and modules that ran without a call of an operator (layers without positions call no rotary
-function). What a patch leaves alone stands in its report, and below.
+## Method
+
+A tiny random model of every registered pair of model type and class with a language-model head runs
+one training step with labels, unpatched and patched. Norm weights are random. This page shows the
+kept result of `python -m tests.sweep --write`.
+
+| | |
+|---|---|
+| torch | {torch} |
+| transformers | {transformers} |
+| backend | {backend} |
+| loss may differ by | {loss:g} |
+| a gradient may differ by, of its own largest entry | {gradient:g} |
+| and additionally by, of the largest gradient of all | {floor:g} |
+
+`python -m tests.sweep NAME... --backend cuda --every 12` runs a sample on a device.
+
+| in the tables below | meaning |
+|---|---|
+| a number of modules | modules that ran in the compared step and called an operator of ours |
+| "2 of 8" | 8 modules were patched, and 2 of them called an operator |
+| **text only** | the model also takes images, video or sound, and the step had none |
+| **in part** | a tower did not run for another reason |
+| **fused**, real | the step computed its loss without logits; with logits |
+| not run, or no call | outermost parts that did not run; modules that ran and called no operator |
+
+Layers without positions call no rotary function. Modules that a patch leaves alone are listed
+[below](#skipped-modules).
 
 """
 NOTE = {
@@ -230,9 +293,9 @@ def coverage_page() -> str:
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
-    text += "## Left alone, and why\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
+    text += "## Skipped modules\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
     text += "## On devices\n\n" + "\n".join(_devices()) + "\n\n"
-    return text + "## Other generations\n\n" + "\n".join(_generations()) + "\n"
+    return text + "## Other versions of transformers\n\n" + "\n".join(_generations()) + "\n"
 
 
 def _devices() -> list[str]:
@@ -263,8 +326,8 @@ def _of_modules(pairs: list[dict[str, Any]]) -> str:
 def _generations() -> list[str]:
     """Counts of the whole sweep with older libraries, and the pairs that are not equal there."""
     rows = [
-        "The whole sweep of 2026-11-22 without timm and SciPy; pairs that need a newer rule of",
-        "`tests/sweep/cases.py` to be built, such as blt, were not run again. Which modules ran:",
+        "The whole sweep of 2026-11-22, without timm and SciPy. Pairs that need a newer rule of",
+        "`tests/sweep/cases.py`, such as blt, were not run again. Which modules ran was",
         f"{NOT_MEASURED}.\n",
         "| transformers | torch | pairs | equal | different | without a step |",
         "|---|---|---|---|---|---|",
@@ -308,13 +371,13 @@ def _summary(pairs: list[dict[str, Any]]) -> str:
     rotary = {o["type"] for o in pairs if covers(o) >= {*every, "rotary"}}
     lines = [
         (
-            f"* {len(pairs)} pairs: **{states['equal']} equal to the original**, "
-            f"{states['different']} different, {states['not built']} without a step here."
+            f"* {len(pairs)} pairs: **{states['equal']} equal to the unpatched model**, "
+            f"{states['different']} different, {states['not built']} without a training step."
         ),
         *_executed([o for o in pairs if equal(o)]),
         (
-            f"* Norms, gated MLP and fused head together in **{len(together)} model types**, with "
-            f"the rotary function as well in {len(rotary)}."
+            f"* **{len(together)} model types** with norms, gated MLP and fused head together, "
+            f"{len(rotary)} of them also with the rotary function."
         ),
     ]
     for part, name in (("norms", "norms"), ("mlp", "a gated MLP"), ("rotary", "rotary functions")):
@@ -336,8 +399,8 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
     return [
         f"* {_totals(pairs)}",
         (
-            f"* {text} of the equal pairs are text only, {towers} have a tower that never ran; in "
-            f"{whole} every patched module called its operator and no tower was idle."
+            f"* Of the equal pairs, {text} ran on text only, {towers} have an idle tower. "
+            f"In {whole}, every patched module called its operator and every tower ran."
         ),
     ]
 
@@ -413,7 +476,7 @@ def _reasons(pairs: list[dict[str, Any]]) -> list[str]:
                     where = types.setdefault((NOTE.get(op, op), reason), [])
                     if outcome["type"] not in where:
                         where.append(outcome["type"])
-    rows = ["| operator | reason | model types |", "|---|---|---|"]
+    rows = ["| part | reason | model types |", "|---|---|---|"]
     for (op, reason), names in sorted(types.items()):
         shown = reason.replace("|", "\\|").replace("\n", " ")
         rows.append(f"| {op} | {shown} | {', '.join(names)} |")

@@ -1,6 +1,6 @@
 """Let Hugging Face models run this library's operators: ``patch``, ``unpatch``, ``patched``.
 
-Importing this imports no transformers; ``docs/patching.md`` tells how it works.
+Importing this imports no transformers; ``docs/recognition.md`` says how it works.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch

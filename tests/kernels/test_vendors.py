@@ -8,7 +8,10 @@ Every operator says by which path it runs on Ascend, and which level that reache
 """
 
 import ast
+import importlib.metadata
+import importlib.util
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -80,6 +83,28 @@ def test_limits_are_the_device_s(card):
     assert (info.warp_size, info.max_threads, info.shared_bytes) == (wave, 1024, lds)
     assert info.cores == cores
     assert f"waves of {wave}" in BACKEND.describe()["cuda:0"]
+
+
+@pytest.mark.parametrize("present", [True, False], ids=["by another name", "absent"])
+def test_triton_without_its_distribution(monkeypatch, present):
+    """PyTorch for ROCm brings Triton under another name; its version is the module's."""
+    triton = registry.backends()["triton"]
+    find, version = importlib.util.find_spec, importlib.metadata.version
+
+    def missing(name):
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.5.1"))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda n, *a: (present or None) if n == "triton" else find(n, *a),
+    )
+    found = triton.describe()["triton"]
+    assert found == ("3.5.1" if present else "not installed")
 
 
 def test_a_machine_without_a_card_says_so(monkeypatch):

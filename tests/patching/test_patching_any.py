@@ -491,13 +491,13 @@ def test_a_kind_of_a_user(registered):
 
 
 def test_the_example_of_the_page_runs():
-    page = Path(__file__).parents[2] / "docs" / "patching.md"
-    section = page.read_text(encoding="utf-8").split("## Teaching it something")[1]
+    page = Path(__file__).parents[2] / "docs" / "recognition.md"
+    section = page.read_text(encoding="utf-8").split("## Custom modules")[1]
     found = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     assert len(found) == 2
     namespace = {"__name__": "page"}
     for block in found:
-        exec(compile(block, "patching.md", "exec"), namespace)
+        exec(compile(block, "recognition.md", "exec"), namespace)
 
 
 def test_registrations_that_cannot_be():

@@ -4,6 +4,7 @@ Only the packages' own files are in question, so the environments see this inter
 """
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -102,6 +103,21 @@ def artefacts(checkout, tmp_path_factory):
     return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
 
 
+@pytest.fixture
+def fresh(tmp_path):
+    """An environment that borrows this interpreter's packages, but for this library."""
+    made = tmp_path / "env"
+    venv.create(made, with_pip=False, symlinks=True)
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(run(made / "bin" / "python", "-c", ask, cwd=tmp_path).strip())
+    # by path, after the environment's own: the finders of an editable install of this checkout stay
+    # behind, since an appended path runs no .pth files
+    (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    (made / "bin" / "pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    (made / "bin" / "pip").chmod(0o755)
+    return made
+
+
 def sources(checkout):
     """Every file below the three folders that an install needs, by its installed path."""
     for folder, package in FOLDERS.items():
@@ -159,20 +175,10 @@ def zipped(checkout, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist", "zip", "editable"])
-def test_an_install_is_complete(kind, checkout, artefacts, tmp_path):
+def test_an_install_is_complete(kind, checkout, artefacts, fresh, tmp_path):
     where = {"editable": lambda: ["-e", checkout], "zip": lambda: [zipped(checkout, tmp_path)]}
     target = where.get(kind, lambda: [artefacts[kind]])()
-    fresh = tmp_path / "env"
-    venv.create(fresh, with_pip=False, symlinks=True)
     python = fresh / "bin" / "python"
-    own = Path(
-        run(
-            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-        ).strip()
-    )
-    # PyTorch and the build tools by path, after the environment's own packages. The finders of an
-    # editable install of this checkout stay behind: an appended path runs no .pth files.
-    (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     pip = [
         python,
         "-m",
@@ -184,7 +190,7 @@ def test_an_install_is_complete(kind, checkout, artefacts, tmp_path):
         "--no-index",
     ]
     run(*pip, "--ignore-installed", *target, cwd=tmp_path)
-    inside = str(checkout if kind == "editable" else own)
+    inside = str(checkout if kind == "editable" else fresh)
     outside = tmp_path / "elsewhere"
     outside.mkdir()
     call = CALL.format(inside=inside, version=version())
@@ -192,6 +198,65 @@ def test_an_install_is_complete(kind, checkout, artefacts, tmp_path):
     if kind == "editable":
         assert (checkout / "liger_multi" / "backends").is_symlink()
         assert (checkout / "liger_multi" / "reference").is_symlink()
+
+
+@pytest.mark.slow
+def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
+    """README's commands in their order in an empty folder; only names of what is elsewhere differ.
+
+    The clone is a copy, the packages that pip would fetch are borrowed, and a small model stands
+    for the one of the Hub.
+    """
+    transformers = pytest.importorskip("transformers")
+    from tests.models import tokenizer
+
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    commands = [line.strip() for line in re.findall(r"^    \S.*$", prose, re.M)]
+    assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 4]
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    block = next(b for b in blocks if "TrainingArguments" in b)
+    desk = tmp_path / "desk"
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=16384,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(desk / "small")
+    tokenizer().save_pretrained(desk / "small")
+    (desk / "train.txt").write_text("one two three four\n" * 4)
+    shown = (
+        "print(next(c for c in trainer.callback_handler.callbacks if 'report' in dir(c)).report)"
+    )
+    block = block.replace("Qwen/Qwen2.5-0.5B", str(desk / "small"))
+    (desk / "train.py").write_text(block + shown)
+    clone = commands[0].replace("git clone ADDRESS-OF-THIS-REPOSITORY", f"cp -r {checkout}")
+    assert clone != commands[0]
+    install, doctor, *memory = commands[1:]
+    steps = [
+        clone,
+        install,
+        doctor,
+        f"cd {desk}",
+        "python train.py",
+        "cp small/config.json .",
+        *memory,
+    ]
+    offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    path = f"{fresh / 'bin'}:{os.environ['PATH']}"
+    script = "set -e\n" + "\n".join(steps)
+    said = run(
+        "bash",
+        "-c",
+        script,
+        cwd=tmp_path,
+        PATH=path,
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        **offline,
+    )
+    assert "patch LlamaForCausalLM" in said
+    assert "'train_loss'" in said
+    assert (desk / "memory-demo-output" / "memory.png").is_file()
 
 
 def test_the_version_stands_in_one_place():

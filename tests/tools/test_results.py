@@ -134,13 +134,13 @@ def test_a_backend_that_nobody_ran_says_so(monkeypatch):
     kept = [run_on("cpu", "native"), run_on("npu:0", "npu")]
     for name in ("cuda", "rocm", "triton"):
         assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
-    assert "a npu machine, PyTorch 2.13.0: 7 passed (2026-05-01)" in row("npu", kept, monkeypatch)
+    assert "passed | a npu machine | 2.13.0 | 7 | 0 | 0 | 2026-05" in row("npu", kept, monkeypatch)
     assert docs_status.NOT_RUN not in row("reference", kept, monkeypatch)
 
 
 def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
     said = row("triton", [run_on("cuda:0", "rocm")], monkeypatch)
-    assert "by rocm: a rocm machine" in said
+    assert "| passed, by rocm | a rocm machine |" in said
     # interpreted kernels are no run on a device
     kept = [run_on("cpu", "triton")]
     assert docs_status.NOT_RUN in row("triton", kept, monkeypatch)
@@ -149,9 +149,10 @@ def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
 def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
     kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
     said = row("cuda", kept, monkeypatch)
-    assert "7 passed, 2 failed (2026-06-01) **failing**" in said
-    assert "before it, at abcdef0, a cuda machine, PyTorch 2.13.0: 7 passed (2026-05-01)" in said
+    assert "| cuda | **failed**, see [what failed](#what-failed) | a cuda machine |" in said
+    assert "| 2.13.0 | 7 | **2** | 0 | 2026-06-01 |" in said
     page = docs_status.page()
+    assert f"{said}\n|  | passed | a cuda machine | 2.13.0 | 7 | 0 | 0 | 2026-05-01 |" in page
     assert "\n## What failed\n\n- cuda, 2026-06-01, abcdef0: `test_a`, `test_b`.\n" in page
 
 
@@ -162,12 +163,23 @@ def test_a_red_run_that_does_not_say_what_failed_is_refused(monkeypatch):
 
 
 def test_a_red_compilation_claims_nothing(monkeypatch):
-    assert "compiled for gfx90a" in row("rocm", [run_on("cpu", "cross-compiled")], monkeypatch)
-    kept = [run_on("cpu", "cross-compiled", failed=1)]
-    assert "compiled" not in row("rocm", kept, monkeypatch)
-    old = {**kept[0].versions, "triton": "3.6.0"}  # whose code nobody judges
-    kept = [replace(run_on("cpu", "cross-compiled"), versions=old)]
-    assert "compiled" not in row("rocm", kept, monkeypatch)
+    def said(one):
+        monkeypatch.setattr(results, "kept", lambda: [one])
+        return "| compiled | rocm | gfx90a, " in docs_status.page()
+
+    green = run_on("cpu", "cross-compiled")
+    assert said(green)
+    assert not said(run_on("cpu", "cross-compiled", failed=1))
+    # an older Triton, whose code nobody judges
+    assert not said(replace(green, versions={**green.versions, "triton": "3.6.0"}))
+
+
+@pytest.mark.parametrize("part", docs_status.SIMULATED)
+def test_runs_without_a_device_are_shown_and_are_no_run_on_one(part, monkeypatch):
+    name = "triton" if part == "interpreted" else "npu"
+    kept = [replace(run_on("cpu", part, failed=1), backends=[name, "reference"])]
+    assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
+    assert f"| {part} | {name} | a {part} machine | 2.13.0 | 7 | **1** |" in docs_status.page()
 
 
 def test_architectures_are_those_that_are_compiled_for():

@@ -52,7 +52,7 @@ LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 """Settings of the compiler, which gives up on a model that is called in many ways."""
 EAGER_ONLY = r"is_tensor|mul_\(1\.25\)|checkpointed"
 """Logits of compiled models are no tensors, which a checkpoint would guard against writes, and
-notice no changes of weights but optimizer steps (docs/patching.md)."""
+notice no changes of weights but optimizer steps (docs/logits.md)."""
 
 
 class Generator:

@@ -368,7 +368,7 @@ REAL = {
 @pytest.mark.parametrize("text", REAL.values(), ids=REAL)
 def test_real_logits_with_our_loss(text, model):
     verdict = Fuzzer().judge(program(text, model))
-    # that loss saves the logits and not a copy, as docs/patching.md says
+    # that loss saves the logits and not a copy, as docs/logits.md says
     kind = "refused" if text == REAL["write after the loss"] and model == "on_real" else "equal"
     assert verdict.kind == kind, verdict.why
 
