@@ -33,6 +33,7 @@ EVERY = [
     *ROOT.glob("README.md"),
     *ROOT.glob("CONTRIBUTING.md"),
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
     *PAGES,
 ]
 NAMES = [p.relative_to(ROOT).as_posix() for p in EVERY]
