@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         state = get_model_state_dict(model, options=whole)
         if rank == 0:
             model.save_pretrained(given.output, state_dict=state)
+            tokenizer.save_pretrained(given.output)
     dist.destroy_process_group()
     return losses
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         for batch in _common.batches(given, data):
             ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
             with memory.measure(device) as peak:
-                loss = model(input_ids=ids, labels=labels).loss
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             print(f"step {len(losses)}: loss {losses[-1]:.3f}, peak {size}")
     if given.output:
         model.save_pretrained(given.output)
+        tokenizer.save_pretrained(given.output)
     return losses
 
 

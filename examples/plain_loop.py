@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     if given.output:
         model.save_pretrained(given.output)  # the file of an unpatched model
+        tokenizer.save_pretrained(given.output)
     return losses
 
 

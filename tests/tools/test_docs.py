@@ -517,7 +517,9 @@ def test_an_example_is_short_and_says_its_commands(name):
 
 def test_every_example_stands_in_the_table():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert [name for name in EXAMPLES if f"[`{name}.py`]({name}.py)" not in text] == []
+    assert [
+        name for name in EXAMPLES if f"examples/{name}.py --tiny`]({name}.py)" not in text
+    ] == []
 
 
 def test_the_notebook_is_committed_without_outputs():
