@@ -118,6 +118,10 @@ def sequences(given: argparse.Namespace, tokenizer: Any) -> Any:
         ids += [*tokenizer(text).input_ids, tokenizer.eos_token_id]
     cuts = range(0, len(ids) - given.length + 1, given.length)
     rows = [ids[at : at + given.length] for at in cuts]
+    if not rows:
+        raise SystemExit(
+            f"{len(ids)} tokens make no sequence of {given.length}: --samples has more"
+        )
     from datasets import Dataset
 
     return Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")

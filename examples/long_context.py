@@ -5,7 +5,7 @@
 On a GPU:
 
     python examples/long_context.py --model Qwen/Qwen2.5-0.5B --dataset roneneldan/TinyStories \
-        --length 131072 --memory 80GiB --steps 20
+        --length 32768 --memory 24GiB --steps 20
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from liger_multi import memory
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = _common.parser(__doc__)
-    parser.set_defaults(length=65536, rows=1)
+    parser.set_defaults(length=32768, rows=1)
     parser.add_argument("--memory", default="80GiB", help="a size or a card that it shall fit")
     parser.add_argument("--policy", choices=memory.POLICIES, help="recompute, in place of a plan")
     parser.add_argument("--offload", action="store_true", help="with a policy: to the host")
