@@ -77,7 +77,7 @@ def load(given: argparse.Namespace) -> tuple[Any, Any]:
 
     words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment,unused-ignore]
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = hf.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
