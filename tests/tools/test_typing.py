@@ -45,7 +45,6 @@ from liger_multi.patching import PatchReport
 
 
 def promised(x: torch.Tensor, names: tuple[str, ...]) -> None:
-    both = (ops.cross_entropy, ops.fused_linear_cross_entropy)
     assert_type(ops.cross_entropy(x, x), torch.Tensor)
     assert_type(ops.cross_entropy(x, x, reduction="none", outputs=()), torch.Tensor)
     assert_type(ops.cross_entropy(x, x, outputs=("lse",)), ops.CrossEntropyOutput)
