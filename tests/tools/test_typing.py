@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import pydoc
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,6 @@ ROOMS = (
     "liger_multi.memory",
     "liger_multi.nn",
 )
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # what the snippets take for granted
 GIVEN = """\
@@ -85,43 +85,49 @@ follow_imports = silent
 
 
 @pytest.fixture
-def snippets(tmp_path):
-    """One block of README after the other, as a module."""
+def code(tmp_path):
+    """A folder with the examples, and one block of README after the other as a module."""
     found = blocks(ROOT / "README.md", "python")
     assert len(found) >= 4
-    path = tmp_path / "readme.py"
-    path.write_text("\n".join([GIVEN, *found, PROMISED]), encoding="utf-8")
-    return path
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "readme.py").write_text("\n".join([GIVEN, *found, PROMISED]), encoding="utf-8")
+    for path in (ROOT / "examples").glob("*.py"):
+        shutil.copy(path, folder)
+    return folder
 
 
-def check(*command):
-    done = subprocess.run(
+def checked(*command):
+    """What a checker said, which finds the package of this checkout."""
+    return subprocess.run(
         [sys.executable, "-m", *map(str, command)], cwd=ROOT, capture_output=True, text=True
     )
+
+
+@pytest.mark.slow
+def test_mypy_strict(code, tmp_path):
+    configuration = tmp_path / "mypy.ini"
+    configuration.write_text(CONFIGURATION, encoding="utf-8")
+    options = ("--config-file", configuration, "--cache-dir", tmp_path / "cache")
+    done = checked("mypy", *options, *code.glob("*.py"))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_mypy_strict(snippets, tmp_path):
-    configuration = tmp_path / "mypy.ini"
-    configuration.write_text(CONFIGURATION, encoding="utf-8")
-    cache = ("--cache-dir", tmp_path / "cache")
-    check("mypy", "--config-file", configuration, *cache, snippets, *EXAMPLES)
-
-
-@pytest.mark.slow
-def test_pyright(snippets, tmp_path):
+def test_pyright(code):
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed: pip install 'pyright[nodejs]'")
     settings = {
-        "include": [str(path) for path in (snippets, *EXAMPLES)],
         "extraPaths": [str(ROOT)],
         "reportMissingImports": "warning",  # DeepSpeed is not among what tests install
         "reportPrivateImportUsage": "none",  # TRL exports its trainers in a way that it cannot see
     }
-    project = tmp_path / "pyrightconfig.json"
-    project.write_text(json.dumps(settings), encoding="utf-8")
-    check("pyright", "--pythonpath", sys.executable, "--project", project)
+    (code / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    done = checked("pyright", "--pythonpath", sys.executable, "--project", code, "--outputjson")
+    said = json.loads(done.stdout)
+    errors = [d for d in said["generalDiagnostics"] if d["severity"] == "error"]
+    assert not errors, json.dumps(errors, indent=1)
+    assert said["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
 
 
 FUNCTIONS = {
