@@ -74,6 +74,7 @@ KINDS = {
     "plans": Kind(("case",)),
     "plan-example": Kind(()),
     "convergence": Kind(("model", "dtype", "batch", "tokens", "steps"), "seeded"),
+    "examples": Kind(("example",)),
     # lines of a measurement that no page reads by its fields: figures of a page are looked up here
     "notes": Kind(("name",)),
 }

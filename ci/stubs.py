@@ -1,19 +1,27 @@
-"""Signatures and docstrings of generated modules, for editors and type checkers.
+"""Signatures that type checkers and editors cannot read from the source.
 
-``python -m ci.stubs`` writes ``liger_multi/nn/operator_losses.pyi`` from the modules.
-The suite wants the file to be what this writes.
+``python -m ci.stubs`` writes ``liger_multi/nn/operator_losses.pyi`` from the generated modules, and
+``liger_multi/ops/__init__.pyi``, where operators with ``outputs=`` have an overload for every type
+that they return. The suite wants the files to be what this writes.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi.nn import operator_losses
+
+# --- generated modules ---
 
 PATH = Path(operator_losses.__file__).with_suffix(".pyi")
 HEAD = '''\
@@ -62,10 +70,71 @@ def stub() -> str:
     return "\n".join(parts)
 
 
+# --- operators ---
+
+OPERATORS = Path(ops.__file__).with_suffix(".pyi")
+OPERATORS_HEAD = """\
+# written by `python -m ci.stubs`
+
+from typing import overload
+
+import torch
+from typing_extensions import Unpack
+
+"""
+
+
+def several(function: Callable[..., Any]) -> bool:
+    """Whether the type of the result depends on ``outputs``."""
+    made = inspect.signature(function).return_annotation
+    return isinstance(made, types.UnionType) and Tensor in made.__args__
+
+
+def overloads(function: Callable[..., Any]) -> str:
+    """One overload without outputs, one with some, and one for a tuple of unknown length."""
+    signature = inspect.signature(function)
+    loss, named = (one.__name__ for one in signature.return_annotation.__args__)
+    parameters = list(signature.parameters.values())
+    lines = [_parameter(p) for p in parameters if p.name != "outputs"]
+    lines.insert([p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY), "*")
+    forms = {
+        "tuple[()] = ...": f"torch.{loss}",
+        "tuple[str, Unpack[tuple[str, ...]]]": named,
+        "tuple[str, ...]": f"torch.{loss} | {named}",
+    }
+    text = ""
+    for outputs, result in forms.items():
+        given = "".join(f"    {line},\n" for line in (*lines, f"outputs: {outputs}"))
+        text += f"@overload\ndef {function.__name__}(\n{given}) -> {result}: ...\n"
+    return text
+
+
+def _parameter(given: inspect.Parameter) -> str:
+    default = "" if given.default is given.empty else " = ..."
+    return f"{given.name}: {inspect.formatannotation(given.annotation)}{default}"
+
+
+def operators() -> str:
+    """The text of the stub of ``liger_multi.ops``."""
+    source = Path(ops.__file__).read_text(encoding="utf-8")
+    imports = re.findall(r"^from [^(\n]+(?:\([^)]*\))?\n", source, re.M)
+    found = {name: getattr(ops, name) for name in ops.__all__}
+    made = {n: f for n, f in found.items() if inspect.isfunction(f) and several(f)}
+    kept = [line for line in imports if re.findall(r"\w+", line)[-1] not in made]
+    public = "".join(f'    "{name}",\n' for name in ops.__all__)
+    return "".join(
+        [OPERATORS_HEAD, *kept, f"\n__all__ = [\n{public}]\n\n", *map(overloads, made.values())]
+    )
+
+
+FILES = {PATH: stub, OPERATORS: operators}
+
+
 def main() -> int:
-    """Write the file."""
-    PATH.write_text(stub(), encoding="utf-8")
-    sys.stdout.write(f"wrote {PATH}\n")
+    """Write the files."""
+    for path, make in FILES.items():
+        path.write_text(make(), encoding="utf-8")
+        sys.stdout.write(f"wrote {path}\n")
     return 0
 
 

@@ -1,128 +1,149 @@
-"""What the examples share: a model and text that need no download, and the ranks' devices.
+"""What the examples share: arguments, a tiny model with text of its own, data sets, ranks."""
 
-Every example runs on a laptop in seconds: its model is a llama of two layers, and its text is made
-of counted words, or of the bytes of a file.
-"""
-
-from __future__ import annotations
-
-import random
-from collections.abc import Iterator
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-def tiny_llama(vocab_size: int, **options: Any) -> Any:
-    """A llama of two layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, **options,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-# --- sentences of words ---
-
+FILES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 WORDS = [
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "and",
-    "so",
-    "on",
-    "we",
-    "count",
-    "again",
-]
+    "one", "two", "three", "four", "five", "six", "seven", "eight",
+    "nine", "ten", "and", "so", "on", "we", "count", "again",
+]  # fmt: skip
+TINY = {"steps": 12, "rows": 4, "length": 32, "rate": 1e-2}
 
 
-def tokenizer() -> Any:
+@contextlib.contextmanager
+def needs(*packages: str) -> Iterator[None]:
+    """Import within this what may be missing: the script then ends with the line that installs it.
+
+    ``accelerate`` is named where nothing imports it by name: the Trainer does.
+    """
+    missing = " ".join(name for name in packages if importlib.util.find_spec(name) is None)
+    if missing:
+        raise SystemExit(f"{Path(sys.argv[0]).name} needs: pip install {missing}")
+    yield
+
+
+def parser(
+    doc: str | None, model: str = "Qwen/Qwen2.5-0.5B", dataset: str = "roneneldan/TinyStories"
+) -> argparse.ArgumentParser:
+    """The arguments that all examples have; add to them, then call :func:`parsed`."""
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--tiny", action="store_true", help="a tiny model and text, on a CPU")
+    made.add_argument("--model", default=model, help="of the hub, or a folder")
+    made.add_argument(
+        "--dataset", default=dataset, help=f"of the hub, or a file: {', '.join(FILES)}"
+    )
+    made.add_argument("--samples", type=int, default=2000, help="how many of the data set's first")
+    made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--rows", type=int, default=4, help="sequences of a step and device")
+    made.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    made.add_argument("--rate", type=float, default=2e-5, help="learning rate")
+    made.add_argument("--output", help="a folder for the trained model")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; ``--tiny`` has smaller defaults, and ``gpu`` says whether to use one."""
+    if made.parse_args(arguments).tiny:
+        made.set_defaults(**TINY)
+    given = made.parse_args(arguments)
+    given.gpu = torch.accelerator.is_available() and not given.tiny
+    return given
+
+
+def device_of(given: argparse.Namespace) -> torch.device:
+    """The accelerator, or the CPU."""
+    found = torch.accelerator.current_accelerator() if given.gpu else None
+    return found or torch.device("cpu")
+
+
+def load(given: argparse.Namespace) -> tuple[Any, Any]:
+    """Tokenizer and model; a llama of two layers that counts in words where ``--tiny`` is given."""
+    with needs("transformers"):
+        import transformers as hf
+    torch.manual_seed(0)
+    if not given.tiny:
+        model = hf.AutoModelForCausalLM.from_pretrained(given.model, dtype="auto")
+        return hf.AutoTokenizer.from_pretrained(given.model), model
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    tokenizer = hf.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+    config = hf.LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return tokenizer, hf.LlamaForCausalLM(config)
 
 
-def loaded(name: str) -> tuple[Any, Any]:
-    """Tokenizer and model by name, or the tiny ones without a name."""
-    if not name:
-        words = tokenizer()
-        torch.manual_seed(0)
-        return words, tiny_llama(
-            len(words), max_position_embeddings=64, pad_token_id=words.pad_token_id,
-            eos_token_id=words.eos_token_id,
-        )  # fmt: skip
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(
-        name, dtype="auto"
-    )
+def count_from(start: int, words: int) -> str:
+    """Words that follow one another, so that there is something to learn."""
+    return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(words))
 
 
-def sentences(count: int, seed: int = 0) -> list[str]:
-    """Sentences whose words follow one another, so that there is something to learn."""
-    draw = random.Random(seed)
-    starts = [draw.randrange(len(WORDS)) for _ in range(count)]
-    return [" ".join(WORDS[(at + i) % len(WORDS)] for i in range(12)) for at in starts]
+def dataset(given: argparse.Namespace, tiny: Sequence[dict[str, str]]) -> Any:
+    """The first samples of the data set; those of ``tiny`` with ``--tiny``."""
+    with needs("datasets"):
+        from datasets import Dataset, load_dataset
+    if given.tiny:
+        return Dataset.from_list(list(tiny))
+    kind = FILES.get(Path(given.dataset).suffix)
+    source = {"path": kind, "data_files": given.dataset} if kind else {"path": given.dataset}
+    found = load_dataset(**source, split="train", streaming=True)
+    return Dataset.from_list(list(found.take(given.samples)))
 
 
-# --- bytes of a file, on one rank or on several ---
+def sequences(given: argparse.Namespace, tokenizer: Any) -> Any:
+    """The column ``text`` of the data set as sequences of ``length`` tokens, none of them padded.
 
-
-def model_and_ids(name: str | None, text: str | None, device: Any = "cpu") -> tuple[Any, Any]:
-    """A causal model and one long row of tokens.
-
-    Args:
-        name: A model of the Hugging Face hub, or a folder; None makes a tiny one of bytes.
-        text: A file to train on; None takes this file.
-        device: Where the weights are made; the tokens stay on the CPU.
+    Returns:
+        A ``datasets.Dataset`` of tensors, ``input_ids`` and ``labels``.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tiny = [{"text": count_from(i, 24 + i % 16)} for i in range(400)]
+    ids: list[int] = []
+    for text in dataset(given, tiny)["text"]:
+        ids += [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+    cuts = range(0, len(ids) - given.length + 1, given.length)
+    rows = [ids[at : at + given.length] for at in cuts]
+    if not rows:
+        raise SystemExit(
+            f"{len(ids)} tokens make no sequence of {given.length}: --samples has more"
+        )
+    from datasets import Dataset
 
-    content = Path(text or __file__).read_text(encoding="utf-8")
-    torch.manual_seed(0)
-    with torch.device(device):
-        if name is not None:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-            ids = AutoTokenizer.from_pretrained(name)(content, return_tensors="pt").input_ids[0]
-            return model.train(), ids.cpu()
-        model = tiny_llama(256, max_position_embeddings=256)
-    return model.train(), torch.tensor(list(content.encode()))
-
-
-def batches(
-    ids: torch.Tensor, rows: int, length: int, steps: int, rank: int = 0, ranks: int = 1
-) -> Iterator[torch.Tensor]:
-    """Rows of consecutive tokens; every rank gets others."""
-    pieces = ids[: ids.numel() // length * length].view(-1, length)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        yield pieces[torch.randint(len(pieces), (ranks, rows), generator=generator)[rank]]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
 
 
-def on_ranks(rank: int, ranks: int) -> torch.device:
-    """This rank's device; starts the process group that fits it."""
-    if not torch.accelerator.is_available():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    device = torch.device(kind.type if kind is not None else "cuda", rank)
-    torch.accelerator.set_device_index(rank)
-    torch.distributed.init_process_group(rank=rank, world_size=ranks, device_id=device)
-    return device
+def started(given: argparse.Namespace) -> bool:
+    """Whether this is a rank; with ``--tiny`` two ranks are started where it is none."""
+    if "RANK" in os.environ:
+        return True
+    if not given.tiny:
+        raise SystemExit("start it with torchrun, as its first lines say")
+    from torch.distributed.run import main
+
+    main(["--standalone", "--nproc-per-node=2", *sys.argv])
+    return False
+
+
+def batches(given: argparse.Namespace, data: Any, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+    """``steps`` batches of ``rows`` sequences, in random order; every rank gets others."""
+    from torch.utils.data import DataLoader, RandomSampler
+
+    count = given.steps * given.rows * ranks
+    drawn = RandomSampler(data, True, count, torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(data, given.rows, sampler=list(drawn)[rank::ranks])
+    yield from loader

@@ -1,96 +1,77 @@
 """A model of one's own, from the modules of liger_multi.nn: nothing to patch.
 
-On a CPU, tiny:
+    python examples/custom_model.py --tiny
 
-    python examples/custom_model.py
+On a GPU:
 
-On a GPU, larger:
-
-    python examples/custom_model.py --device cuda --hidden 2048 --vocabulary 128256 --steps 100
+    python examples/custom_model.py --hidden 2048 --layers 16 --vocabulary 128256 --steps 100
 """
 
 import argparse
+from collections.abc import Sequence
 from types import SimpleNamespace
 
+import _common
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import liger_multi.nn as lnn
 
 
-class Block(nn.Module):
-    """Attention and an MLP; the sum with the residual stream is part of the norm."""
-
-    def __init__(self, config):
+class Block(nn.Module):  # attention of four heads, and an MLP; norms add the residual stream
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.before_attention = lnn.FusedAddRMSNorm(config.hidden_size)
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.before_mlp = lnn.FusedAddRMSNorm(config.hidden_size)
+        config = SimpleNamespace(hidden_size=width, intermediate_size=3 * width, hidden_act="silu")
+        self.before_attention, self.before_mlp = (lnn.FusedAddRMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.mlp = lnn.SwiGLUMLP(config)
 
-    def forward(self, x, residual):
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.before_attention(x, residual)
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = self.out(mixed.transpose(1, 2).flatten(-2))
-        x, residual = self.before_mlp(x, residual)
+        x, residual = self.before_mlp(self.out(mixed.transpose(1, 2).flatten(-2)), residual)
         return self.mlp(x), residual
 
 
-class Model(nn.Module):
-    """A decoder whose loss never holds rows x vocabulary."""
-
-    def __init__(self, config):
+class Model(nn.Module):  # a decoder whose loss never holds rows x vocabulary
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
-        self.embedding = lnn.Embedding(config.vocabulary, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = lnn.FusedAddRMSNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocabulary, bias=False)
+        self.embedding = lnn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = lnn.FusedAddRMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.loss = lnn.FusedLinearCrossEntropyLoss()
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         residual = torch.zeros_like(x)
         for block in self.blocks:
             x, residual = block(x, residual)
         x, _ = self.norm(x, residual)
-        return self.loss(x[:, :-1], self.head.weight, ids[:, 1:])
+        loss: Tensor = self.loss(x[:, :-1], self.head.weight, ids[:, 1:])
+        return loss
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--vocabulary", type=int, default=97)
-    parser.add_argument("--steps", type=int, default=4)
-    options = parser.parse_args(arguments)
-
-    torch.manual_seed(0)
-    config = SimpleNamespace(
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        hidden_act="silu",
-        heads=4,
-        layers=2,
-        vocabulary=options.vocabulary,
-    )
-    model = Model(config).to(options.device)
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="on a CPU")
+    for name, size in {"hidden": 32, "layers": 2, "vocabulary": 97, "steps": 12}.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    given = _common.parsed(parser, arguments)
+    device = _common.device_of(given)
+    model = Model(given.vocabulary, given.hidden, given.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    start = torch.randint(options.vocabulary, (8, 1), device=options.device)
-    ids = (start + torch.arange(32, device=options.device)) % options.vocabulary
-    losses = []
-    for step in range(options.steps):
-        loss = model(ids)
+    ids = torch.arange(8, device=device)[:, None] + torch.arange(32, device=device)
+    losses: list[float] = []
+    for step in range(given.steps):
+        loss = model((ids + step) % given.vocabulary)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(f"step {step}: loss {losses[-1]:.3f}")
+        print(f"step {step + 1}: loss {losses[-1]:.3f}")
     return losses
 
 

@@ -1,42 +1,42 @@
-"""A patched model under DeepSpeed ZeRO-3, parameters and optimizer offloaded to the CPU if asked.
+"""DeepSpeed ZeRO-3: a patched model, parameters and optimizer on the host if asked.
 
-Two processes on a CPU, with a tiny model:
+    python examples/deepspeed_zero3.py --tiny
 
-    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/deepspeed_zero3.py
+On GPUs:
 
-Eight GPUs:
-
-    deepspeed --num_gpus 8 examples/deepspeed_zero3.py --model meta-llama/Llama-3.1-8B \
-        --text book.txt --rows 1 --length 8192 --steps 200 --rate 1e-5 --offload
+    torchrun --nproc-per-node 8 examples/deepspeed_zero3.py --model Qwen/Qwen2.5-7B \
+        --dataset roneneldan/TinyStories --rows 1 --length 8192 --rate 1e-5 --offload
 """
 
-import argparse
 import os
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-import deepspeed
+import _common
 import torch
-from _common import batches, model_and_ids
 
 import liger_multi
 
+if "--tiny" in sys.argv:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+with _common.needs("deepspeed"):
+    import deepspeed
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a name on the hub; without it a tiny model is made")
-    parser.add_argument("--text", help="a file to train on; without it this example's own code")
-    parser.add_argument("--rows", type=int, default=2, help="on every rank")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=1e-2)
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
-    given = parser.parse_args(arguments)
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    parser = _common.parser(__doc__)
+    parser.add_argument("--offload", action="store_true", help="states and parameters to the host")
+    given = _common.parsed(parser, arguments)
+    if not _common.started(given):
+        return []
     deepspeed.init_distributed()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    model, ids = model_and_ids(given.model, given.text)
-    report = liger_multi.patch(model, strict=True)
-    zero = {"stage": 3}
+    tokenizer, model = _common.load(given)
+    data = _common.sequences(given, tokenizer)
+    report = liger_multi.patch(model, strict=True)  # before DeepSpeed puts its hooks on
+    zero: dict[str, Any] = {"stage": 3}
     if given.offload:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     engine, *_ = deepspeed.initialize(
@@ -44,7 +44,7 @@ def main(arguments=None):
         optimizer=torch.optim.AdamW(model.parameters(), lr=given.rate),
         config={
             "train_micro_batch_size_per_gpu": given.rows,
-            "bf16": {"enabled": given.model is not None},
+            "bf16": {"enabled": given.gpu},
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -52,15 +52,19 @@ def main(arguments=None):
     )
     if rank == 0:
         print(report)
-    losses = []
-    for step, rows in enumerate(batches(ids, given.rows, given.length, given.steps, rank, ranks)):
-        rows = rows.to(engine.device)
-        loss = engine(input_ids=rows, labels=rows).loss
+
+    losses: list[float] = []
+    for batch in _common.batches(given, data, rank, ranks):
+        ids, labels = batch["input_ids"].to(engine.device), batch["labels"].to(engine.device)
+        loss = engine(input_ids=ids, labels=labels).loss
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
         if rank == 0:
-            print(f"step {step + 1}: loss {losses[-1]:.3f} on rank 0")
+            print(f"step {len(losses)}: loss {losses[-1]:.3f} on rank 0")
+
+    if given.output:
+        engine.save_checkpoint(given.output)
     return losses
 
 

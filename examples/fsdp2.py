@@ -1,63 +1,67 @@
-"""A patched model whose parameters are sharded over ranks by FSDP2.
+"""FSDP2: parameters of a patched model sharded over ranks.
 
-Two processes on a CPU, with a tiny model:
+    python examples/fsdp2.py --tiny
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py
+On GPUs:
 
-Eight GPUs:
-
-    torchrun --nproc-per-node 8 examples/fsdp2.py --model meta-llama/Llama-3.1-8B \
-        --text book.txt --rows 1 --length 8192 --steps 200 --rate 1e-5
+    torchrun --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen2.5-7B \
+        --dataset roneneldan/TinyStories --rows 1 --length 8192 --rate 1e-5 --output trained
 """
 
-import argparse
 import os
+from collections.abc import Sequence
 
+import _common
 import torch
 import torch.distributed as dist
-from _common import batches, model_and_ids, on_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import liger_multi
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a name on the hub; without it a tiny model is made")
-    parser.add_argument("--text", help="a file to train on; without it this example's own code")
-    parser.add_argument("--rows", type=int, default=2, help="on every rank")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=1e-2)
-    given = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    given = _common.parsed(_common.parser(__doc__), arguments)
+    if not _common.started(given):
+        return []
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = on_ranks(rank, ranks)
+    device = _common.device_of(given)
+    if given.gpu:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(device.type, (ranks,))  # starts the process group: gloo or NCCL
 
-    model, ids = model_and_ids(given.model, given.text)
+    tokenizer, model = _common.load(given)
+    data = _common.sequences(given, tokenizer)
     report = liger_multi.patch(model, strict=True)  # before sharding, which swaps classes as well
-    mesh = init_device_mesh(device.type, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "mp_policy": policy} if given.model else {"mesh": mesh}
+    half = torch.bfloat16 if given.gpu else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)  # the head stays in the root's unit: the loss gathers it once
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the head too: the loss gathers it once
     if rank == 0:
         print(report)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
-    losses = []
-    for step, rows in enumerate(batches(ids, given.rows, given.length, given.steps, rank, ranks)):
-        rows = rows.to(device)
-        loss = model(input_ids=rows, labels=rows).loss
+    losses: list[float] = []
+    for batch in _common.batches(given, data, rank, ranks):
+        ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        losses.append(float(loss) / ranks)
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / ranks)
         if rank == 0:
-            print(f"step {step + 1}: loss {losses[-1]:.3f}")
+            print(f"step {len(losses)}: loss {losses[-1]:.3f}")
+
+    if given.output:
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=whole)
+        if rank == 0:
+            model.save_pretrained(given.output, state_dict=state)
+            tokenizer.save_pretrained(given.output)
     dist.destroy_process_group()
     return losses
 

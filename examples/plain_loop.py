@@ -1,15 +1,13 @@
-"""A training loop in plain PyTorch.
+"""A training loop in plain PyTorch: one line patches the model.
 
-On a CPU, with a tiny model:
+    python examples/plain_loop.py --tiny
 
-    python examples/plain_loop.py
+On a GPU:
 
-On a GPU, with a real one:
-
-    python examples/plain_loop.py --model Qwen/Qwen2.5-0.5B --device cuda --steps 200
+    python examples/plain_loop.py --model Qwen/Qwen2.5-0.5B --dataset roneneldan/TinyStories
 """
 
-import argparse
+from collections.abc import Sequence
 
 import _common
 import torch
@@ -17,32 +15,29 @@ import torch
 import liger_multi
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="", help="a model of the hub; a tiny one by default")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    given = _common.parsed(_common.parser(__doc__), arguments)
+    device = _common.device_of(given)
+    tokenizer, model = _common.load(given)
+    data = _common.sequences(given, tokenizer)
 
-    words, model = _common.loaded(options.model)
-    model.to(options.device).train()
-    print(liger_multi.patch(model))  # the one line that is not in an ordinary loop
+    model.to(device).train()
+    print(liger_multi.patch(model))  # what was replaced, what was skipped and why
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(options.steps):
-        text = _common.sentences(options.batch, seed=step)
-        inputs = words(text, return_tensors="pt", padding=True).to(options.device)
-        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        loss = model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels
-        ).loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
+    losses: list[float] = []
+    for batch in _common.batches(given, data):
+        ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(f"step {step}: loss {losses[-1]:.3f}")
+        print(f"step {len(losses)}: loss {losses[-1]:.3f}")
+
+    if given.output:
+        model.save_pretrained(given.output)  # the file of an unpatched model
+        tokenizer.save_pretrained(given.output)
     return losses
 
 

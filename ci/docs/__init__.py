@@ -373,6 +373,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "memory.md": docs_benchmarks.memory_page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
+        ROOT / "examples" / "README.md": docs_benchmarks.examples_page,
     }
     return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
 

@@ -18,6 +18,7 @@ and in the notes with the same digits.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -646,3 +647,47 @@ def recompute_page(old: str) -> str:
     before, rest = old.split(RECOMPUTE_START)
     made = "\n".join([RECOMPUTE_START, "", *table(), "", RECOMPUTE_END])
     return store.quoted(before + made + rest.split(RECOMPUTE_END)[1])
+
+
+# --- the page of the examples ---
+
+EXAMPLES_START, EXAMPLES_END = "<!-- examples:start -->", "<!-- examples:end -->"
+COMMAND = re.compile(r"^ {4}(\S.*)", re.M)
+
+
+def script(name: str) -> tuple[str, str, str]:
+    """What a script shows, and its commands for a CPU and for GPUs, from its first lines."""
+    source = (store.ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    tiny, gpu = (" ".join(command.split()) for command in COMMAND.findall(doc))
+    return doc.partition("\n")[0], tiny, gpu
+
+
+def examples() -> list[str]:
+    """A table of the scripts with what they took, and one of their commands for GPUs."""
+    found = {row["example"]: (run, row) for run, row in store.rows("examples")}
+    lines = ["| on a CPU | shows | time, s | CPU time, s | peak, MiB |", "|---|---|---|---|---|"]
+    commands = []
+    for name, (_, row) in sorted(found.items()):
+        shows, tiny, gpu = script(name)
+        took = f"{row['seconds']:.0f} | {row['processor_seconds']:.0f}"
+        size = f"{row['peak_bytes'] / 2**20:.0f}"
+        lines.append(f"| [`{tiny}`]({name}.py) | {shows} | {took} | {size} |")
+        commands.append(f"    {gpu}")
+    runs = [run for run, _ in found.values()]
+    loads = sorted(row["load"] for _, row in found.values())
+    run = max(runs, key=store.moment)
+    said = f"Measured on {run['device']['cores']} CPU cores, torch {run['versions']['torch']}, "
+    said += f"{run['date'][:10]}, other work beside (load average before each: {loads[0]} to "
+    said += f"{loads[-1]}), which lengthens the first time and not the second:"
+    gpus = "On GPUs; these commands have not been run on one:"
+    return [said, "", *lines, "", gpus, "", *commands]
+
+
+def examples_page(old: str) -> str:
+    """The page with the current tables between its markers."""
+    before, found, rest = old.partition(EXAMPLES_START)
+    _, end, after = rest.partition(EXAMPLES_END)
+    if not found or not end:
+        raise SystemExit(f"examples/README.md needs {EXAMPLES_START} and {EXAMPLES_END} after it")
+    return "\n".join([before + found, "", *examples(), "", end + after])

@@ -1,0 +1,65 @@
+"""GRPO with TRL: its trainer as it is, patched by a callback; short answers are rewarded.
+
+    python examples/grpo.py --tiny
+
+On a GPU:
+
+    python examples/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/tldr \
+        --rate 1e-6 --rows 8 --answer 128 --output grpo
+"""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import _common
+
+with _common.needs("transformers", "accelerate", "datasets", "trl"):
+    from trl import GRPOConfig, GRPOTrainer
+
+    from liger_multi.integrations import TrainerCallback
+
+
+def short(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """One point, and less of it for every token."""
+    return [1.0 - 0.01 * len(ids) for ids in completion_ids]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    parser = _common.parser(__doc__, "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/tldr")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer at most")
+    parser.add_argument("--answers", type=int, default=4, help="of a prompt, compared")
+    given = _common.parsed(parser, arguments)
+    tokenizer, model = _common.load(given)
+    prompts = [{"prompt": _common.count_from(i, 3)} for i in range(16)]
+    callback = TrainerCallback()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model,
+            reward_funcs=short,
+            args=GRPOConfig(
+                output_dir=given.output or folder,
+                max_steps=3 if given.tiny else given.steps,
+                per_device_train_batch_size=given.rows,
+                num_generations=given.answers,
+                max_completion_length=8 if given.tiny else given.answer,
+                learning_rate=given.rate,
+                bf16=given.gpu,
+                use_cpu=not given.gpu,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+            ),
+            train_dataset=_common.dataset(given, prompts),
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
+        print(callback.report)
+        trainer.train()
+        if given.output:
+            trainer.save_model()
+    return [row["reward"] for row in trainer.state.log_history if "reward" in row]
+
+
+if __name__ == "__main__":
+    main()

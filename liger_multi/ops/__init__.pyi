@@ -1,0 +1,218 @@
+# written by `python -m ci.stubs`
+
+from typing import overload
+
+import torch
+from typing_extensions import Unpack
+
+from liger_multi.ops.attention import attention as attention
+from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
+from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
+from liger_multi.ops.dyt import dyt as dyt
+from liger_multi.ops.embedding import embedding as embedding
+from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput as FusedAddRMSNormOutput
+from liger_multi.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
+from liger_multi.ops.fused_linear_jsd import fused_linear_jsd as fused_linear_jsd
+from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div as fused_linear_kl_div
+from liger_multi.ops.fused_linear_log_prob import LogProbOutput as LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import fused_linear_log_prob as fused_linear_log_prob
+from liger_multi.ops.fused_linear_tvd import fused_linear_tvd as fused_linear_tvd
+from liger_multi.ops.fused_moe import fused_moe as fused_moe
+from liger_multi.ops.fused_scaled_add_rms_norm import (
+    fused_scaled_add_rms_norm as fused_scaled_add_rms_norm,
+)
+from liger_multi.ops.gated_mlp import gated_mlp as gated_mlp
+from liger_multi.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
+from liger_multi.ops.geglu import geglu as geglu
+from liger_multi.ops.geglu_packed import geglu_packed as geglu_packed
+from liger_multi.ops.group_norm import group_norm as group_norm
+from liger_multi.ops.hyper_connections import hyper_connections as hyper_connections
+from liger_multi.ops.hyper_connections_post import hyper_connections_post as hyper_connections_post
+from liger_multi.ops.hyper_connections_pre import hyper_connections_pre as hyper_connections_pre
+from liger_multi.ops.jsd import jsd as jsd
+from liger_multi.ops.kl_div import kl_div as kl_div
+from liger_multi.ops.layer_norm import layer_norm as layer_norm
+from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
+from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
+from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
+from liger_multi.ops.lora_update import lora_update as lora_update
+from liger_multi.ops.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
+from liger_multi.ops.multi_token_attention import multi_token_attention as multi_token_attention
+from liger_multi.ops.neighborhood_attention import neighborhood_attention as neighborhood_attention
+from liger_multi.ops.poly_norm import poly_norm as poly_norm
+from liger_multi.ops.relu_squared import relu_squared as relu_squared
+from liger_multi.ops.rms_norm import rms_norm as rms_norm
+from liger_multi.ops.rope import rope as rope
+from liger_multi.ops.rope_complex import rope_complex as rope_complex
+from liger_multi.ops.rope_multimodal import rope_multimodal as rope_multimodal
+from liger_multi.ops.rope_positions import rope_positions as rope_positions
+from liger_multi.ops.rope_sorted import rope_sorted as rope_sorted
+from liger_multi.ops.selective_log_softmax import selective_log_softmax as selective_log_softmax
+from liger_multi.ops.softmax import softmax as softmax
+from liger_multi.ops.sparsemax import sparsemax as sparsemax
+from liger_multi.ops.swiglu import swiglu as swiglu
+from liger_multi.ops.swiglu_clamped import swiglu_clamped as swiglu_clamped
+from liger_multi.ops.swiglu_clamped_packed import swiglu_clamped_packed as swiglu_clamped_packed
+from liger_multi.ops.swiglu_packed import swiglu_packed as swiglu_packed
+from liger_multi.ops.token_log_prob import token_log_prob as token_log_prob
+from liger_multi.ops.tvd import tvd as tvd
+
+__all__ = [
+    "CrossEntropyOutput",
+    "FusedAddRMSNormOutput",
+    "LogProbOutput",
+    "LoraQKVOutput",
+    "attention",
+    "attention_residuals",
+    "cross_entropy",
+    "dyt",
+    "embedding",
+    "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "fused_linear_kl_div",
+    "fused_linear_log_prob",
+    "fused_linear_tvd",
+    "fused_moe",
+    "fused_scaled_add_rms_norm",
+    "gated_mlp",
+    "gated_rms_norm",
+    "geglu",
+    "geglu_packed",
+    "group_norm",
+    "hyper_connections",
+    "hyper_connections_post",
+    "hyper_connections_pre",
+    "jsd",
+    "kl_div",
+    "layer_norm",
+    "lora_mlp",
+    "lora_qkv",
+    "lora_update",
+    "modulated_rms_norm",
+    "multi_token_attention",
+    "neighborhood_attention",
+    "poly_norm",
+    "relu_squared",
+    "rms_norm",
+    "rope",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_positions",
+    "rope_sorted",
+    "selective_log_softmax",
+    "softmax",
+    "sparsemax",
+    "swiglu",
+    "swiglu_clamped",
+    "swiglu_clamped_packed",
+    "swiglu_packed",
+    "token_log_prob",
+    "tvd",
+]
+
+@overload
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    inplace: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[()] = ...,
+) -> torch.Tensor: ...
+@overload
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    inplace: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[str, Unpack[tuple[str, ...]]],
+) -> CrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    inplace: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[str, ...],
+) -> torch.Tensor | CrossEntropyOutput: ...
+@overload
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    class_weight: torch.Tensor | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    logit_scale: float = ...,
+    chunk: int | str = ...,
+    accumulate: torch.dtype = ...,
+    compact: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[()] = ...,
+) -> torch.Tensor: ...
+@overload
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    class_weight: torch.Tensor | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    logit_scale: float = ...,
+    chunk: int | str = ...,
+    accumulate: torch.dtype = ...,
+    compact: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[str, Unpack[tuple[str, ...]]],
+) -> CrossEntropyOutput: ...
+@overload
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    class_weight: torch.Tensor | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    logit_scale: float = ...,
+    chunk: int | str = ...,
+    accumulate: torch.dtype = ...,
+    compact: bool = ...,
+    validate: bool = ...,
+    outputs: tuple[str, ...],
+) -> torch.Tensor | CrossEntropyOutput: ...
