@@ -2,11 +2,16 @@
 
 ``backends/`` installs as ``liger_multi.backends`` and ``reference/`` as ``liger_multi.reference``;
 an editable install also links them into the checkout, where type checkers and editors look.
+
+``REPOSITORY`` in the environment is the address that a release is made from: metadata then names
+it, and the links of the readme lead there, since a package index has none of the files.
 """
 
+import os
+import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
@@ -28,14 +33,41 @@ def link() -> None:
 
 
 def packages() -> list[str]:
-    """Every package of the three folders, without the links of an editable install."""
+    """Every package of the three folders, without the links of an editable install.
+
+    Launch tables stand in folders without code, which setuptools wants named as packages as well.
+    """
     found = []
     for package, folder in FOLDERS.items():
         found.append(package)
-        for sub in find_packages(str(ROOT / folder)):
+        for sub in find_namespace_packages(str(ROOT / folder), exclude=["*__pycache__*"]):
             if not (ROOT / folder / sub.split(".")[0]).is_symlink():
                 found.append(f"{package}.{sub}")
     return found
+
+
+def readme(repository: str) -> str:
+    """README.md; its relative links are absolute where a repository is given."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not repository:
+        return text
+    relative = r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)]+)\)"
+    return re.sub(
+        relative,
+        lambda m: f"{m[1]}{m[2]}({repository}/{'raw' if m[1] else 'blob'}/HEAD/{m[3]})",
+        text,
+    )
+
+
+def addresses(repository: str) -> dict[str, str]:
+    """The pages of a repository that an index shows."""
+    pages = {
+        "Repository": "",
+        "Documentation": "/tree/HEAD/docs",
+        "Changelog": "/blob/HEAD/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {name: repository + path for name, path in pages.items() if repository}
 
 
 class EditableWithLinks(editable_wheel):
@@ -47,4 +79,12 @@ class EditableWithLinks(editable_wheel):
         super().run()
 
 
-setup(package_dir=FOLDERS, packages=packages(), cmdclass={"editable_wheel": EditableWithLinks})
+REPOSITORY = os.environ.get("REPOSITORY", "").rstrip("/")
+setup(
+    package_dir=FOLDERS,
+    packages=packages(),
+    cmdclass={"editable_wheel": EditableWithLinks},
+    long_description=readme(REPOSITORY),
+    long_description_content_type="text/markdown",
+    project_urls=addresses(REPOSITORY),
+)

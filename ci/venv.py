@@ -84,7 +84,7 @@ def torch_arguments(torch: str, index: str) -> list[str]:
         raise SystemExit(
             "this machine has an AMD or Ascend device, but the base Python has no PyTorch that "
             "drives it: install that first (https://pytorch.org/get-started), or name its index, "
-            "e.g. make TORCH=torch==2.9.0 TORCH_INDEX=https://download.pytorch.org/whl/rocm6.4"
+            "e.g. make TORCH=torch==2.11.0 TORCH_INDEX=https://download.pytorch.org/whl/rocm7.2"
         )
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
         return [torch]

@@ -18,6 +18,7 @@ import functools
 import json
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def interpret_faster() -> None:
     """Let Triton's interpreter replace its language once a launch, not at every call of a function.
 
     What functions that kernels call replace is what their kernel has replaced already, unless they
-    see other modules of the language. It is half of the time of interpreted tests.
+    see other modules of the language. It is half of the time of interpreted tests. A quarter of the
+    rest goes into conditions of overflow that are dropped, since nothing asserts them without
+    ``debug``, and into a table of dtypes that is made anew at every operation.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -45,7 +48,22 @@ def interpret_faster() -> None:
     original = interpreter._patch_lang
     if hasattr(original, "__wrapped__") or not hasattr(interpreter, "_LangPatchScope"):
         return
+    options = interpreter.interpreter_builder.options
+    if not getattr(options, "debug", True):
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    dtype_of, dtypes = interpreter._get_np_dtype, {}
     replaced: set[int] = set()
+
+    def np_dtype(kind):
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(kind)
+        return dtypes[name]
+
+    @functools.cache
+    def modules_of(fn):
+        modules = (language, language.core)
+        return {id(m) for m in fn.__globals__.values() if any(m is other for other in modules)}
 
     class Scope(interpreter._LangPatchScope):
         def restore(self):
@@ -53,9 +71,7 @@ def interpret_faster() -> None:
             self.launch.restore()
 
     def patch_lang(fn):
-        modules = (language, language.core)
-        seen = {id(m) for m in fn.__globals__.values() if any(m is other for other in modules)}
-        scope = Scope()
+        seen, scope = modules_of(fn), Scope()
         if not seen or not seen <= replaced:
             scope.launch = original(fn)
             replaced.update(seen)
@@ -63,6 +79,7 @@ def interpret_faster() -> None:
 
     patch_lang.__wrapped__ = original
     interpreter._patch_lang = patch_lang
+    interpreter._get_np_dtype = np_dtype
 
 
 def selected_backends(config: pytest.Config) -> list[str]:

@@ -158,11 +158,11 @@ def _pairs(length: int, keys: int, options: Mapping[str, Any]) -> float:
     """Queries times the keys that each sees."""
     window, causal = options.get("window"), options.get("causal", False)
     left, right = (window - 1,) * 2 if isinstance(window, int) else window or (-1, -1)
-    total, right = 0.0, 0 if causal else right
-    for place in range(keys - length, keys):
-        first = 0 if left < 0 or window is None else max(0, place - left)
-        total += (keys if right < 0 else min(keys, place + right + 1)) - first
-    return total
+    right = 0 if causal else right
+    places = torch.arange(keys - length, keys)
+    first = 0 if left < 0 or window is None else (places - left).clamp(min=0)
+    end = keys if right < 0 else (places + right + 1).clamp(max=keys)
+    return float((end - first + torch.zeros_like(places)).sum())
 
 
 def _attention(

@@ -433,7 +433,7 @@ WHAT = pytest.mark.parametrize("what", ["logits", "loss", "own loss"])
 
 def both(what, **config):
     """A stock model and a patched one, as modules of one tensor."""
-    stock, ours = pair(**config)
+    stock, ours = pair(**{"num_hidden_layers": 1, **config})
     liger_multi.patch(ours)
     return Returns(stock.eval(), what), Returns(ours.eval(), what)
 
@@ -575,7 +575,7 @@ def test_a_trace_holds_operators_and_not_what_a_backend_does(grad):
 @TRACED
 def test_symbolic_tracing_runs_the_forwards_of_stock():
     """``torch.fx`` traces with proxies, which no operator takes."""
-    stock, ours = both("logits")
+    stock, ours = both("logits", num_hidden_layers=2)
     x = torch.randn(2, 5, 32)
     for path in ("layers.0.mlp", "layers.1.input_layernorm", "norm"):
         traced = torch.fx.symbolic_trace(nn.Sequential(ours.model.model.get_submodule(path)))

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+import liger_multi
 from ci import plan, portable, results, venv
 from ci.npu import environment
 from liger_multi.dispatch.registry import backends
 
 ROOT = Path(__file__).parents[2]
-WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+WORKFLOW = GITHUB / "workflows" / "ci.yml"
 IMAGES = {
     p.name.removesuffix(".Dockerfile"): p for p in (ROOT / "ci" / "docker").glob("*.Dockerfile")
 }
@@ -239,10 +242,11 @@ def test_a_job_can_do_little_and_ends():
 
 
 def test_actions_are_pinned_to_commits():
-    used = re.findall(r"uses: (\S+)(.*)", WORKFLOW.read_text())
+    used = [u for path in WORKFLOWS for u in re.findall(r"uses: (\S+)(.*)", path.read_text())]
     assert used
+    known = r"(actions/[a-z-]+|pypa/gh-action-pypi-publish)@[0-9a-f]{40}"
     for action, comment in used:
-        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(known, action), action
         assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action} needs its version beside it"
     assert len(dict(used)) == len({a.partition("@")[0] for a, _ in used}), "one version an action"
 
@@ -269,8 +273,63 @@ def test_devices_wait_for_a_reviewer_and_a_plan():
 
 @pytest.mark.skipif(not shutil.which("actionlint"), reason="actionlint is not on the path")
 def test_actionlint():
-    done = subprocess.run(["actionlint", WORKFLOW], capture_output=True, text=True)
+    done = subprocess.run(["actionlint", *WORKFLOWS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+# --- a release ---
+
+
+def test_a_release_publishes_what_was_installed_from_a_tag_that_is_the_version():
+    text = read(".github/workflows/release.yml")
+    made = yaml.load(text, yaml.BaseLoader)
+    assert made["on"] == {"push": {"tags": ["v*"]}}
+    assert made["permissions"] == {"contents": "read"}
+    assert "secrets." not in text
+    jobs = made["jobs"]
+    assert [jobs[n].get("needs") for n in ("build", "install", "publish")] == [
+        None, "build", "install",
+    ]  # fmt: skip
+    assert [n for n, job in jobs.items() if "permissions" in job] == ["publish"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["environment"] == "pypi"
+    runs = {n: [step.get("run", "") for step in job["steps"]] for n, job in jobs.items()}
+    assert not any("${{" in run for each in runs.values() for run in each)
+    assert not any(runs["publish"]), "what publishes runs no code of the repository"
+    build = "\n".join(runs["build"])
+    assert build.index('= "v$version"') < build.index("-m build") < build.index("check --strict")
+    assert "REPOSITORY" in read("setup.py")
+
+
+@pytest.mark.parametrize(("tag", "code"), [("v{}", 0), ("{}", 1), ("v{}.1", 1), ("v", 1)])
+def test_a_tag_of_another_version_stops_a_release(tag, code):
+    made = yaml.load(read(".github/workflows/release.yml"), yaml.BaseLoader)
+    (step,) = [s for s in made["jobs"]["build"]["steps"] if "TAG" in s.get("env", {})]
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", step["run"]],
+        env={
+            "TAG": tag.format(liger_multi.__version__),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert code == 0 or liger_multi.__version__ in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")))
+def test_forms_of_issues_are_those_of_github(path):
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "labels", "body"}
+    kinds = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+    ids = [field["id"] for field in form["body"]]
+    assert len(set(ids)) == len(ids)
+    for field in form["body"]:
+        assert field["type"] in kinds
+        assert field["attributes"]["label"]
+        options = field["attributes"].get("options", [])
+        assert bool(options) == (field["type"] in ("dropdown", "checkboxes"))
+    assert "bug" not in path.name or "liger-multi doctor --json" in path.read_text()
 
 
 # --- the plan ---
@@ -401,6 +460,31 @@ def test_every_image_has_a_supported_python_and_pytorch():
     npu = IMAGES["npu"].read_text()
     torch, plugin = (re.search(rf"ARG {n}=(\d+\.\d+)", npu)[1] for n in ("TORCH", "TORCH_NPU"))
     assert torch == plugin
+
+
+def test_one_rocm_is_named_everywhere():
+    image = re.search(r"^ARG TAG=rocm(\d+\.\d+)", IMAGES["rocm"].read_text(), re.MULTILINE)[1]
+    pages = ["README.md", "ci/venv.py", *sorted((ROOT / "docs").glob("*.md"))]
+    named = {page: re.findall(r"(?i)\brocm ?(\d+\.\d+)", read(page)) for page in pages}
+    assert all(named[page] for page in ("README.md", "ci/venv.py", ROOT / "docs" / "rocm.md"))
+    assert {version for found in named.values() for version in found} == {image}, named
+
+
+def test_the_extra_of_ascend_is_what_its_image_and_its_page_name():
+    given = dict(
+        re.findall(r"^ARG (\w+)=(\d+\.\d+)\.\d+$", IMAGES["npu"].read_text(), re.MULTILINE)
+    )
+    extra = re.search(r"^npu = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)[1]
+    pinned = dict(re.findall(r"([a-z_-]+)==(\d+\.\d+)\.\*", extra))
+    assert pinned == {"torch_npu": given["TORCH_NPU"], "triton-ascend": given["TRITON_ASCEND"]}
+    page = read("docs/ascend.md")
+    assert f"pip install torch=={given['TORCH']}.0 " in page
+    for name, version in pinned.items():
+        assert f"{name} {version}" in page
+    assert f"`torch=={given['TORCH']}.0`" in read("README.md")
+    cann = re.search(r"^ARG TAG=(\d+\.\d+)", IMAGES["npu"].read_text(), re.MULTILINE)[1]
+    assert f"for CANN {cann}" in page
+    assert f"CANN {cann}" in read("README.md")
 
 
 # --- the script that runs an image ---

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -23,6 +24,7 @@ FOLDERS = {
     "reference": "liger_multi/reference",
 }
 LAUNCH = "backends/cuda/launch/packaging-test.yaml"
+ADDRESS = "https://forge.example/owner/name"
 SKIP = {
     ".git",
     ".venv",
@@ -97,10 +99,24 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def artefacts(checkout, tmp_path_factory):
-    """The sdist, and the wheel made from it."""
+    """The sdist, the wheel made from it, and what building said."""
     out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
-    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
+    said = run(
+        *(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, checkout),
+        cwd=out,
+        REPOSITORY=f"{ADDRESS}/",
+        PYTHONDONTWRITEBYTECODE="",
+        PYTHONWARNINGS="default",
+    )
+    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl")), "said": said}
+
+
+def metadata(artefacts):
+    """The headers of the wheel's metadata, and the readme."""
+    with zipfile.ZipFile(artefacts["wheel"]) as wheel:
+        text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+    headers, _, readme = text.partition("\n\n")
+    return headers.splitlines(), readme
 
 
 @pytest.fixture
@@ -149,13 +165,33 @@ def test_the_sdist_holds_sources_tests_and_licence(checkout, artefacts):
         "tests/conftest.py",
         "ci/layering.py",
     } <= names
+    left = [n for n in names if n.startswith("benchmarks/results") or n.endswith(".png")]
+    assert not left, "what was measured and drawn stays in the repository"
+
+
+@pytest.mark.slow
+def test_building_warns_of_nothing(artefacts):
+    lines = artefacts["said"].splitlines()
+    assert not [line for line in lines if re.search("(?i)warn|deprecat", line)]
+
+
+@pytest.mark.slow
+def test_an_index_shows_the_repository_and_a_readme_whose_links_lead_there(artefacts):
+    headers, readme = metadata(artefacts)
+    pages = [h.rpartition(", ")[2] for h in headers if h.startswith("Project-URL: ")]
+    assert len(pages) == 4
+    assert all(page.startswith(ADDRESS) and "//" not in page[8:] for page in pages)
+    assert "Author: The liger_multi authors" in headers
+    assert f"]({ADDRESS}/blob/HEAD/docs/ascend.md)" in readme
+    assert f"]({ADDRESS}/raw/HEAD/docs/longest.png)" in readme
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert targets
+    assert all(t.startswith(("https://", "#")) for t in targets)
 
 
 @pytest.mark.slow
 def test_the_metadata_asks_for_torch_and_yaml_only(artefacts):
-    with zipfile.ZipFile(artefacts["wheel"]) as wheel:
-        text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
-    lines = text.split("\n\n")[0].splitlines()
+    lines, _ = metadata(artefacts)
     needs = [n.removeprefix("Requires-Dist: ") for n in lines if n.startswith("Requires-Dist: ")]
     assert sorted(n for n in needs if "extra ==" not in n) == ["PyYAML>=6", "torch>=2.9"]
     extras = {n.removeprefix("Provides-Extra: ") for n in lines if n.startswith("Provides-Extra: ")}
@@ -264,8 +300,17 @@ def test_the_version_stands_in_one_place():
     text = (ROOT / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     assert "version" not in project
-    assert project["dynamic"] == ["version"]
+    assert "version" in project["dynamic"]
     assert version() not in text
+
+
+def test_the_authors_are_those_that_are_cited():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["authors"] == cited["authors"]
+    assert cited["version"] == version()
+    assert cited["license"] == project["license"]
 
 
 def test_no_extra_replaces_the_pytorch_of_a_vendor():
