@@ -13,7 +13,6 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as Drawn
 from tests import harness
 
-
 LENGTHS = (1, 2, 63, 64, 65, 1, 0, 0, 1, 4096, 3)
 FEW = (1, 1, 1, 2, 0, 5, 17, 64, 1)  # interpreted kernels take their time
 WIDTHS = (2, 3, 4, 7)

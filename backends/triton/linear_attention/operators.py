@@ -62,55 +62,65 @@ class ConvolutionConfig:
 
 
 def _config(
-    info: DeviceInfo, rows: int, cols: int, each: int, threads: int, k: tuple[int, int, int]
+    info: DeviceInfo, shape: tuple[int, int, int], each: int, threads: int, k: tuple[int, int, int]
 ) -> ConvolutionConfig:
-    """``each`` channels a thread; of k, less rows where too few programs would share the cores."""
+    """``each`` channels a thread. Of k, fewer rows where sequences are short or programs few.
+
+    Gradients of the initial state want at least WIDEST - 1 of them.
+    """
+    rows, length, cols = shape
     most, step, stages = k
+    most = min(most, max(WIDEST, power_of_2(length)))
     block = min(power_of_2(cols), each * threads)
     while most > 16 and cdiv(rows, most) * cdiv(cols, block) < 2 * info.cores:
         most //= 2
     num_warps = warps(block // each, info.warp_size)
-    return ConvolutionConfig(most, min(step, most), block, num_warps, stages)
+    return ConvolutionConfig(most, step, block, num_warps, stages)
 
 
 def forward_config(
-    info: DeviceInfo, rows: int, cols: int, width: int, element_bytes: int, packed: bool
-) -> ConvolutionConfig:
+    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    packed: bool,
+) -> ConvolutionConfig:  # fmt: skip
     """16 bytes a thread and token, 8 where many taps need registers; loads two steps ahead.
 
     Args:
         info: Limits of the device.
         rows: Tokens of all rows.
+        length: Tokens of one row.
         cols: Channels.
         width: Taps of the filter.
         element_bytes: Of x, an element.
         packed: Whether there are ids.
     """
     each = max(1, (16 if width <= 4 else 8) // element_bytes)
-    return _config(info, rows, cols, each, 64, (64, 4, 3))
+    return _config(info, (rows, length, cols), each, 64, (64, 4, 3))
 
 
 def backward_config(
-    info: DeviceInfo, rows: int, cols: int, width: int, element_bytes: int, packed: bool
-) -> ConvolutionConfig:
+    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    packed: bool,
+) -> ConvolutionConfig:  # fmt: skip
     """8 bytes a thread, whose sums need registers; long chunks, each of which leaves a partial."""
     each = max(1, (8 if width <= 4 else 4) // element_bytes)
-    return _config(info, rows, cols, each, 256, (256, 2 if packed else 4, 3))
+    return _config(info, (rows, length, cols), each, 256, (256, 2 if packed else 4, 3))
 
 
 def gated_forward_config(
-    info: DeviceInfo, rows: int, cols: int, width: int, element_bytes: int, packed: bool
-) -> ConvolutionConfig:
+    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    packed: bool,
+) -> ConvolutionConfig:  # fmt: skip
     """Three inputs: 8 bytes of each a thread, and short chunks."""
-    return _config(info, rows, cols, max(1, 8 // element_bytes), 128, (16, 8, 1))
+    return _config(info, (rows, length, cols), max(1, 8 // element_bytes), 128, (16, 8, 1))
 
 
 def gated_backward_config(
-    info: DeviceInfo, rows: int, cols: int, width: int, element_bytes: int, packed: bool
-) -> ConvolutionConfig:
+    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    packed: bool,
+) -> ConvolutionConfig:  # fmt: skip
     """Four inputs, and gates that wait as long as their gradients."""
     each = max(1, (8 if width <= 4 else 4) // element_bytes)
-    return _config(info, rows, cols, each, 256, (128, 1 if packed else 2, 1))
+    return _config(info, (rows, length, cols), each, 256, (128, 1 if packed else 2, 1))
 
 
 # --- helpers of the kernels ---
@@ -144,7 +154,7 @@ def _load_filter(weight_ptr, lane, left, WIDTH: tl.constexpr):
     """The WIDTH weights of every channel, in fp32."""
     weights = ()
     for k in tl.static_range(WIDTH):
-        weight = tl.load(weight_ptr + lane * WIDTH + k, mask=lane < left, other=0.0)
+        weight = tl.load(weight_ptr + (lane * WIDTH + k), mask=lane < left, other=0.0)
         weights = _append(weights, weight.to(tl.float32))
     return weights
 
@@ -254,9 +264,10 @@ def _store_sums(
     if dweight_ptr is not None:
         dweight_ptr += at * WIDTH
         for k in tl.static_range(WIDTH):
-            tl.store(dweight_ptr + lane * WIDTH + k, dweight[k], mask=lane < left)
+            tl.store(dweight_ptr + (lane * WIDTH + k), dweight[k], mask=lane < left)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + at + lane, dbias, mask=lane < left)
+        dbias_ptr += at
+        tl.store(dbias_ptr + lane, dbias, mask=lane < left)
 
 
 # --- kernels ---
@@ -577,7 +588,8 @@ def _forward(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
         name = "gated_short_conv.forward" if gated else "causal_conv1d.forward"
         k = launch_config(
             name, gated_forward_config if gated else forward_config, x.device, rows=batch * length,
-            cols=cols, width=width, element_bytes=x.element_size(), packed=given.ids is not None,
+            length=length, cols=cols, width=width, element_bytes=x.element_size(),
+            packed=given.ids is not None,
         )  # fmt: skip
         chunks = cdiv(length, k.rows)
         launch(
@@ -665,7 +677,7 @@ class CausalConv1d:
             given = _arguments(weight, bias, initial_state, segments)
             k = launch_config(
                 "causal_conv1d.backward", backward_config, x.device, rows=batch * length,
-                cols=cols, width=width, element_bytes=x.element_size(),
+                length=length, cols=cols, width=width, element_bytes=x.element_size(),
                 packed=given.ids is not None,
             )  # fmt: skip
             chunks = cdiv(length, k.rows)
@@ -706,7 +718,7 @@ class GatedShortConv:
             given = _arguments(weight, bias, None, segments)
             k = launch_config(
                 "gated_short_conv.backward", gated_backward_config, x.device, rows=batch * length,
-                cols=cols, width=width, element_bytes=x.element_size(),
+                length=length, cols=cols, width=width, element_bytes=x.element_size(),
                 packed=given.ids is not None,
             )  # fmt: skip
             chunks = cdiv(length, k.rows)
