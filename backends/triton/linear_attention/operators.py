@@ -395,34 +395,14 @@ def _convolution_backward_kernel(
             dy_after = _load_token(dy_ptr, t, dy_stride, lane, length, left)
             same = _same_sequence(ids_ptr, t, length)
             window, age, du = _upstream(
-                window,
-                age,
-                same,
-                x_after,
-                dy_after,
-                weights,
-                bias,
-                ids_ptr is not None,
-                SILU,
+                window, age, same, x_after, dy_after, weights, bias, ids_ptr is not None, SILU,
                 WIDTH,
-            )
+            )  # fmt: skip
             window = window[1:]
             pending = _write_complete(
-                pending,
-                du,
-                weights,
-                age,
-                ids_ptr,
-                dx_ptr,
-                None,
-                t,
-                first,
-                length,
-                cols,
-                lane,
-                left,
-                WIDTH,
-            )
+                pending, du, weights, age, ids_ptr, dx_ptr, None, t, first, length, cols, lane,
+                left, WIDTH,
+            )  # fmt: skip
 
 
 @triton.jit
