@@ -37,6 +37,7 @@ PLAIN = Row(REFERENCE, SIMULATED)
 ROWS: dict[str, Row] = {
     "attention": FUSED,
     "attention_residuals": PLAIN,
+    "causal_conv1d": PLAIN,
     "cross_entropy": KERNEL,
     "cross_entropy_inplace": KERNEL,
     "dyt": KERNEL,
@@ -51,6 +52,7 @@ ROWS: dict[str, Row] = {
     "fused_scaled_add_rms_norm": PLAIN,
     "gated_mlp": PLAIN,
     "gated_rms_norm": PLAIN,
+    "gated_short_conv": PLAIN,
     "geglu": KERNEL,
     "geglu_packed": BOTH,
     "group_norm": PLAIN,

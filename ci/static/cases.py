@@ -33,6 +33,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
 from liger_multi.backends.triton.norms import (
     dyt,
     gated_rms_norm,
@@ -91,6 +92,24 @@ def _attention_residuals(count: int, rows: int, cols: int, dtype: torch.dtype = 
     blocks, weight = _meta(count, rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     y, p, rstd = attention_residuals.forward(blocks, weight, weight, 1e-6)
     attention_residuals.backward(y, blocks, weight, weight, p, rstd, True, True, True)
+
+
+def _causal_conv1d(
+    channels: int, width: int, dtype: torch.dtype = BF16, everything: bool = False
+) -> None:
+    x, weight, bias = (_meta(*s, dtype=dtype) for s in ((2, 8192, channels), (channels, width), ()))
+    state = _meta(2, width - 1, channels, dtype=dtype) if everything else None
+    ids = _meta(2, 8192, dtype=torch.int32) if everything else None
+    given = (weight, bias.expand(channels) if everything else None, state, ids, "silu")
+    CausalConv1d.backward(CausalConv1d.forward(x, *given), x, *given, True, True, True, True)
+
+
+def _gated_short_conv(
+    channels: int, width: int, dtype: torch.dtype = BF16, packed: bool = False
+) -> None:
+    x, weight = (_meta(*s, dtype=dtype) for s in ((2, 8192, 3 * channels), (channels, width)))
+    given = (weight, None, _meta(2, 8192, dtype=torch.int32) if packed else None)
+    GatedShortConv.backward(GatedShortConv.forward(x, *given), x, *given, True, True, True)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -505,6 +524,18 @@ LAYERS = (
         (8, 8192, 8192, BF16), (8, 8192, 8192, FP32), (16, 2048, 16384, BF16),
         (16, 2048, 16384, FP32),
     )),
+    Launches("causal_conv1d 2x8192x{} W{} {}", _causal_conv1d, (
+        (8192, 4, BF16), (8192, 4, FP32), (4096, 7, BF16),
+    )),
+    Launches("causal_conv1d 2x8192x{} W{} {} everything", _causal_conv1d, (
+        (8192, 4, BF16), (2048, 8, FP32),
+    ), {"everything": True}),
+    Launches("gated_short_conv 2x8192x{} W{} {}", _gated_short_conv, (
+        (2048, 3, BF16), (2048, 3, FP32),
+    )),
+    Launches("gated_short_conv 2x8192x{} W{} {} packed", _gated_short_conv, (
+        (2048, 3, BF16), (2048, 7, BF16),
+    ), {"packed": True}),
     Launches("swiglu_packed 8192x11008", _swiglu_packed),
     Launches("swiglu_clamped_packed 32768x2880 interleaved", _clamped_packed, ((True,),)),
     Launches("swiglu_clamped_packed 32768x2880 halves", _clamped_packed, ((False,),)),

@@ -189,6 +189,12 @@ def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(every * (1 + 1 / count), every * (3 + 2 / count))
 
 
+def _gated_conv(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    once = math.prod(shapes["x"]) * size / 3
+    # two gates and values read, y written; dy and these read, three gradients written
+    return Work(4 * once, 11 * once)
+
+
 def _multi_token(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     *_, heads, rows, cols = shapes["scores"]
     scores = math.prod(shapes["scores"])
@@ -226,6 +232,9 @@ WORK: dict[str, Callable[..., Work]] = {
     "dyt": _elementwise(2, 5),
     "gated_rms_norm": _gated_norm,
     "modulated_rms_norm": _modulated_norm,
+    # x read, y written; dy and x read, dx written
+    "causal_conv1d": _elementwise(2, 5),
+    "gated_short_conv": _gated_conv,
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,

@@ -2,6 +2,7 @@
 
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
+from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
 from liger_multi.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_multi.ops.dyt import dyt as dyt
@@ -22,6 +23,7 @@ from liger_multi.ops.fused_scaled_add_rms_norm import (
 )
 from liger_multi.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_multi.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
+from liger_multi.ops.gated_short_conv import gated_short_conv as gated_short_conv
 from liger_multi.ops.geglu import geglu as geglu
 from liger_multi.ops.geglu_packed import geglu_packed as geglu_packed
 from liger_multi.ops.group_norm import group_norm as group_norm

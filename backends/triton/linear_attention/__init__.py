@@ -1,0 +1,1 @@
+"""Linear attention and state space models: causal convolutions."""

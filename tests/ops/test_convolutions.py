@@ -1,0 +1,329 @@
+"""Causal convolutions: packed rows, the initial state, both layouts, and peers."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import liger_multi
+from liger_multi import errors, ops
+from liger_multi.testing import samples
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as Drawn
+from tests import harness
+
+LENGTHS = (1, 2, 63, 64, 65, 1, 0, 0, 1, 4096, 3)
+FEW = (1, 1, 1, 2, 0, 5, 17, 64, 1)  # interpreted kernels take their time
+WIDTHS = (2, 3, 4, 7)
+
+
+@pytest.fixture(autouse=True)
+def kernels_where_they_are_interpreted():
+    """They are asked for by name on a CPU."""
+    order = ["triton", "reference"] if harness.interpreted() else "auto"
+    with liger_multi.use(causal_conv1d=order, gated_short_conv=order):
+        yield
+
+
+def convolve(x, weight, bias, **options):
+    return ops.causal_conv1d(x, weight, bias, activation="silu", **options)
+
+
+def short(x, weight, bias, **options):
+    return ops.gated_short_conv(x, weight, bias, **options)
+
+
+both = pytest.mark.parametrize(("run", "parts"), [(convolve, 1), (short, 3)])
+
+
+def lengths():
+    return FEW if harness.interpreted() else LENGTHS
+
+
+def drawn(device, *shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [t.to(device, dtype).requires_grad_() for t in made]
+
+
+def boundaries(counts, device, dtype=torch.int32):
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=dtype, device=device)
+
+
+def seq_idx(counts, device, ids=None):
+    ids = range(len(counts)) if ids is None else ids
+    found = [n for n, count in zip(ids, counts, strict=True) for _ in range(count)]
+    return torch.tensor([found], dtype=torch.int32, device=device)
+
+
+# --- packed rows ---
+
+
+@both
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_equals_separate(device, run, parts, width, dtype):
+    """Outputs and every gradient; empty sequences and those of one token among them."""
+    counts, channels = lengths(), 8
+    x, weight, bias = drawn(
+        device, (1, sum(counts), channels * parts), (channels, width), (channels,), dtype=dtype
+    )
+    upstream = drawn(device, (1, sum(counts), channels), dtype=dtype, seed=1)[0].detach()
+    y = run(x, weight, bias, cu_seqlens=boundaries(counts, device))
+    found = torch.autograd.grad(y, (x, weight, bias), upstream)
+    separate = [run(part, weight, bias) for part in x.split(counts, 1)]
+    right = torch.cat(separate, 1)
+    wanted = torch.autograd.grad(right, (x, weight, bias), upstream)
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(y, right, **near)
+    torch.testing.assert_close(found[0], wanted[0], **near)
+    for got, sums in zip(found[1:], wanted[1:], strict=True):  # long sums, many roundings
+        assert (got - sums).norm() <= near["rtol"] * sums.norm()
+
+
+@both
+def test_ids_and_boundaries_say_the_same(device, run, parts):
+    """Ids only say where they change: they may come again, be negative, or fall."""
+    counts = (3, 1, 1, 2, 9, 4)
+    x, weight, bias = drawn(device, (1, sum(counts), 4 * parts), (4, 3), (4,))
+    right = run(x, weight, bias, cu_seqlens=boundaries(counts, device, torch.int64))
+    for ids in ((0, 1, 0, 1, 0, 1), (7, -1, 7, -1, -2, 7)):
+        assert torch.equal(run(x, weight, bias, seq_idx=seq_idx(counts, device, ids)), right)
+        wide = seq_idx(counts, device, ids).long()
+        assert torch.equal(run(x, weight, bias, seq_idx=wide), right)
+
+
+@both
+def test_what_stands_past_the_last_boundary_is_a_sequence(device, run, parts):
+    counts = (4, 2, 5)
+    x, weight, bias = drawn(device, (1, 11, 4 * parts), (4, 3), (4,))
+    right = run(x, weight, bias, cu_seqlens=boundaries(counts, device))
+    y = run(x, weight, bias, cu_seqlens=boundaries(counts[:2], device))
+    assert torch.equal(y, right)
+
+
+@both
+def test_sequences_do_not_see_each_other(device, run, parts):
+    """A NaN of one stays there, outputs and gradients of the others are the same bits."""
+    counts = (5, 1, 20, 3)
+    ids = seq_idx(counts, device).repeat(2, 1)
+    x, weight, bias = drawn(device, (2, 29, 4 * parts), (4, 4), (4,))
+    upstream = drawn(device, (2, 29, 4), seed=1)[0].detach()
+    spoiled, bad = x.detach().clone(), upstream.clone()
+    spoiled[:, 6:26] = bad[:, 6:26] = float("nan")
+    results = []
+    for tokens, dy in ((x, upstream), (spoiled.requires_grad_(), bad)):
+        y = run(tokens, weight, bias, seq_idx=ids)
+        results.append((y, *torch.autograd.grad(y, tokens, dy)))
+    for whole, part in zip(*results, strict=True):
+        assert part[:, 6:26].isnan().all()
+        for others in (slice(0, 6), slice(26, 29)):
+            assert torch.equal(whole[:, others], part[:, others])
+
+
+@both
+def test_later_tokens_change_nothing_before_them(device, run, parts):
+    x, weight, bias = drawn(device, (1, 70, 4 * parts), (4, 4), (4,))
+    y = run(x, weight, bias)
+    assert torch.equal(run(x[:, :37], weight, bias), y[:, :37])
+
+
+@both
+def test_the_same_bits_every_time(device, run, parts):
+    x, weight, bias = drawn(device, (2, 90, 20 * parts), (20, 4), (20,))
+    seen = [
+        (y, *torch.autograd.grad(y.square().sum(), (x, weight, bias)))
+        for y in (run(x, weight, bias) for _ in range(3))
+    ]
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+
+
+# --- the initial state, layouts ---
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("first", [1, 2, 30])
+def test_a_row_in_two_calls_is_one_call(device, width, first):
+    """The initial state is the tokens before; its gradient is theirs."""
+    x, weight, bias = drawn(device, (2, first + 12, 6), (6, width), (6,))
+    padded = F.pad(x, (0, 0, width - 1, 0))
+    early, late = x[:, :first], x[:, first:]
+    state = padded[:, first : first + width - 1]
+    parts = [convolve(early, weight, bias), convolve(late, weight, bias, initial_state=state)]
+    right = convolve(x, weight, bias)
+    torch.testing.assert_close(torch.cat(parts, 1), right)
+    upstream = torch.linspace(-1, 1, right.numel(), device=device).view_as(right)
+    found = torch.autograd.grad(torch.cat(parts, 1), (x, weight, bias), upstream)
+    wanted = torch.autograd.grad(right, (x, weight, bias), upstream)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_initial_state_may_need_a_gradient(device):
+    x, weight, state = drawn(device, (2, 9, 4), (4, 4), (2, 3, 4))
+    y = ops.causal_conv1d(x.detach(), weight.detach(), initial_state=state)
+    (found,) = torch.autograd.grad(y.sum(), state)
+    w = weight.detach().flip(1)  # by distance
+    wanted = torch.stack([w[:, 3], w[:, 2:].sum(1), w[:, 1:].sum(1)])
+    torch.testing.assert_close(found, wanted.expand(2, 3, 4))
+
+
+def test_the_initial_state_is_of_the_first_sequence(device):
+    counts = (2, 3, 6)
+    x, weight, state = drawn(device, (1, 11, 4), (4, 4), (1, 3, 4))
+    y = ops.causal_conv1d(x, weight, initial_state=state, cu_seqlens=boundaries(counts, device))
+    first = ops.causal_conv1d(x[:, :2], weight, initial_state=state)
+    rest = ops.causal_conv1d(x[:, 2:], weight, cu_seqlens=boundaries(counts[1:], device))
+    torch.testing.assert_close(y, torch.cat([first, rest], 1))
+
+
+@pytest.mark.parametrize("adjacent", ["channels", "time"])
+def test_both_layouts(device, adjacent):
+    """(B, C, T) by an argument, channels adjacent in memory or time; y has adjacent channels."""
+    x, weight, bias, state = drawn(device, (2, 40, 6), (6, 4), (6,), (2, 3, 6))
+    turned = x.mT if adjacent == "channels" else x.mT.contiguous()
+    y = convolve(turned, weight, bias, initial_state=state.mT, channel_axis=1)
+    right = convolve(x, weight, bias, initial_state=state)
+    assert y.shape == (2, 6, 40)
+    assert y.mT.is_contiguous()
+    assert torch.equal(y.mT, right)
+    pairs = zip(
+        torch.autograd.grad(y.square().sum(), (x, weight, state)),
+        torch.autograd.grad(right.square().sum(), (x, weight, state)),
+        strict=True,
+    )
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+# --- peers ---
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_equals_pytorchs_convolution(device, width):
+    x, weight, bias = drawn("cpu", (2, 33, 10), (10, width), (10,), dtype=torch.float64)
+    padded = F.pad(x.mT, (width - 1, 0))
+    right = F.silu(F.conv1d(padded, weight[:, None], bias, groups=10)).mT
+    y = convolve(x, weight, bias)
+    torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
+    for got, want in zip(
+        torch.autograd.grad(y.square().sum(), (x, weight, bias)),
+        torch.autograd.grad(right.square().sum(), (x, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    narrow = [t.detach().to(device, torch.float32) for t in (x, weight, bias)]
+    torch.testing.assert_close(convolve(*narrow).double().cpu(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_fallback_of_transformers(device, activation, dtype):
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    stock = getattr(qwen.causal_conv1d_fn, "__wrapped__", qwen.causal_conv1d_fn)
+    x, weight, bias = drawn(device, (2, 33, 10), (10, 4), (10,), dtype=dtype)
+    right = stock(x.mT, weight, bias, activation=activation)
+    y = ops.causal_conv1d(x.mT, weight, bias, activation=activation, channel_axis=1)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.04}
+    torch.testing.assert_close(y, right, **near)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_lfm2(device, bias):
+    lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    from transformers import Lfm2Config
+
+    config = Lfm2Config(hidden_size=8, conv_bias=bias, conv_L_cache=3, layer_types=["conv"],
+                        num_hidden_layers=1)  # fmt: skip
+    torch.manual_seed(0)
+    layer = lfm2.Lfm2ShortConv(config, 0).to(device)
+    x = torch.randn(2, 13, 8, device=device)
+    packed = layer.in_proj(x)
+    y = layer.out_proj(ops.gated_short_conv(packed, layer.conv.weight.squeeze(1), layer.conv.bias))
+    torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=1e-5)
+
+
+# --- arguments, compilers ---
+
+
+def test_wide_filters_go_to_the_reference(device):
+    """Kernels keep a vector a tap in registers, and refuse more than eight."""
+    sample = Sample("width-11", {"x": Drawn((1, 20, 4)), "weight": Drawn((4, 11), scale=0.3)}, {})
+    tensors = sample.make(device, torch.float32)
+    y = ops.causal_conv1d(**tensors)
+    right = F.conv1d(F.pad(tensors["x"].mT, (10, 0)), tensors["weight"][:, None], groups=4).mT
+    torch.testing.assert_close(y, right)
+
+
+def test_packing_waits_for_nothing(device):
+    """cu_seqlens and ids are read on the device: a meta tensor has no values to wait for."""
+    x, weight = torch.empty(1, 30, 8, device="meta"), torch.empty(8, 4, device="meta")
+    starts = torch.empty(5, dtype=torch.int32, device="meta")
+    with liger_multi.use(causal_conv1d="reference"):
+        assert ops.causal_conv1d(x, weight, cu_seqlens=starts).shape == x.shape
+
+
+@both
+def test_compiled_with_lengths_that_vary(device, run, parts):
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for counts in ((3, 9, 1), (20, 1, 0, 16)):
+        x, weight, bias = drawn(device, (1, sum(counts), 4 * parts), (4, 3), (4,))
+        starts = boundaries(counts, device)
+        results = []
+        for function in (run, compiled):
+            y = function(x, weight, bias, cu_seqlens=starts)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))))
+        for eager, graph in zip(*results, strict=True):
+            torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_a_second_derivative_raises(device, run, parts):
+    x, weight, bias = drawn(device, (1, 9, 4 * parts), (4, 3), (4,))
+    (first,) = torch.autograd.grad(run(x, weight, bias).sum(), weight, create_graph=True)
+    with pytest.raises(errors.DoubleBackwardError):
+        torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.parametrize("op", ["causal_conv1d", "gated_short_conv"])
+def test_of_both_directions_only_what_is_needed_is_kept(device, op):
+    """Backward reads x and computes the convolution again."""
+    sample = samples.of(op)[0]
+    tensors, kept = sample.make(device, torch.float32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        getattr(ops, op)(**tensors, **sample.options)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in tensors.values()}
+
+
+X, W = torch.ones(2, 5, 3), torch.ones(3, 4)
+WRONG = (
+    (lambda: ops.causal_conv1d(X[0], W), ValueError, "x must have three axes"),
+    (lambda: ops.causal_conv1d(X, W.mT), ValueError, r"weight must have shape \(3, W\)"),
+    (lambda: ops.causal_conv1d(X, W, W[0]), ValueError, r"bias must have shape \(3,\)"),
+    (lambda: ops.causal_conv1d(X, W, activation="gelu"), ValueError, "activation 'gelu'"),
+    (lambda: ops.causal_conv1d(X, W, channel_axis=0), ValueError, "channel_axis must be 1 or the"),
+    (lambda: ops.causal_conv1d(X, W, channel_axis=1), ValueError, r"weight must have shape \(5, "),
+    (lambda: ops.causal_conv1d(X.int(), W), TypeError, "x must be a floating-point tensor"),
+    (lambda: ops.causal_conv1d(X, W, initial_state=X), ValueError, r"must have shape \(2, 3, 3\)"),
+    (
+        lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(5, dtype=torch.int32)),
+        ValueError, r"seq_idx must have shape \(2, 5\)",
+    ),
+    (
+        lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(2, 5)),
+        TypeError, "seq_idx must be a tensor of int64 or int32",
+    ),
+    (
+        lambda: ops.causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 5])),
+        ValueError, "for a batch of one row",
+    ),
+    (lambda: ops.gated_short_conv(torch.ones(2, 5, 8), W), ValueError, r"shape \(B, T, 3 C\)"),
+    (lambda: ops.gated_short_conv(torch.ones(2, 5, 12), W), ValueError, r"have shape \(4, W\)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG)
+def test_wrong_arguments(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call()
