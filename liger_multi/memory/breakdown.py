@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_multi.documents import read_json
-from liger_multi.errors import ConfigurationError, shown
+from liger_multi.errors import ConfigurationError, need, shown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recorder import CATEGORIES, FORWARD, SAVED, Block
 from liger_multi.page import Page
@@ -374,6 +374,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def draw_timelines(profiles: Sequence[Profile], path: Path) -> None:
     """Stacked bytes by category over a step, one panel a profile, all on one scale."""
+    need("a picture", ["matplotlib"], "cli")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

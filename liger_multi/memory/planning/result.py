@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi.documents import read_yaml
-from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.errors import ConfigurationError, need, shown, unknown
 from liger_multi.memory.breakdown import COLORS, GRID, INK
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recompute import POLICIES
@@ -524,6 +524,7 @@ def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
 
 def draw_candidates(plan: TrainingPlan, path: Path, most: int = 12) -> None:
     """One bar a candidate: what is there at its peak, the budget as a line."""
+    need("a picture", ["matplotlib"], "cli")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
