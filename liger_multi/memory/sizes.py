@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -132,13 +133,17 @@ def _file(model: str | Path) -> Path:
     raise ConfigurationError(f"{unknown('model', name, SIZES)}; or the place of a config.json")
 
 
+ANSWER = 5.0  # seconds that a hub has for its first answer
+
+
 def _from_hub(name: str) -> Path:
     """The ``config.json`` of a model on the hub, from the cache or over the network."""
-    # a network that does not answer is given up soon; read when huggingface_hub is imported
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
     from transformers.utils import cached_file
 
+    with contextlib.suppress(OSError):
+        return Path(cached_file(name, "config.json", local_files_only=True))
     try:
+        _reach(name)
         return Path(cached_file(name, "config.json"))
     except Exception as error:  # of the hub's client, the network, the cache's files
         known = unknown("model", name, SIZES)
@@ -146,6 +151,15 @@ def _from_hub(name: str) -> Path:
             f"{known}; no file or folder has this name, and {_why(error)}. Give the place of a "
             "config.json, or set HF_HOME to a cache that holds the model"
         ) from error
+
+
+def _reach(name: str) -> None:
+    """Ask the hub once: its client asks a network that is not there for half a minute."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    if not constants.HF_HUB_OFFLINE:
+        get_session().head(hf_hub_url(name, "config.json"), timeout=ANSWER)
 
 
 def _why(error: BaseException) -> str:

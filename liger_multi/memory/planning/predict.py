@@ -130,8 +130,8 @@ class Passed:
 class Predictor:
     """Simulates each kind of layer and head a few times, and puts steps together.
 
-    Everything is a constant or in proportion to the sequences of a pass, chunks of a loss aside.
-    Two simulated numbers of sequences therefore tell about all others with such chunks. The
+    Everything is a constant or in proportion to the sequences of a pass, where the loss is
+    computed in one piece: two simulated numbers of sequences tell about all others. The
     optimizer's bytes follow from the parameters.
 
     Args:
@@ -212,18 +212,16 @@ class Predictor:
         return self._prepared[key]
 
     def _between(self, known: dict[int, Passed], settings: Settings) -> Passed | None:
-        """What two simulated passes with as many chunks of the loss tell, if they do.
+        """What two simulated passes tell, where everything grows in proportion or not at all.
 
-        They do not on a CPU, where operators choose chunks by their size, nor with offloaded
-        activations, of which small ones stay.
+        It does not on a CPU, where operators choose chunks by their size; nor with a loss in
+        several chunks, nor with offloaded activations, of which small ones stay.
         """
         if self.device == "cpu" or settings.offload_activations:
             return None
-        chunks = _chunks(settings, settings.micro_batch)
-        some = [n for n, one in known.items() if one.simulated and _chunks(settings, n) == chunks][
-            :2
-        ]
-        if len(some) < 2:
+        whole = [n for n in (settings.micro_batch, *known) if _whole(settings, n)]
+        some = [n for n in whole[1:] if known[n].simulated][:2]
+        if whole[:1] != [settings.micro_batch] or len(some) < 2:
             return None
         low, high = (known[n] for n in some)
         if not low.trace.alike(high.trace):
@@ -380,16 +378,9 @@ def _kind(settings: Settings, recompute: str, whole: bool) -> Settings:
     )  # fmt: skip
 
 
-def _chunks(settings: Settings, micro: int) -> tuple[int, int]:
-    """How many kinds of chunks a loss has: one, a first and a last, or some between; and a rest.
-
-    Where both agree and the rest is 0, the loss grows in proportion to the sequences.
-    """
-    rows = micro * settings.sequence
-    if not settings.chunk or rows <= settings.chunk:
-        return 1, 0
-    count, rest = divmod(rows, settings.chunk)
-    return min(count + bool(rest), 3), rest and micro
+def _whole(settings: Settings, micro: int) -> bool:
+    """Whether the loss of so many sequences is computed in one piece."""
+    return not settings.chunk or micro * settings.sequence <= settings.chunk
 
 
 def _shares(settings: Settings) -> dict[str, float]:

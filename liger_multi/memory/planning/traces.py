@@ -133,7 +133,7 @@ class Work:
         """As of :class:`Segment`."""
         flops = {n: a + share * (other.flops[n] - a) for n, a in self.flops.items()}
         moved = self.moved + share * (other.moved - self.moved)
-        return Work(flops, moved, self.launches + share * (other.launches - self.launches))
+        return Work(flops, moved, self.launches)
 
 
 @dataclass
@@ -162,6 +162,7 @@ class Segment:
         """Whether the same happens in the same order, at whatever size."""
         return (
             self.live.shape == other.live.shape
+            and self.work.launches == other.work.launches
             and self.work.flops.keys() == other.work.flops.keys()
         )
 
