@@ -3,6 +3,7 @@
 Only the packages' own files are in question, so the environments see this interpreter's PyTorch.
 """
 
+import importlib.util
 import os
 import shutil
 import site
@@ -14,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from liger_multi.demo import command
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -189,6 +192,10 @@ def test_an_install_is_complete(kind, checkout, artefacts, tmp_path):
     outside.mkdir()
     call = CALL.format(inside=inside, version=version())
     assert run(python, "-c", call, cwd=outside, OMP_NUM_THREADS="1").strip() == "complete"
+    if kind == "wheel" and all(map(importlib.util.find_spec, command.NEEDED)):
+        demo = ["demo", "--quick", "--steps", "1", "--models", "qwen2", "--device", "cpu"]
+        run(fresh / "bin" / "liger-multi", *demo, cwd=outside, OMP_NUM_THREADS="1")
+        assert (outside / "demo-output" / "demo.png").stat().st_size
     if kind == "editable":
         assert (checkout / "liger_multi" / "backends").is_symlink()
         assert (checkout / "liger_multi" / "reference").is_symlink()
