@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import os
@@ -29,6 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with _any_text("stdout"), _any_text("stderr"):
         return _run(_parser().parse_args(argv))
+
+
+def program() -> None:
+    """:func:`main` as a process of its own.
+
+    It ends without taking PyTorch and transformers apart, which lasts longer than a short command.
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
