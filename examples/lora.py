@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--rank", type=int, default=8)
     given = _common.parsed(parser, arguments)
     tokenizer, model = _common.load(given)
-    config = LoraConfig(r=given.rank, lora_alpha=2 * given.rank, target_modules=LAYERS)
+    config = LoraConfig(
+        r=given.rank, lora_alpha=2 * given.rank, target_modules=LAYERS, task_type="CAUSAL_LM"
+    )
     adapted = get_peft_model(model, config)
     callback = TrainerCallback(strict=True)  # an adapter that it cannot serve is an error
     with tempfile.TemporaryDirectory() as folder:

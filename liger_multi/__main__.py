@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from liger_multi.cli.main import main
+from liger_multi.cli.main import program
 
-raise SystemExit(main())
+program()

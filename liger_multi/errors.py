@@ -8,6 +8,7 @@
     ├── ContractError (TypeError)               a function differs from its operator's schema
     ├── TransformError (RuntimeError)           functorch transforms over an operator
     ├── DoubleBackwardError (RuntimeError)      a gradient of an operator is differentiated
+    ├── MissingPackageError (ImportError)       a package that is needed cannot be imported
     ├── PatchError (ValueError)                 a model cannot be patched or unpatched as asked
     └── PlanError (RuntimeError)                no way to train fits; carries the nearest one
 """
@@ -15,12 +16,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-MOST_NAMES = 100  # that a message lists; of more, only the nearest
+MOST_NAMES = 10  # that a message lists; of more, only the nearest
 
 
 class LigerMultiError(Exception):
@@ -45,6 +47,10 @@ class TransformError(LigerMultiError, RuntimeError):
 
 class DoubleBackwardError(LigerMultiError, RuntimeError):
     """The gradient of an operator was differentiated; operators have first derivatives only."""
+
+
+class MissingPackageError(LigerMultiError, ImportError):
+    """A package that is needed for what was asked cannot be imported; the message installs it."""
 
 
 class PatchError(LigerMultiError, ValueError):
@@ -110,10 +116,35 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+def need(what: str, packages: Iterable[str], extras: str) -> None:
+    """Make sure that packages can be imported.
+
+    Args:
+        what: That needs them.
+        packages: Their names, as they are imported.
+        extras: Of this library, that install them.
+
+    Raises:
+        MissingPackageError: One is absent; the message has the line that installs it.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"{what} needs {', '.join(missing)}, which cannot be imported here; "
+            f'install with: pip install "liger-multi[{extras}]"'
+        )
+
+
+def unknown(kind: str, name: object, known: Iterable[str], every: str = "") -> str:
     """Word the message for an unknown name, with the nearest known one.
 
     Where more than :data:`MOST_NAMES` are known, the nearest ones stand for all.
+
+    Args:
+        kind: Of the name.
+        name: That is unknown.
+        known: Those that are not.
+        every: What lists them all.
     """
     names = sorted(known)
     text = name if isinstance(name, str) and len(name) < 200 else ""
@@ -123,5 +154,6 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     hint = f"did you mean {close[0]!r}? " if close else ""
     if many:
         listed = ", ".join(close) or "none has a similar name"
-        return f"unknown {kind} {said}; {hint}nearest of {len(names)} known: {listed}"
+        where = f" ({every} lists them)" if every else ""
+        return f"unknown {kind} {said}; {hint}nearest of {len(names)} known{where}: {listed}"
     return f"unknown {kind} {said}; {hint}known: {', '.join(names)}"

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from liger_multi.errors import need
+
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
 PARTS = (
     "#0072b2", "#cc79a7", "#56b4e9", "#009e73", "#d55e00", "#e69f00", "#afb8c1", "#59636e",
@@ -59,7 +61,11 @@ def figure(
         height: Likewise.
         plotted: What stands in the file as its text ``Plotted``.
         dpi: Dots per inch.
+
+    Raises:
+        MissingPackageError: No matplotlib.
     """
+    need("a picture", ["matplotlib"], "cli")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -415,7 +415,7 @@ def select(kind: str, pattern: str, known: Sequence[str]) -> list[str]:
             raise ValueError(unknown(kind, part, known))
         found += hits
     if not found:
-        raise ValueError(f"no {kind} named by {pattern!r}; known: {', '.join(known)}")
+        raise ValueError(f"no {kind} named by {pattern!r}: '*' means all {len(known)}")
     return [name for name in known if name in found]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.registry import usable_device
-from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
+from liger_multi.errors import ConfigurationError, LigerMultiError, need, unknown
 
 if TYPE_CHECKING:
     from liger_multi.bench.runner import BenchConfig
@@ -47,6 +46,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="write the result as JSON, and charts, under names that are not taken",
     )
+    checking.add_json(parser)
 
 
 def plan(
@@ -93,7 +93,7 @@ def _names(text: str, known: list[str]) -> list[str]:
         if name not in known:
             raise ValueError(unknown("provider", name, known))
     if not names:
-        raise ValueError(f"--providers names nobody; known: {', '.join(known)}")
+        raise ValueError(f"--providers names nobody; such as: {', '.join(known[:5])}")
     return list(dict.fromkeys(names))
 
 
@@ -103,13 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         LigerMultiError: A name that is not known, or a package that is missing.
     """
-    needed = ["rich", *(["matplotlib"] if arguments.output else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LigerMultiError(
-            f"bench needs {', '.join(missing)}, which cannot be imported here; install with: "
-            'pip install "liger-multi[cli]"'
-        )
+    need("bench", ["rich", *(["matplotlib"] if arguments.output else [])], "cli")
     from rich.console import Console
 
     from liger_multi.bench import report
@@ -121,11 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise LigerMultiError(str(wrong)) from wrong
     if arguments.output:
         checking.folder("--output", arguments.output)
-    console = Console()
+    console = Console(stderr=arguments.json)
     if not console.is_terminal:
-        console = Console(width=150)
+        console = Console(width=150, stderr=arguments.json)
     result = run_plan(wanted, console)
-    report.show(console, result)
+    if arguments.json:
+        checking.write_json(result)
+    else:
+        report.show(console, result)
     for path in report.save(result, arguments.output) if arguments.output else ():
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     return failed(result["rows"])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +59,16 @@ def _number(text: str, least: int, most: int) -> int:
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
     """Declare the option that allows :func:`folder` and :func:`file` to meet existing files."""
     parser.add_argument(OVERWRITE, action="store_true", help="replace files that exist already")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare the option for one JSON document on standard output and nothing else there."""
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+
+
+def write_json(data: Any) -> None:
+    """What a command found, on standard output."""
+    sys.stdout.write(json.dumps(data, indent=1, default=str) + "\n")
 
 
 def device(command: str, name: str | None) -> torch.device:

@@ -7,11 +7,9 @@ import contextlib
 import glob
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 
+from liger_multi.cli import checking
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``liger-multi doctor``; 1 when it names a problem."""
     facts = collect()
     if arguments.json:
-        sys.stdout.write(json.dumps(facts, indent=1, default=str) + "\n")
+        checking.write_json(facts)
     else:
         page(facts, arguments.verbose).show()
     return 1 if any(item["kind"] == "problem" for item in facts["findings"]) else 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with _any_text("stdout"), _any_text("stderr"):
         return _run(_parser().parse_args(argv))
+
+
+def program() -> None:
+    """:func:`main` as a process of its own.
+
+    It ends without taking PyTorch and transformers apart, which lasts longer than a short command.
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -86,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "versions, devices, configuration, and which backend each operator uses"
     command = commands.add_parser("doctor", help=text, description=text)
-    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    checking.add_json(command)
     command.add_argument(
         "--verbose", action="store_true", help="every candidate of every operator, and why"
     )
@@ -103,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         help="dtype of the tensors (default: float32 on a CPU, else bfloat16)",
     )
-    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    checking.add_json(command)
     command.set_defaults(run=_explain)
 
     text = "time, memory and error of the operators on this machine, beside plain PyTorch"
@@ -117,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "check a configuration file without using it"
     action = actions.add_parser("check", help=text, description=text)
     action.add_argument("file", metavar="FILE", type=checking.path)
+    checking.add_json(action)
     action.set_defaults(run=_check)
 
     text = (
@@ -152,7 +166,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     rows = [doctor.as_data(row) for row in found.rows]
     fails = doctor.failing(rows)
     if arguments.json:
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        checking.write_json(rows)
     else:
         page = Page()
         doctor.operators(page, rows)
@@ -165,5 +179,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from liger_multi.dispatch.config import load
 
     load(arguments.file)
-    sys.stdout.write(f"{arguments.file}: fine\n")
+    if arguments.json:
+        checking.write_json({"file": str(arguments.file), "fine": True})
+    else:
+        sys.stdout.write(f"{arguments.file}: fine\n")
     return 0

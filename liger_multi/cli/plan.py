@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
-import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.config import parse_bytes
-from liger_multi.errors import LigerMultiError, PlanError
+from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
-from liger_multi.memory.sizes import SIZES, config_of
+from liger_multi.memory.sizes import SIZES, beyond, config_of, positions_of
+
+MODEL = (
+    "a config.json or other JSON file of one, a folder of one, a name on the Hugging Face hub, or "
+    + ", ".join(SIZES)
+)
 
 # --- estimate ---
 
@@ -31,7 +38,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"a config.json or other JSON file of one, a folder of one, or {', '.join(SIZES)}",
+        help=MODEL,
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a device and step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of each")
@@ -47,30 +54,31 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="sdpa", help="sdpa, flash_attention_2 or eager")
     parser.add_argument("--device", default="cuda", help="device type to predict (default: cuda)")
     parser.add_argument("--capacity", help="memory of a device, such as 80GiB")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    checking.add_json(parser)
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Print an estimate; 1 when a device of the given capacity is too small for it."""
-    if importlib.util.find_spec("transformers") is None:
-        raise LigerMultiError(
-            "estimate needs transformers, which cannot be imported here; "
-            'install with: pip install "liger-multi[transformers]"'
-        )
+    need("estimate", ["transformers"], "transformers")
     given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
     if given["capacity"] is not None:
         given["capacity"] = parse_bytes(given["capacity"], "--capacity")
-    with checking.simulated("estimate", arguments.model):
-        config = config_of(arguments.model, arguments.sequence)
-        made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
+    with checking.simulated("estimate", arguments.model), _progress("estimate") as said:
+        said(f"reading {arguments.model}")
+        with _loaded(arguments.model) as config:
+            said(f"simulating {arguments.batch} x {arguments.sequence} tokens")
+            made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
     fits = given["capacity"] is None or made.peak_bytes <= given["capacity"]
+    note = beyond(positions_of(config), arguments.sequence)
     if arguments.json:
         data = {name: value for name, value in made.as_data().items() if name != "profile"}
-        sys.stdout.write(json.dumps({**data, "fits": fits}, indent=1) + "\n")
+        checking.write_json({**data, "fits": fits, "notes": [note] if note else []})
         return int(not fits)
     page = estimate_page(made)
     if not fits:
         page.add("Too large", [("problem", f"a device has {arguments.capacity}")])
+    if note:
+        page.add("Notes", [("1.", note)])
     page.show()
     return int(not fits)
 
@@ -83,7 +91,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"a config.json or other JSON file of one, a folder of one, or {', '.join(SIZES)}",
+        help=MODEL,
     )
     names = ", ".join(CARDS)
     parser.add_argument(
@@ -106,31 +114,28 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--picture", type=checking.path, metavar="PNG", help="draw memory by part")
     checking.add_overwrite(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    checking.add_json(parser)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print a plan; 1 when nothing fits."""
-    needed = ["transformers", *(["matplotlib"] if arguments.picture else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LigerMultiError(
-            f"plan needs {', '.join(missing)}, which cannot be imported here; "
-            'install with: pip install "liger-multi[transformers,cli]"'
-        )
+    picture = ["matplotlib"] if arguments.picture else []
+    need("plan", ["transformers", *picture], "transformers,cli" if picture else "transformers")
     if arguments.write:
         checking.folder("--write", arguments.write, NAMES, arguments.overwrite)
     if arguments.picture:
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
     code = 0
     try:
-        with checking.simulated("plan", arguments.model), _progress() as said:
-            made = _plan(arguments, said)
+        with checking.simulated("plan", arguments.model), _progress("plan") as said:
+            said(f"reading {arguments.model}")
+            with _loaded(arguments.model) as config:
+                made = _plan(arguments, config, said)
     except PlanError as error:
         sys.stderr.write(f"liger-multi: {error}\n")
         made, code = error.plan, 1
     if arguments.json:
-        sys.stdout.write(json.dumps(made.as_data(), indent=1) + "\n")
+        checking.write_json(made.as_data())
     else:
         plan_page(made).show()
     if arguments.picture:
@@ -141,12 +146,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> TrainingPlan:
+def _plan(arguments: argparse.Namespace, config: Any, said: Callable[[str], None]) -> TrainingPlan:
     space = Space(layouts=((1, 1),)) if arguments.data_parallel else None
     if space is not None and arguments.precision:
         space = replace(space, precisions=tuple(arguments.precision))
     return plan(
-        config_of(arguments.model, arguments.seq),
+        config,
         arguments.gpu,
         arguments.gpus,
         arguments.batch,
@@ -163,16 +168,61 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What is simulated now, on a terminal's error output."""
+def _loaded(model: str) -> Iterator[Any]:
+    """A configuration, with the code of its model imported.
+
+    Collections of cycles are off meanwhile, and leave out afterwards what is there by then: they
+    would go through all of PyTorch and transformers, for a fifth of the time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        config = config_of(model)
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # imports the model's module
+        gc.freeze()
+        if collecting:
+            gc.enable()
+        yield config
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+
+
+# --- progress ---
+
+EVERY = 2.0  # seconds between two lines in a log
+
+
+@contextlib.contextmanager
+def _progress(command: str) -> Iterator[Callable[[str], None]]:
+    """What is done now, on error output: a line that moves on a terminal, a few lines in a log."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda _: None
+        yield _log(command)
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.completed:.0f}"))
-    words = TextColumn("simulated; {task.description}")
+    columns = (SpinnerColumn(), TimeElapsedColumn())
+    words = TextColumn("{task.description}", markup=False)
     with Progress(*columns, words, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda text: bar.update(task, description=text, advance=1)
+        yield lambda text: bar.update(task, description=text)
+
+
+def _log(command: str) -> Callable[[str], None]:
+    """Write the first words at once, and of others what is said when it is time for a line."""
+    begin = time.monotonic()
+    due = begin
+
+    def said(text: str) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            sys.stderr.write(f"{command}: {now - begin:.0f} s: {text}\n")
+            sys.stderr.flush()
+            due = now + EVERY
+
+    return said

@@ -7,10 +7,11 @@ profiles one step of each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import importlib.util
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_multi.cli import checking
-from liger_multi.errors import LigerMultiError
+from liger_multi.errors import LigerMultiError, need
 from liger_multi.memory import Comparison, Profile, compare, profile
 from liger_multi.memory.breakdown import comparison_page, profile_page
 from liger_multi.memory.measure import format_bytes
@@ -70,23 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="toy sizes: seconds instead of minutes"
     )
+    checking.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when the curves are equal and memory dropped, else 1."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LigerMultiError(
-            f"demo needs {', '.join(missing)}, which cannot be imported here; "
-            'install with: pip install "liger-multi[transformers,cli]"'
-        )
+    need("demo", NEEDED, "transformers,cli")
     # Random weights and local text: nothing may reach for the network, whatever is set outside.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     from liger_multi.demo.display import Display
 
     device = checking.device("demo", arguments.device)
     checking.folder("--output", arguments.output, FILES, arguments.overwrite)
-    return _demo(arguments, device, Display())
+    # with --json the numbers alone go to standard output
+    display = Display(stderr=arguments.json)
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        numbers = _demo(arguments, device, display)
+    if arguments.json:
+        checking.write_json(numbers)
+    return 1 if numbers["problems"] else 0
 
 
 def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig:
@@ -104,7 +107,8 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig
     return DemoConfig(scale, timed, arguments.seed, device, bound)
 
 
-def _demo(arguments: argparse.Namespace, device: torch.device, display: Display) -> int:
+def _demo(arguments: argparse.Namespace, device: torch.device, display: Display) -> dict[str, Any]:
+    """Train all pairs, write the files, and return the numbers."""
     from transformers.utils import logging
 
     from liger_multi import patch
@@ -133,7 +137,7 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     arguments.output.mkdir(exist_ok=True)
     picture = arguments.output / "demo.png"
     draw(pairs, plan, f"liger_multi: {verdict}", picture)
-    numbers = {
+    numbers: dict[str, Any] = {
         "where": plan.where,
         "bound": plan.bound,
         "problems": problems,
@@ -143,7 +147,7 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     }
     (arguments.output / "demo.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     display.closing(pairs, problems, verdict, picture, time.perf_counter() - begin)
-    return 1 if problems else 0
+    return numbers
 
 
 def _pair(
@@ -223,21 +227,22 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help="cpu, or a device type of torch (default: the accelerator, else the CPU)"
     )
     parser.add_argument("--quick", action="store_true", help="toy sizes")
+    checking.add_json(parser)
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Profile a step unpatched and patched; 0 when the patched one has the lower peak, else 1."""
-    missing = [name for name in MEMORY_NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LigerMultiError(
-            f"memory-demo needs {', '.join(missing)}, which cannot be imported here; "
-            'install with: pip install "liger-multi[transformers,cli]"'
-        )
+    need("memory-demo", MEMORY_NEEDED, "transformers,cli")
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     device = checking.device("memory-demo", arguments.device)
     checking.folder("--output", arguments.output, MEMORY_FILES, arguments.overwrite)
     both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
-    _show_memory(both, arguments.output)
+    _keep_memory(both, arguments.output)
+    if arguments.json:
+        made = {"unpatched": both.first.as_data(), "patched": both.second.as_data()}
+        checking.write_json({**made, "saved_bytes": both.saved_bytes})
+    else:
+        _show_memory(both, arguments.output)
     return 0 if both.saved_bytes > 0 else 1
 
 
@@ -272,15 +277,18 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
     return made
 
 
+def _keep_memory(both: Comparison, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    both.draw(folder / "memory.png")
+    for name, made in (("unpatched", both.first), ("patched", both.second)):
+        made.save(folder / f"{name}.json")
+
+
 def _show_memory(both: Comparison, folder: Path) -> None:
     page = Page()
     for made in (both.first, both.second):
         page.sections += profile_page(made).sections
     page.sections += comparison_page(both).sections
-    folder.mkdir(exist_ok=True)
-    both.draw(folder / "memory.png")
-    for name, made in (("unpatched", both.first), ("patched", both.second)):
-        made.save(folder / f"{name}.json")
     first, second = both.first.peak_bytes, both.second.peak_bytes
     drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"
     page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]

@@ -39,8 +39,8 @@ HEADER = (
 class Display:
     """A console with the demo's few kinds of output."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, stderr: bool = False) -> None:
+        self.console = console or Console(highlight=False, stderr=stderr)
 
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[None]:

@@ -180,7 +180,9 @@ def _pattern(op: object, source: str) -> str:
                 return str.__str__(op)
         except re.error:  # a range such as [z-a], before Python 3.12
             pass
-    raise ConfigurationError(unknown(f"operator in {source}", op, operators()))
+    raise ConfigurationError(
+        unknown(f"operator in {source}", op, operators(), "liger-multi explain")
+    )
 
 
 def _order(value: Any, op: object, source: str) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def explain(
         TypeError: ``device`` or ``dtype`` is of another type.
     """
     if op is not None and op not in operators():
-        raise ConfigurationError(unknown("operator", op, operators()))
+        raise ConfigurationError(unknown("operator", op, operators(), "liger-multi explain"))
     if device is not None and not isinstance(device, str | torch.device):
         raise TypeError(f"device must be a torch.device or its name, got {shown(device)}")
     if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -78,6 +78,14 @@ class StorageMode(TorchDispatchMode):
         if any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func.namespace == "liger_multi":  # Python of ours, where function modes have a say
+            return self._watch(func, args, kwargs)
+        # Function modes have had theirs. PyTorch's own Python (decompositions, shapes) would ask
+        # them at every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            return self._watch(func, args, kwargs)
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in tensors_in((args, *kwargs.values())):
             self.see(tensor, made=False)
         result = self.run(func, args, kwargs)

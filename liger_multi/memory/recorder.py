@@ -145,8 +145,8 @@ class Recorder(StorageMode):
         """One operator; ours are entered, so that what they allocate is seen under their name."""
         if func.namespace != "liger_multi":
             if self._ops:
-                return func(*args, **kwargs)
-            return self.named(func.name(), lambda: func(*args, **kwargs))
+                return self.call(func, args, kwargs)
+            return self.named(func.name(), lambda: self.call(func, args, kwargs))
         from liger_multi.dispatch.op import OPS
 
         name, _, half = func.name().partition("::")[2].rpartition("_")
@@ -158,6 +158,10 @@ class Recorder(StorageMode):
                 return self.ours(primitive, args)
 
         return self.named(f"{name}.{half}", enter)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator of PyTorch."""
+        return func(*args, **kwargs)
 
     def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """Run one of our operators."""

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
+from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.recorder import Block, Recorder
 
 # --- what stands in on the meta device ---
@@ -132,6 +133,63 @@ class MetaImplementations(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# --- results of operators that were asked before ---
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_ANSWERS: dict[Any, tuple[_Form, ...] | None] = {}
+_MOST_ANSWERS = 2**16
+
+
+def _form(value: Any) -> Any:
+    """What the shapes of an operator's results depend on; a number counts with its type."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return type(value), value
+
+
+def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` of meta tensors; many of their kernels are slow Python.
+
+    The results of a call are made again where the same was called with the same shapes, unless a
+    result shares the storage of an argument.
+    """
+    try:
+        key = func, _form(args), tuple((name, _form(value)) for name, value in kwargs.items())
+        forms = _ANSWERS.get(key)
+    except TypeError:  # an argument that has no hash
+        return func(*args, **kwargs)
+    if forms is not None:
+        made = [_made(*form) for form in forms]
+        return made[0] if len(made) == 1 else tuple(made)
+    result = func(*args, **kwargs)
+    if key not in _ANSWERS and len(_ANSWERS) < _MOST_ANSWERS:
+        _ANSWERS[key] = _forms(result, [*tensors_in(args), *tensors_in(kwargs.values())])
+    return result
+
+
+def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _forms(result: Any, given: list[Tensor]) -> tuple[_Form, ...] | None:
+    """How to make results again; None: they are no new tensors, each with its own storage."""
+    results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
+    if not all(type(r) is Tensor and r.device.type == "meta" for r in results):
+        return None
+    storages = {t.untyped_storage()._cdata for t in (*given, *results)}
+    if len(storages) < len({t.untyped_storage()._cdata for t in given}) + len(results):
+        return None
+    forms = tuple((r.shape, r.stride(), r.dtype) for r in results)
+    twins = [_made(*form) for form in forms]
+    same = (
+        r.untyped_storage().nbytes() == t.untyped_storage().nbytes() and not r.storage_offset()
+        for r, t in zip(results, twins, strict=True)
+    )
+    return forms if all(same) else None
+
+
 # --- a step ---
 
 CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
@@ -194,10 +252,19 @@ class Simulation(Recorder):
     def surroundings(self) -> Iterator[None]:
         """Where a model can run without memory, and is recorded."""
         _alone()
+        self._ask_before()
         implementations = MetaImplementations(self, self._target, self._autocast)
         with _meta_has_no_autocast(), implementations, self.recording():
             self._casts = implementations.casts
             yield
+
+    def _ask_before(self) -> None:
+        """Let operators find out what products the meta device has, which is no part of a step."""
+        from liger_multi.reference.common.chunking import has_out_dtype
+
+        kinds = {p.dtype for _, p in self._parameters()} | {self._autocast}
+        for kind in kinds & {torch.float16, torch.bfloat16}:
+            has_out_dtype("meta", kind)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """``call()`` as under the autocast of this step."""
@@ -229,6 +296,10 @@ class Simulation(Recorder):
         if name == "aten::_grouped_mm":  # the meta device knows it in bf16 only
             return self.named(name, lambda: _grouped(*args, **kwargs))
         return super().run(func, args, kwargs)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator of PyTorch, or what it answered before."""
+        return answered(func, args, kwargs)
 
     def _valid(self, count: int) -> int:
         """How many targets are valid: the last token of every sequence predicts nothing."""

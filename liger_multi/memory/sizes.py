@@ -1,66 +1,80 @@
-"""Sizes of models as their authors published them (config.json on the Hugging Face hub)."""
+"""Configurations of models: published sizes, files, and names on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from liger_multi.documents import read_json
-from liger_multi.errors import ConfigurationError, shown, shown_path, summary, unknown
+from liger_multi.errors import (
+    ConfigurationError,
+    first_line,
+    need,
+    shown,
+    shown_path,
+    summary,
+    unknown,
+)
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
         "Qwen2",
         {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
          "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-         "tie_word_embeddings": True},
+         "max_position_embeddings": 131072, "tie_word_embeddings": True},
     ),
     "llama-3.2-1b": (
         "Llama",
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "tie_word_embeddings": True},
+         "max_position_embeddings": 131072, "tie_word_embeddings": True},
     ),
     "qwen2.5-7b": (
         "Qwen2",
         {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
          "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-         "tie_word_embeddings": False},
+         "max_position_embeddings": 131072, "tie_word_embeddings": False},
     ),
     "llama-3-8b": (
         "Llama",
         {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "tie_word_embeddings": False},
+         "max_position_embeddings": 8192, "tie_word_embeddings": False},
     ),
     "qwen2.5-14b": (
         "Qwen2",
         {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
          "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-         "tie_word_embeddings": False},
+         "max_position_embeddings": 131072, "tie_word_embeddings": False},
     ),
 }  # fmt: skip
 
 
-def config_of(model: str | Path, sequence: int = 2048) -> Any:
-    """A Hugging Face configuration, without the network and without running a model's own code.
+def config_of(model: str | Path, sequence: int = 0) -> Any:
+    """A Hugging Face configuration, without running a model's own code.
 
     Args:
-        model: A name of :data:`SIZES`, the JSON file of a configuration under any name, or a folder
-            with a ``config.json``.
+        model: A name of :data:`SIZES`, the JSON file of a configuration under any name, a folder
+            with a ``config.json``, or the name of a model on the Hugging Face hub, which is looked
+            up in the cache and, where it is allowed, over the network.
         sequence: Positions that a model of :data:`SIZES` needs at least.
 
     Raises:
         ConfigurationError: Neither a name that is known nor a place with a configuration, or a
             file that is no configuration of a model in transformers.
+        MissingPackageError: Transformers cannot be imported.
     """
+    need("a model's configuration", ["transformers"], "transformers")
     import transformers
 
     if str(model) in SIZES:
         family, sizes = SIZES[str(model)]
+        positions = max(sizes["max_position_embeddings"], sequence)
         made = getattr(transformers, f"{family}Config")
-        return made(max_position_embeddings=max(2048, sequence), **sizes)
+        return made(**{**sizes, "max_position_embeddings": positions})
     file = _file(model)
     data = read_json(file, "the configuration of a model")
     if not isinstance(data, dict):
@@ -86,14 +100,73 @@ def config_of(model: str | Path, sequence: int = 2048) -> Any:
         ) from error
 
 
+def positions_of(config: Any) -> int | None:
+    """The longest sequence that a configuration allows, if it names one."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def beyond(positions: int | None, sequence: int) -> str:
+    """A note on a sequence that is longer than a model's positions, or nothing."""
+    if positions is None or sequence <= positions:
+        return ""
+    return (
+        f"The model has {positions:,} positions (max_position_embeddings); a sequence of "
+        f"{sequence:,} tokens needs scaled rotary embeddings, or a model that was trained for it."
+    )
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
 def _file(model: str | Path) -> Path:
-    """The file that a path names, or a folder's ``config.json``."""
+    """The file that a path names, a folder's ``config.json``, or that of a model on the hub."""
     name = str(model)
     if os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             raise ConfigurationError(f"the folder {shown_path(name)} has no config.json")
         return Path(name, "config.json")
-    if not os.path.exists(name):
+    if os.path.exists(name):
+        return Path(name)
+    if not name.endswith(".json") and len(name) <= 96 and _HUB_NAME.fullmatch(name):
+        return _from_hub(name)
+    raise ConfigurationError(f"{unknown('model', name, SIZES)}; or the place of a config.json")
+
+
+ANSWER = 5.0  # seconds that a hub has for its first answer
+
+
+def _from_hub(name: str) -> Path:
+    """The ``config.json`` of a model on the hub, from the cache or over the network."""
+    from transformers.utils import cached_file
+
+    with contextlib.suppress(OSError):
+        return Path(cached_file(name, "config.json", local_files_only=True))
+    try:
+        _reach(name)
+        return Path(cached_file(name, "config.json"))
+    except Exception as error:  # of the hub's client, the network, the cache's files
         known = unknown("model", name, SIZES)
-        raise ConfigurationError(f"{known}; or the place of a config.json")
-    return Path(name)
+        raise ConfigurationError(
+            f"{known}; no file or folder has this name, and {_why(error)}. Give the place of a "
+            "config.json, or set HF_HOME to a cache that holds the model"
+        ) from error
+
+
+def _reach(name: str) -> None:
+    """Ask the hub once: its client asks a network that is not there for half a minute."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    if not constants.HF_HUB_OFFLINE:
+        get_session().head(hf_hub_url(name, "config.json"), timeout=ANSWER)
+
+
+def _why(error: BaseException) -> str:
+    offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n)]
+    if offline:
+        return (
+            "the Hugging Face cache does not hold it, while the hub is not asked: unset "
+            f"{' and '.join(offline)} to download it"
+        )
+    return f"the Hugging Face hub gave no config.json of it ({first_line(error)})"

@@ -331,7 +331,7 @@ def check_operator(
         AssertionError: A result, gradient or input is wrong; the message names the sample.
     """
     if op not in operators():
-        raise ValueError(unknown("operator", op, operators()))
+        raise ValueError(unknown("operator", op, operators(), "liger-multi explain"))
     if backend not in backends():
         raise ValueError(unknown("backend", backend, backends()))
     if not implemented(backend, op):

@@ -36,6 +36,7 @@ from liger_multi.memory import (
     load,
     measure,
     plan,
+    simulation,
 )
 from liger_multi.memory.planning import search
 from liger_multi.memory.planning.cost import CARDS, Traffic, card_of, step_seconds
@@ -228,6 +229,96 @@ def test_refuses_with_the_nearest():
     assert nearest.peak_bytes > 2 * 2**20
     assert nearest.peak_bytes == min(c.peak_bytes for c in raised.value.plan.candidates)
     assert "Nothing fits" in str(raised.value.plan)
+
+
+# --- few simulations ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
+    ids=str,
+)
+def test_two_numbers_of_sequences_tell_about_others(changes):
+    settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
+    short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    for n in (4, 6):
+        short.predict(replace(settings, micro_batch=n))
+    before = short.simulations
+    found = short.predict(replace(settings, micro_batch=16))
+    assert short.simulations == before
+    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    told = whole.predict(replace(settings, micro_batch=16))
+    assert found.peak_bytes == told.peak_bytes
+    assert found.parts == told.parts
+    assert found.seconds == pytest.approx(told.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
+def test_what_does_not_grow_in_proportion_is_simulated(changes):
+    settings = replace(BASE, **changes)
+    some = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    counts = []
+    for n in (4, 6, 16):
+        some.predict(replace(settings, micro_batch=n))
+        counts.append(some.simulations)
+    assert counts[0] < counts[1] < counts[2]
+
+
+def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
+    settings = replace(BASE, precision="amp")
+    monkeypatch.setattr(simulation, "_ANSWERS", {})
+    first, again = (
+        Predictor(Shapes(config_of(), LENGTH), CARDS["h200"]).predict(settings) for _ in range(2)
+    )
+    assert simulation._ANSWERS
+    monkeypatch.setattr(simulation, "_MOST_ANSWERS", 0)
+    monkeypatch.setattr(simulation, "_ANSWERS", {})
+    asked = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"]).predict(settings)
+    assert not simulation._ANSWERS
+    assert first == again == asked
+
+
+def test_an_operator_that_returns_its_argument_is_asked_again(monkeypatch):
+    monkeypatch.setattr(simulation, "_ANSWERS", {})
+    x = torch.empty(4, 6, device="meta")
+    view = torch.ops.aten.view.default
+    for _ in range(2):
+        made = simulation.answered(view, (x, [6, 4]), {})
+        assert made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    add = torch.ops.aten.add.Tensor
+    kinds = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
+    ints = torch.empty(2, device="meta", dtype=torch.int64)
+    assert kinds == [torch.float32] * 3
+    assert simulation.answered(add, (ints, 1), {}).dtype == torch.int64
+    assert simulation.answered(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
+
+
+# --- positions and ties ---
+
+
+def test_positions_cap_the_longest_sequence():
+    """A plan proposed a sequence of 6,068,224 tokens for a model with 32,768 positions."""
+    config = config_of()
+    config.max_position_embeddings = 1000
+    options = {"device": "cpu", "space": SMALL, "headroom": 0, "optimizer": "adamw_loop"}
+    found = plan(config, "1GiB", 1, 2, LENGTH, **options)
+    assert found.longest_sequence == found.most_sequence == 1000
+    assert any("max_position_embeddings: 1,000" in note for note in found.notes)
+    found = plan(config, "1GiB", 1, 1, 1100, **options, limits=False)
+    assert "has 1,000 positions" in found.notes[0], "what was asked for is not cut"
+    assert found.best.settings.sequence == 1100
+
+
+def test_equal_times_go_to_weights_that_lose_no_updates():
+    def one(precision, relative, fits=True):
+        settings = replace(BASE, precision=precision)
+        return Candidate(settings, 100, {}, relative, relative, fits=fits)
+
+    some = [one("bf16", 1.0), one("amp", 1.001), one("fp32", 1.3), one("bf16", 1.3),
+            one("bf16", 9.0, False)]  # fmt: skip
+    order = [c.settings.precision for c in sorted(some, key=search._rank_shown)]
+    assert order == ["amp", "bf16", "fp32", "bf16", "bf16"]
 
 
 # --- files ---

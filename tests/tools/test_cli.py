@@ -1,6 +1,8 @@
 """The command line: doctor, explain, config; in process, and once as a program."""
 
+import argparse
 import dataclasses
+import importlib.util
 import io
 import json
 import subprocess
@@ -12,7 +14,7 @@ import torch
 import liger_multi
 from liger_multi._version import __version__
 from liger_multi.cli import doctor
-from liger_multi.cli.main import main
+from liger_multi.cli.main import _parser, main
 from liger_multi.dispatch import registry
 from liger_multi.page import Page, _table
 from tests import harness
@@ -371,3 +373,202 @@ def test_as_a_program(fresh_configuration):
     )
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["versions"]["liger_multi"] == __version__
+
+
+# --- every command: JSON, absent packages, short messages ---
+
+
+def commands(parser, before=()):
+    """The words of every command that runs something."""
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not nested:
+        yield " ".join(before)
+    for action in nested:
+        for name, one in action.choices.items():
+            yield from commands(one, (*before, name))
+
+
+QUICK = ["--quick", "--device", "cpu", "--output", "{tmp}/made"]
+ARGUMENTS = {
+    "doctor": [],
+    "explain": ["swiglu", "--device", "cpu"],
+    "bench": ["--quick", "--device", "cpu", "--ops", "swiglu", "--providers", "ours"],
+    "config check": ["{tmp}/good.yaml"],
+    "demo": [*QUICK, "--models", "qwen2", "--steps", "1"],
+    "memory-demo": QUICK,
+    "estimate": ["{tmp}"],
+    "plan": ["{tmp}", "--gpu", "24GiB", "--data-parallel", "--precision", "bf16", "--no-limits"],
+}
+
+
+@pytest.fixture
+def a_model(tmp_path):
+    """A folder with a configuration of a small model and one of ours."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+                "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
+            }
+        )
+    )  # fmt: skip
+    (tmp_path / "good.yaml").write_text("ops: {rms_norm: reference}\n")
+    return tmp_path
+
+
+def filled(command, place):
+    return [*command.split(), *(part.format(tmp=place) for part in ARGUMENTS[command])]
+
+
+@pytest.mark.parametrize("command", list(commands(_parser())))
+def test_every_command_writes_one_json_document(capsys, a_model, command):
+    for name in {"bench": ["rich"], "demo": ["accelerate", "rich", "matplotlib"]}.get(command, []):
+        pytest.importorskip(name)
+    assert main([*filled(command, a_model), "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)
+
+
+NEEDED = {
+    "bench": {"rich": "cli"},
+    "demo": dict.fromkeys(("transformers", "accelerate", "rich", "matplotlib"), "transformers,cli"),
+    "memory-demo": dict.fromkeys(("transformers", "matplotlib"), "transformers,cli"),
+    "estimate": {"transformers": "transformers"},
+    "plan": {"transformers": "transformers"},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extras"),
+    [(c, package, extras) for c, some in NEEDED.items() for package, extras in some.items()],
+)
+def test_an_absent_package_has_its_install_line(
+    capsys, monkeypatch, a_model, command, package, extras
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
+    )
+    assert main(filled(command, a_model)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"liger-multi: error: {command} needs {package}, which")
+    assert said.endswith(f'pip install "liger-multi[{extras}]"')
+
+
+BLOCKED = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None
+from liger_multi.cli.main import main
+raise SystemExit(main({argv!r}))
+"""
+
+
+@pytest.mark.parametrize("command", list(ARGUMENTS))
+def test_no_command_breaks_without_extras(a_model, command):
+    names = ("transformers", "accelerate", "peft", "trl", "rich", "matplotlib", "tokenizers")
+    code = BLOCKED.format(names=names, argv=filled(command, a_model))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        timeout=harness.PATIENCE,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    if command in NEEDED:
+        assert done.returncode == 2
+        assert 'install with: pip install "liger-multi[' in done.stderr
+    else:
+        assert done.returncode in (0, 1)
+        assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [
+        (["explain", "rmsnorm"], "rms_norm"),
+        (["explain", "qqqqqqqq"], None),
+        (["bench", "--ops", "rmsnorm"], "rms_norm"),
+        (["bench", "--ops", ","], None),
+        (["bench", "--providers", ","], None),
+        (["plan", "{tmp}", "--gpu", "h300"], "h200"),
+        (["plan", "{tmp}/typo", "--gpu", "h200"], None),
+        (["config", "check", "{tmp}/ops.yaml"], "rms_norm"),
+        (["estimate", "{tmp}/other.json"], "llama"),
+    ],
+)
+def test_an_error_lists_few_names(capsys, a_model, argv, nearest):
+    (a_model / "ops.yaml").write_text("ops: {rmsnorm: reference}\n")
+    (a_model / "other.json").write_text('{"model_type": "lama"}')
+    assert main([part.format(tmp=a_model) for part in argv]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.count(",") <= 10
+    assert len(said) - len(str(a_model)) < 500
+    assert nearest is None or f"did you mean {nearest!r}" in said
+
+
+# --- names on the hub ---
+
+
+@pytest.fixture
+def hub(a_model, monkeypatch):
+    """A cache of the hub's client with one model, and no network."""
+    from huggingface_hub import constants
+
+    place, commit = a_model / "hub" / "models--acme--tiny", "0" * 40
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    (place / "snapshots" / commit).mkdir(parents=True)
+    (a_model / "config.json").rename(place / "snapshots" / commit / "config.json")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(a_model / "hub"))
+    return monkeypatch
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache(capsys, hub):
+    hub.setattr("liger_multi.memory.sizes._reach", lambda name: pytest.fail("the cache has it"))
+    assert main(["estimate", "acme/tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"].startswith("llama 1 x 2048")
+
+
+@pytest.mark.parametrize(
+    ("offline", "said"),
+    [("1", "unset HF_HUB_OFFLINE to download it"), ("", "(Name or service not known)")],
+)
+def test_a_name_that_cannot_be_loaded_says_what_to_do(capsys, hub, offline, said):
+    def nobody(name):
+        raise OSError("Name or service not known")
+
+    hub.setattr("liger_multi.memory.sizes._reach", nobody)
+    hub.setenv("HF_HUB_OFFLINE", offline)
+    hub.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert main(["plan", "acme/absent", "--gpu", "24GiB"]) == 2
+    text = capsys.readouterr().err
+    for part in ("'acme/absent'", said, "config.json", "HF_HOME"):
+        assert part in text
+
+
+# --- progress and terminals ---
+
+
+def test_a_log_shows_progress(capsys, a_model):
+    assert main(filled("estimate", a_model)) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"estimate: 0 s: reading {a_model}\n")
+    assert "reading" not in captured.out
+
+
+@pytest.mark.parametrize("command", ["doctor", "estimate"])
+def test_an_ascii_terminal(a_model, command):
+    import os
+
+    asked = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_multi", *filled(command, a_model)], capture_output=True,
+        check=False, timeout=harness.PATIENCE, env=asked,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_a_sequence_beyond_the_positions_has_a_note(capsys, a_model):
+    assert main(["estimate", str(a_model), "--sequence", "5000"]) == 0
+    assert "4,096 positions" in capsys.readouterr().out

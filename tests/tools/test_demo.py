@@ -1,5 +1,6 @@
 """The demo: once as a program in its quick form, its parts and its verdict in process."""
 
+import importlib.util
 import json
 import os
 import random
@@ -162,10 +163,8 @@ def test_a_patch_that_does_nothing_fails(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", command.NEEDED)
 def test_a_missing_package_is_named(monkeypatch, capsys, name):
-    found = command.importlib.util.find_spec
-    monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda n: None if n == name else found(n)
-    )
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else found(n))
     assert main(["demo"]) == 2
     said = capsys.readouterr().err
     assert f"needs {name}, which" in said

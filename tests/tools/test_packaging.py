@@ -3,6 +3,7 @@
 Only the packages' own files are in question, so the environments see this interpreter's PyTorch.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from liger_multi.demo import command
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -183,7 +186,7 @@ def test_an_index_shows_the_repository_and_a_readme_whose_links_lead_there(artef
     assert all(page.startswith(ADDRESS) and "//" not in page[8:] for page in pages)
     assert "Author: The liger_multi authors" in headers
     assert f"]({ADDRESS}/blob/HEAD/docs/ascend.md)" in readme
-    assert f"]({ADDRESS}/raw/HEAD/docs/longest.png)" in readme
+    assert f"]({ADDRESS}/raw/HEAD/docs/headline.png)" in readme
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     assert targets
     assert all(t.startswith(("https://", "#")) for t in targets)
@@ -231,6 +234,10 @@ def test_an_install_is_complete(kind, checkout, artefacts, fresh, tmp_path):
     outside.mkdir()
     call = CALL.format(inside=inside, version=version())
     assert run(python, "-c", call, cwd=outside, OMP_NUM_THREADS="1").strip() == "complete"
+    if kind == "wheel" and all(map(importlib.util.find_spec, command.NEEDED)):
+        demo = ["demo", "--quick", "--steps", "1", "--models", "qwen2", "--device", "cpu"]
+        run(fresh / "bin" / "liger-multi", *demo, cwd=outside, OMP_NUM_THREADS="1")
+        assert (outside / "demo-output" / "demo.png").stat().st_size
     if kind == "editable":
         assert (checkout / "liger_multi" / "backends").is_symlink()
         assert (checkout / "liger_multi" / "reference").is_symlink()

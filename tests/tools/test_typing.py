@@ -88,7 +88,7 @@ follow_imports = silent
 def code(tmp_path):
     """A folder with the examples, and one block of README after the other as a module."""
     found = blocks(ROOT / "README.md", "python")
-    assert len(found) >= 4
+    assert len(found) >= 3
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "readme.py").write_text("\n".join([GIVEN, *found, PROMISED]), encoding="utf-8")

@@ -168,13 +168,19 @@ def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> No
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
-    """The MLP of every layer: the child with most parameters that is called ``mlp`` or the like."""
+    """The MLP of every layer: the child with most parameters that is called ``mlp`` or the like.
+
+    Those of experts are left out, and of transformers' Conv1D: it needs rows without gaps, which
+    a tile of several sequences has.
+    """
     found = []
     for layer in layers_of(model)[1]:
         for name in ("mlp", "feed_forward", "ffn", "feedforward"):
             child = getattr(layer, name, None)
             if isinstance(child, nn.Module) and not any(
-                isinstance(m, nn.ModuleList) or "expert" in type(m).__name__.lower()
+                isinstance(m, nn.ModuleList)
+                or "expert" in type(m).__name__.lower()
+                or type(m).__name__ == "Conv1D"
                 for m in child.modules()
             ):
                 found.append(child)

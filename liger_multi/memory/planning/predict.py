@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from liger_multi.memory.estimation import WORKSPACE, gathered, state_bytes, temporary_bytes
-from liger_multi.memory.planning.applying import layers_of, prepare
+from liger_multi.memory.planning.applying import Applied, layers_of, prepare
 from liger_multi.memory.planning.cost import PARKED, Card, Traffic, step_seconds
 from liger_multi.memory.planning.result import Candidate, Settings
 from liger_multi.memory.planning.traces import (
@@ -92,8 +93,46 @@ class Simulated:
     hidden: int
 
 
+@dataclass
+class Prepared:
+    """A model of shapes, set up to be simulated with any number of sequences.
+
+    Attributes:
+        model: With patches, policies and tiles.
+        layers: Of it.
+        around: What :func:`prepare` did.
+        warm: Whether it ran before, from which policies learn.
+    """
+
+    model: Any
+    layers: nn.ModuleList
+    around: Applied
+    warm: bool = False
+
+
+@dataclass
+class Passed:
+    """A simulated pass.
+
+    Attributes:
+        trace: Its segments.
+        start: As of :class:`Simulated`.
+        hidden: As of :class:`Simulated`.
+        simulated: Whether it was; else it follows from two that were.
+    """
+
+    trace: Trace
+    start: int
+    hidden: int
+    simulated: bool = True
+
+
 class Predictor:
-    """Simulates each kind of layer and head once, and puts steps together.
+    """Simulates each kind of layer and head a few times, and puts steps together.
+
+    Everything is a constant or in proportion to the sequences of a pass, where the loss is
+    computed in one piece: two simulated numbers of sequences tell about all others. The
+    optimizer's bytes follow from the parameters.
 
     Args:
         shapes: The model's.
@@ -113,38 +152,92 @@ class Predictor:
         self.simulations = 0
         self._said = said or (lambda _: None)
         self._done: dict[Settings, Simulated] = {}
+        self._prepared: dict[Settings, Prepared] = {}
+        self._passed: dict[Settings, dict[int, Passed]] = {}  # by the number of sequences
 
     def simulated(self, settings: Settings, recompute: str, whole: bool = False) -> Simulated:
         """One pass of a device, every layer under the policy ``recompute``."""
-        dtype = settings.dtype.replace("-mixed", "")
+        if not self.shapes.checked and not whole:
+            uniform = self._pass(settings, recompute, whole).trace.uniform
+            self.shapes.checked = True
+            self.shapes.uniform = self.shapes.uniform and uniform
+            self._prepared.clear()
+            self._passed.clear()
         key = Settings(
             sequence=settings.sequence, micro_batch=settings.micro_batch,
-            precision=dtype, optimizer=settings.optimizer + settings.dtype[-5:],
+            precision=settings.dtype, optimizer=settings.optimizer,
             patched=settings.patched, chunk=settings.chunk, recompute=recompute,
             tiles=settings.tiles, attention=settings.attention,
             offload_activations=settings.offload_activations, tensor=settings.tensor,
             pipeline=int(whole),
         )  # fmt: skip
         if key not in self._done:
-            made = self._simulate(settings, recompute, whole)
-            if not self.shapes.checked and not whole:
-                self.shapes.checked = True
-                if not made.trace.uniform:
-                    self.shapes.uniform = False
-                made = self._simulate(settings, recompute, whole)
-            self._done[key] = made
+            self._done[key] = self._simulated(settings, recompute, whole)
         return self._done[key]
 
-    def _simulate(self, settings: Settings, recompute: str, whole: bool) -> Simulated:
-        self._said(str(replace(settings, recompute=recompute, layers=recompute != "none")))
+    def _simulated(self, settings: Settings, recompute: str, whole: bool) -> Simulated:
+        passed = self._pass(settings, recompute, whole)
+        prepared = self._prepare(settings, recompute, whole)
+        spec, copies = OPTIMIZERS[settings.optimizer], DTYPES[settings.dtype][2]
+        inside = {id(p) for p in prepared.layers.parameters()}
+        others = (p for p in prepared.model.parameters() if id(p) not in inside)
+        levels = {"zero2": (2, False), "zero3": (3, False), "fsdp2": (3, True)}
+        return Simulated(
+            passed.trace,
+            passed.start,
+            [Static.of(layer.parameters(), spec, copies) for layer in prepared.layers],
+            Static.of(others, spec, copies),
+            {name: gathered(prepared.model, *level) for name, level in levels.items()},
+            passed.hidden,
+        )
+
+    def _pass(self, settings: Settings, recompute: str, whole: bool) -> Passed:
+        """A pass that was simulated, or that follows from two that were."""
+        known = self._passed.setdefault(_kind(settings, recompute, whole), {})
+        micro = settings.micro_batch
+        if micro not in known:
+            known[micro] = self._between(known, settings) or self._simulate(
+                settings, recompute, whole
+            )
+        return known[micro]
+
+    def _prepare(self, settings: Settings, recompute: str, whole: bool) -> Prepared:
+        key = _kind(settings, recompute, whole)
+        if key not in self._prepared:
+            kind = DTYPES[settings.dtype][0]
+            model = self.shapes.model(kind, settings.attention, settings.tensor, whole)
+            layers = layers_of(model)[1]
+            wanted = replace(settings, recompute=recompute, layers=len(layers))
+            self._prepared[key] = Prepared(model, layers, prepare(model, wanted, True))
+        return self._prepared[key]
+
+    def _between(self, known: dict[int, Passed], settings: Settings) -> Passed | None:
+        """What two simulated passes tell, where everything grows in proportion or not at all.
+
+        It does not on a CPU, where operators choose chunks by their size; nor with a loss in
+        several chunks, nor with offloaded activations, of which small ones stay.
+        """
+        if self.device == "cpu" or settings.offload_activations:
+            return None
+        whole = [n for n in (settings.micro_batch, *known) if _whole(settings, n)]
+        some = [n for n in whole[1:] if known[n].simulated][:2]
+        if whole[:1] != [settings.micro_batch] or len(some) < 2:
+            return None
+        low, high = (known[n] for n in some)
+        if not low.trace.alike(high.trace):
+            return None
+        share = (settings.micro_batch - some[0]) / (some[1] - some[0])
+        hidden = low.hidden // some[0] * settings.micro_batch
+        return Passed(low.trace.toward(high.trace, share), low.start, hidden, False)
+
+    def _simulate(self, settings: Settings, recompute: str, whole: bool) -> Passed:
         self.simulations += 1
-        kind, autocast, copies = DTYPES[settings.dtype]
-        model = self.shapes.model(kind, settings.attention, settings.tensor, whole)
-        _, layers = layers_of(model)
-        spec = OPTIMIZERS[settings.optimizer]
-        inside = {id(p) for p in layers.parameters()}
-        outside = Static.of((p for p in model.parameters() if id(p) not in inside), spec, copies)
-        blocks = [Static.of(layer.parameters(), spec, copies) for layer in layers]
+        some = replace(settings, recompute=recompute, layers=recompute != "none")
+        size = f"{settings.micro_batch} x {settings.sequence:,}"
+        self._said(f"simulation {self.simulations}: {size}, {some}")
+        prepared = self._prepare(settings, recompute, whole)
+        kind, autocast, _ = DTYPES[settings.dtype]
+        model, layers = prepared.model, prepared.layers
         text = model.config.get_text_config()
         simulation = Cutting(
             list(layers),
@@ -155,25 +248,19 @@ class Predictor:
             sequence=settings.sequence,
             autocast=autocast,
         )
-        around = prepare(model, replace(settings, recompute=recompute, layers=len(layers)), True)
-        if recompute not in ("none", "full"):
+        if recompute not in ("none", "full") and not prepared.warm:
             simulation.warm(settings.micro_batch)  # policies learn from a first step
+        prepared.warm = True
         simulation.step(settings.micro_batch, settings.sequence, 0)
-        levels = {"zero2": (2, False), "zero3": (3, False), "fsdp2": (3, True)}
+        model.zero_grad()
         trace = simulation.trace()
-        if around.offload is not None:
-            trace.offloaded = around.offload.offloaded_bytes / len(layers)
+        offload = prepared.around.offload
+        if offload is not None:
+            trace.offloaded = offload.offloaded_bytes / len(layers)
             for segment in trace.forward:
-                segment.work.launches += PARKED * around.offload.offloaded_tensors / len(layers)
+                segment.work.launches += PARKED * offload.offloaded_tensors / len(layers)
         hidden = settings.micro_batch * settings.sequence * text.hidden_size
-        return Simulated(
-            trace,
-            simulation.standing(),
-            blocks,
-            outside,
-            {name: gathered(model, *level) for name, level in levels.items()},
-            hidden * (autocast or kind).itemsize,
-        )
+        return Passed(trace, simulation.standing(), hidden * (autocast or kind).itemsize)
 
     def predict(self, settings: Settings, budget: int | None = None) -> Candidate:
         """Peak and time of one way to train."""
@@ -278,6 +365,22 @@ class Predictor:
             passes,
             settings.pipeline,
         )
+
+
+def _kind(settings: Settings, recompute: str, whole: bool) -> Settings:
+    """What a simulation depends on, beside the number of sequences."""
+    kind, autocast, _ = DTYPES[settings.dtype]
+    return Settings(
+        sequence=settings.sequence, precision=f"{kind} {autocast}", patched=settings.patched,
+        chunk=settings.chunk, recompute=recompute, tiles=settings.tiles,
+        attention=settings.attention, offload_activations=settings.offload_activations,
+        tensor=settings.tensor, pipeline=int(whole),
+    )  # fmt: skip
+
+
+def _whole(settings: Settings, micro: int) -> bool:
+    """Whether the loss of so many sequences is computed in one piece."""
+    return not settings.chunk or micro * settings.sequence <= settings.chunk
 
 
 def _shares(settings: Settings) -> dict[str, float]:

@@ -22,6 +22,7 @@ from liger_multi.memory.planning.result import (
 from liger_multi.memory.planning.traces import Shapes
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import OPTIMIZERS, known, positive
+from liger_multi.memory.sizes import beyond
 
 if TYPE_CHECKING:
     from liger_multi.memory.planning.cost import Card
@@ -349,21 +350,36 @@ class _Search:
         fastest = found[0].tokens_per_second
         for one in found:
             one.relative = fastest / one.tokens_per_second
-        return found
+        return sorted(found, key=_rank_shown)
 
     def limits(self, settings: Settings) -> tuple[int, int]:
-        """Largest micro-batch at this sequence, and longest sequence at one at a time."""
+        """Largest micro-batch at this sequence, and longest sequence at one at a time.
+
+        No sequence is longer than the positions of the model, or than what was asked for.
+        """
         some: list[Callable[[int], Settings]] = [
             lambda n: _coarser(replace(settings, micro_batch=n)),
             lambda n: _coarser(replace(settings, micro_batch=1, sequence=n * STEP)),
         ]
         batch = self._largest(some[0], settings.micro_batch)
-        length = self._largest(some[1], max(1, settings.sequence // STEP))
+        positions = self.shapes.positions
+        cap = max(positions, settings.sequence) if positions else 0
+        if cap:
+            whole = _coarser(replace(settings, micro_batch=1, sequence=cap))
+            if self.predictor.predict(whole, self.budget).fits:
+                return batch, cap
+        length = self._largest(some[1], max(1, settings.sequence // STEP), cap // STEP)
         return batch, length * STEP
 
-    def _largest(self, settings: Callable[[int], Settings], known: int) -> int:
-        """Steps along what grows in proportion; what is returned was simulated, and fits."""
-        low, high, at = 0, 0, known
+    def _largest(self, settings: Callable[[int], Settings], known: int, most: int = 0) -> int:
+        """Steps along what grows in proportion; what is returned was simulated, and fits.
+
+        Args:
+            settings: Of so many.
+            known: Where to begin.
+            most: A number that is too large, if one is known.
+        """
+        low, high, at = 0, most, known
         for _ in range(TRIES):
             found = self.predictor.predict(settings(at), self.budget)
             low, high = (at, high) if found.fits else (low, at)
@@ -396,6 +412,13 @@ def _rank(found: Candidate) -> tuple[bool, float]:
     return False, (1 + 1e-6 * sum(map(int, extras))) / found.tokens_per_second
 
 
+def _rank_shown(found: Candidate) -> tuple[bool, float, bool]:
+    """Times as they are shown; equal ones go to what loses no updates of weights."""
+    if not found.fits:
+        return True, 0.0, False
+    return False, round(found.relative, 2), found.settings.precision == "bf16"
+
+
 def _exists(precision: str, spread: str, away: str | None) -> bool:
     """Whether an engine does so: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
     if precision == "bf16":
@@ -415,8 +438,21 @@ def _kind(settings: Settings) -> Settings:
 def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
     """Notes on the best candidate, or on the nearest where nothing fits."""
     best = plan.best if plan.best.fits else plan.nearest
-    made = [*_precision(best.settings, card), *_spread(best.settings, plan)]
+    made = [*_lengths(best.settings, plan, shapes), *_precision(best.settings, card)]
+    made += _spread(best.settings, plan)
     return [*made, *_rest(best, card, shapes)]
+
+
+def _lengths(settings: Any, plan: TrainingPlan, shapes: Shapes) -> Iterator[str]:
+    positions = shapes.positions
+    note = beyond(positions, settings.sequence)
+    if note:
+        yield note
+    elif positions and positions in (plan.longest_sequence, plan.most_sequence):
+        yield (
+            f"The longest sequence is what the model has positions for (max_position_embeddings: "
+            f"{positions:,}); memory would allow more."
+        )
 
 
 def _precision(settings: Any, card: Card) -> Iterator[str]:

@@ -27,6 +27,7 @@ from liger_multi.memory.planning.applying import layers_of, mlps_of
 from liger_multi.memory.planning.cost import OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES
 from liger_multi.memory.simulation import Simulation, on_meta
+from liger_multi.memory.sizes import positions_of
 
 # --- frozen weights of few bits ---
 
@@ -128,6 +129,12 @@ class Work:
         self.moved += times * other.moved
         self.launches += times * other.launches
 
+    def toward(self, other: Work, share: float) -> Work:
+        """As of :class:`Segment`."""
+        flops = {n: a + share * (other.flops[n] - a) for n, a in self.flops.items()}
+        moved = self.moved + share * (other.moved - self.moved)
+        return Work(flops, moved, self.launches)
+
 
 @dataclass
 class Segment:
@@ -150,6 +157,22 @@ class Segment:
     def same(self, other: Segment) -> bool:
         """Whether memory goes the same way."""
         return self.live.shape == other.live.shape and bool((self.live == other.live).all())
+
+    def alike(self, other: Segment) -> bool:
+        """Whether the same happens in the same order, at whatever size."""
+        return (
+            self.live.shape == other.live.shape
+            and self.work.launches == other.work.launches
+            and self.work.flops.keys() == other.work.flops.keys()
+        )
+
+    def toward(self, other: Segment, share: float) -> Segment:
+        """A point on the line from this one (0) through another that is :meth:`alike` (1)."""
+        return Segment(
+            self.live + share * (other.live - self.live),
+            self.added + share * (other.added - self.added),
+            self.work.toward(other.work, share),
+        )
 
 
 @dataclass
@@ -178,6 +201,28 @@ class Trace:
         """Whether the layers between the first and the last one are alike."""
         middle = [layers[1:-1] for layers in (self.forward, self.backward)]
         return all(part.same(parts[0]) for parts in middle for part in parts)
+
+    def alike(self, other: Trace) -> bool:
+        """Whether the same happens in all segments."""
+        mine, theirs = self._every(), other._every()
+        return len(mine) == len(theirs) and all(a.alike(b) for a, b in zip(mine, theirs))
+
+    def toward(self, other: Trace, share: float) -> Trace:
+        """As of :class:`Segment`."""
+
+        def between(mine: list[Segment], theirs: list[Segment]) -> list[Segment]:
+            return [a.toward(b, share) for a, b in zip(mine, theirs, strict=True)]
+
+        names = list(self.segments)
+        ends = between([self.segments[n] for n in names], [other.segments[n] for n in names])
+        forward = between(self.forward, other.forward)
+        return Trace(
+            dict(zip(names, ends, strict=True)), forward, between(self.backward, other.backward)
+        )
+
+    def _every(self) -> list[Segment]:
+        ends = [self.segments[name] for name in (BEFORE, HEAD, AFTER)]
+        return [*ends, *self.forward, *self.backward]
 
     def layer(self, index: int, count: int) -> int:
         """Which simulated layer stands for layer ``index`` of ``count``."""
@@ -507,6 +552,11 @@ class Shapes:
     def text(self) -> Any:
         """The configuration of its decoder."""
         return self.config.get_text_config()
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that its configuration allows, if it names one."""
+        return positions_of(self.config)
 
     def model(self, dtype: torch.dtype, attention: str, parts: int = 1, whole: bool = False) -> Any:
         """A copy on the meta device, in training mode.
