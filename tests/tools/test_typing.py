@@ -22,25 +22,12 @@ ROOMS = (
     "liger_multi.nn",
 )
 
-# what the snippets take for granted
-GIVEN = """\
-import torch
-from datasets import Dataset
-from transformers import TrainingArguments
-from trl import SFTConfig
-
-args = TrainingArguments()
-sft = SFTConfig()
-data = texts = Dataset.from_dict({"text": ["one two three"]})
-hidden, labels = torch.randn(8, 64), torch.arange(8)
-lm_head = torch.nn.Linear(64, 100)
-"""
-
 # the types that the package promises to both checkers
 PROMISED = """
+import torch
 from typing_extensions import assert_type
 
-from liger_multi import losses, memory
+from liger_multi import losses, memory, ops
 from liger_multi.patching import PatchReport
 
 
@@ -91,7 +78,7 @@ def code(tmp_path):
     assert len(found) >= 3
     folder = tmp_path / "code"
     folder.mkdir()
-    (folder / "readme.py").write_text("\n".join([GIVEN, *found, PROMISED]), encoding="utf-8")
+    (folder / "readme.py").write_text("\n".join([*found, PROMISED]), encoding="utf-8")
     for path in (ROOT / "examples").glob("*.py"):
         shutil.copy(path, folder)
     return folder
