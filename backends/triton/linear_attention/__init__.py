@@ -1,0 +1,1 @@
+"""Linear attention and state spaces: recurrences over tokens, computed by chunks."""
