@@ -95,6 +95,7 @@ OPERATOR_FAMILIES = {
     "activations": "MLPs and activations",
     "rope": "rotary embeddings",
     "attention": "attention",
+    "linear_attention": "linear attention and state spaces",
     "experts": "mixtures of experts",
     "adapters": "LoRA",
     "residuals": "residual streams",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv, power_of_2, tile_rows
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2, tile_rows
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     _delta_rule_chunks_kernel,
     _delta_rule_forward_kernel,
@@ -25,10 +25,9 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _delta_rule_queries_kernel,
     _delta_rule_reverse_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
-WIDEST = 256  # keys: a state of them and of 32 values fits into registers
 NARROWEST = 32  # columns of v; on Hopper, Triton 3.6 reads wrong addresses for 16
 
 
@@ -42,23 +41,37 @@ class DeltaConfig:
 
 
 def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """A state of 32 KiB in registers: programs are serial, and should have a core each."""
-    return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 2, 4)
+    """A state of 16 or 32 KiB in registers: programs are serial, and should have a core each."""
+    size = 8192 if _is_large(info) and item == 2 else 4096
+    warps = 8 if _is_tight(info, item) else 4
+    return DeltaConfig(max(NARROWEST, min(64, size // _padded(dim))), 2, warps)
 
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """Two squares are summed over steps of 64 columns."""
-    return DeltaConfig(64, 1, 4)
+    return DeltaConfig(32 if item == 4 else 64, 1, 4)
 
 
 def backward_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """Two sums of the size of the keys are in registers."""
-    return DeltaConfig(64, 1, 8)
+    return DeltaConfig(32 if item == 4 else 64, 1, 8)
 
 
 def chunk_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """``block`` tokens make a chunk, in all kernels."""
-    return DeltaConfig(64, 1, 4)
+    """``block`` tokens make a chunk, in all kernels: 64 where registers hold its squares."""
+    if _is_tight(info, item):
+        return DeltaConfig(16, 1, 2)
+    return DeltaConfig(64 if _is_large(info) or info.warp_size == 64 else 32, 1, 4)
+
+
+def _is_large(info: DeviceInfo) -> bool:
+    """Whether a core has the on-chip memory of Hopper and its successors."""
+    return info.shared_bytes > 200_000
+
+
+def _is_tight(info: DeviceInfo, item: int) -> bool:
+    """Whether tiles take many registers: fp32 without matrix units, or few registers a core."""
+    return item == 4 or (info.warp_size == 32 and info.shared_bytes <= 65536)
 
 
 def _padded(size: int) -> int:
@@ -67,9 +80,16 @@ def _padded(size: int) -> int:
 
 def supports(k: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
-    if k.shape[3] > WIDEST:
-        return f"takes keys of up to {WIDEST} elements (registers), got {k.shape[3]}"
-    if tile_rows(128, max(v.shape[2] * v.shape[3], k.shape[2] * k.shape[3])) == 1:
+    info, size = device_info(k.device), k.shape[3]
+    widest = 64 if k.element_size() == 4 or INTERPRETED else 128
+    if _is_tight(info, 2) and not INTERPRETED:
+        widest = 32
+    if size > widest:
+        kind = str(k.dtype).removeprefix("torch.")
+        return (
+            f"takes {kind} keys of up to {widest} elements on {info.arch} (registers), got {size}"
+        )
+    if tile_rows(128, max(v.shape[2] * v.shape[3], k.shape[2] * size)) == 1:
         return "takes tokens of less than 8 MiB"  # what the results are stored by
     return None
 
@@ -149,7 +169,10 @@ def _call(
     chunk = _config("chunk", chunk_config, k, v).block
     first = None if first is None else first.contiguous()
     chunks = cdiv(q.shape[1], chunk)
-    return Call(_rows(q), _rows(k), _rows(v), g, beta, first, scale, normed, chunk, chunks)
+    q, k = _rows(q), _rows(k)
+    if q.stride() != k.stride():
+        q, k = q.contiguous(), k.contiguous()
+    return Call(q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks)
 
 
 class Prepared(NamedTuple):
@@ -170,7 +193,7 @@ def _prepare(c: Call) -> Prepared:
     rstd = c.q.new_empty(2, heads, padded, dtype=torch.float32) if c.normed else None
     args = (
         c.q, c.k, c.g, c.beta, c.first, inverse, scores, gates, rstd,
-        _steps(c.q), _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, *c.sizes(),
+        _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, *c.sizes(),
     )  # fmt: skip
     warps = c.config("chunk", chunk_config).num_warps
     count = c.streams * c.chunks
@@ -191,7 +214,7 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
         c.q, c.k, c.v, c.beta, made.inverse, made.scores, made.gates, made.rstd,
-        None if initial is None else initial.contiguous(), *room, _steps(c.q), _steps(c.k),
+        None if initial is None else initial.contiguous(), *room, _steps(c.k),
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
     constants = c.columns(k)
@@ -259,7 +282,7 @@ def _reverse(
     args = (
         dy, c.q, c.k, c.beta, made.inverse, made.scores, made.gates, made.rstd,
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
-        _steps(dy), _steps(c.q), _steps(c.k), c.beta.stride(), *c.sizes(),
+        _steps(dy), _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
     constants = c.columns(k)
     count = c.streams * cdiv(c.v.shape[3], constants[5])
@@ -276,7 +299,7 @@ def _gradients(
     k = c.config("pairs", pairs_config)
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.v, c.beta, c.first, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, _steps(dy), _steps(c.q), _steps(c.k), _steps(c.v), c.beta.stride(),
+        made.inverse, sums, _steps(dy), _steps(c.k), _steps(c.v), c.beta.stride(),
         c.first_step, *c.sizes(),
     )  # fmt: skip
     count = c.streams * c.chunks
@@ -284,13 +307,13 @@ def _gradients(
     k = c.config("queries", backward_config)
     args = (
         dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, dq, _steps(dy),
-        _steps(c.q), _steps(c.k), *c.sizes(),
+        _steps(c.k), *c.sizes(),
     )  # fmt: skip
     launch(_delta_rule_queries_kernel, count // c.group, args, c.columns(k), k.num_warps)
     k = c.config("keys", backward_config)
     args = (
         c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, dk, _steps(c.q), _steps(c.k), c.beta.stride(), *c.sizes(),
+        made.inverse, sums, dk, _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
     launch(_delta_rule_keys_kernel, count // c.group, args, c.columns(k), k.num_warps)
     many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk

@@ -22,7 +22,8 @@ has a boundary. No difference of large sums is formed for dg: T leaves out the d
 One kernel prepares A, P and the gates of all chunks. One passes over the chunks of a block of
 value columns with S in registers, one in reverse with dS. Two others run for all chunks at once.
 Operands that are read the other way round come from memory: on Hopper, Triton up to 3.7.0
-multiplies wrongly by a transposed result of another GEMM.
+multiplies wrongly by a transposed result of another GEMM. q and k have the same strides: addresses
+of their tiles are then the same registers.
 """
 
 import triton
@@ -179,7 +180,7 @@ def _unit_inverse(lower, EXACT: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def _delta_rule_chunks_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    q_steps, k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+    k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
     scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +197,7 @@ def _delta_rule_chunks_kernel(
     value_head = head * GROUP + member
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
-    q = _tile(q_ptr + batch * q_steps[0] + head * q_steps[2], start, q_steps[1], tokens, 0,
+    q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
     k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
@@ -252,7 +253,7 @@ def _delta_rule_chunks_kernel(
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_forward_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, initial_ptr,
-    y_ptr, final_ptr, states_ptr, values_ptr, q_steps, k_steps, v_steps, beta_steps, tokens,
+    y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps, tokens,
     chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -278,7 +279,7 @@ def _delta_rule_forward_kernel(
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
     if y_ptr is not None:
-        q_ptr += batch * q_steps[0] + head * q_steps[2]
+        q_ptr += batch * k_steps[0] + head * k_steps[2]
         scores_ptr += stream * chunks * CHUNK * CHUNK
         y_ptr += (batch * tokens * many + value_head) * VALUE
     if values_ptr is not None:
@@ -289,7 +290,7 @@ def _delta_rule_forward_kernel(
     if initial_ptr is not None:
         state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
                        BLOCK).to(tl.float32)  # fmt: skip
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
+    for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         start = chunk * CHUNK
         place = tl.cast(start, tl.int64)
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
@@ -309,7 +310,7 @@ def _delta_rule_forward_kernel(
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if y_ptr is not None:
-            q = _tile(q_ptr, start, q_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+            q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
             q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
             y = product(q, narrow) * (e * q_by)[:, None]
@@ -324,7 +325,7 @@ def _delta_rule_forward_kernel(
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_reverse_kernel(
     dy_ptr, q_ptr, k_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, dfinal_ptr,
-    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, q_steps, k_steps, beta_steps, tokens, chunks,
+    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, k_steps, beta_steps, tokens, chunks,
     heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -342,7 +343,7 @@ def _delta_rule_reverse_kernel(
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
     row = tl.arange(0, CHUNK)
-    q_ptr += batch * q_steps[0] + head * q_steps[2]
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
@@ -358,11 +359,13 @@ def _delta_rule_reverse_kernel(
     if dfinal_ptr is not None:
         dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
                         BLOCK).to(tl.float32)  # fmt: skip
-    for step in tl.range(0, chunks, num_stages=STAGES):
+    dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
+    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+    for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         chunk = chunks - 1 - step
         start = chunk * CHUNK
         place = tl.cast(start, tl.int64)
-        q = _tile(q_ptr, start, q_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
@@ -374,16 +377,17 @@ def _delta_rule_reverse_kernel(
         q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         k, by = _folded(k, by, NORMED and kind == tl.float16)
         q, q_by = _folded(q, q_by, NORMED and kind == tl.float16)
-        _store_tile(dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, dstate, 0, VALUE, DIM,
-                    column, SIZE, VALUE, BLOCK)  # fmt: skip
         dn = product(k, round_to(dstate, kind)) * (r * by)[:, None]
+        own = dy.to(tl.float32) * (e * q_by)[:, None]
+        dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
         dn = _plus(dn, tl.trans(p), dy)
         y = product(tl.trans(a), round_to(dn, kind))
         _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         x = y * (beta * e * by)[:, None]
-        own = dy.to(tl.float32) * (e * q_by)[:, None]
-        dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
         dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
+        dstates_ptr -= DIM * VALUE
+        rows = tl.where(chunk > 0, DIM, 0)
+        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
     if dinitial_ptr is not None:
         _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
                     VALUE, BLOCK)  # fmt: skip
@@ -395,7 +399,7 @@ def _delta_rule_reverse_kernel(
 @triton.jit
 def _delta_rule_pairs_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dy_steps, q_steps, k_steps, v_steps, beta_steps, first_step,
+    scores_ptr, inverse_ptr, sums_ptr, dy_steps, k_steps, v_steps, beta_steps, first_step,
     tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -454,7 +458,7 @@ def _delta_rule_pairs_kernel(
     tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
     dp *= decay
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
-    q = _tile(q_ptr + batch * q_steps[0] + head * q_steps[2], start, q_steps[1], tokens, 0,
+    q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
     scores = product(q, tl.trans(k)) * q_by[:, None] * by[None, :]
     through += tl.where(below, dp * scores, 0.0)
@@ -487,7 +491,7 @@ def _norm_gradient(dx, x, rstd):
 @triton.jit
 def _delta_rule_queries_kernel(
     dy_ptr, q_ptr, k_ptr, states_ptr, gates_ptr, rstd_ptr, scores_ptr, sums_ptr, dq_ptr, dy_steps,
-    q_steps, k_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    k_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -503,12 +507,12 @@ def _delta_rule_queries_kernel(
     many = heads * GROUP
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
-    q_ptr += batch * q_steps[0] + head * q_steps[2]
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += key_head * chunks * CHUNK
     dq = tl.zeros([CHUNK, SIZE], tl.float32)
-    for member in tl.range(0, GROUP):
+    for member in tl.range(0, GROUP, disable_licm=True):
         value_head = head * GROUP + member
         whole = (batch * many + value_head) * chunks + chunk
         found = _times_states(
@@ -516,7 +520,7 @@ def _delta_rule_queries_kernel(
             states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, DIM, SIZE, VALUE, BLOCK,
             CHUNK, STAGES,
         )  # fmt: skip
-        q = _tile(q_ptr, start, q_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         at = sums_ptr + whole * CHUNK + row
@@ -527,7 +531,7 @@ def _delta_rule_queries_kernel(
         dq += product(tl.load(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK)), k)
     dq *= scale
     if NORMED:
-        q = _tile(q_ptr, start, q_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
     dq_ptr += (batch * tokens * heads + head) * DIM
     _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
@@ -549,7 +553,7 @@ def _products_of_states(
 
 @triton.jit
 def _times_pairs(
-    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, q_step, k_step, tokens, plane, scale,
+    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``E' Q + (M + M') K`` of a chunk, half of its rows at a time.
@@ -560,12 +564,12 @@ def _times_pairs(
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):
-        q = _tile(q_ptr, start + part, q_step, tokens, 0, HALF, DIM, SIZE)
+        q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
         pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         found = _plus(found, tl.trans(pairs), q)
     for part in tl.range(0, CHUNK, HALF):
-        k = _tile(k_ptr, start + part, k_step, tokens, 0, HALF, DIM, SIZE)
+        k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
         columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
         rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
@@ -577,10 +581,12 @@ def _times_pairs(
 @triton.jit
 def _delta_rule_keys_kernel(
     q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, q_steps, k_steps, beta_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, tokens, chunks, heads,
+    plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, ):  # fmt: skip
     """Gradients of k and v.
 
     Program: a chunk of one key head, with the value heads of its group one after another.
@@ -593,12 +599,12 @@ def _delta_rule_keys_kernel(
     many = heads * GROUP
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
-    q_ptr += batch * q_steps[0] + head * q_steps[2]
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += key_head * chunks * CHUNK
     dk = tl.zeros([CHUNK, SIZE], tl.float32)
-    for member in tl.range(0, GROUP):
+    for member in tl.range(0, GROUP, disable_licm=True):
         value_head = head * GROUP + member
         stream = batch * many + value_head
         whole = stream * chunks + chunk
@@ -630,7 +636,7 @@ def _delta_rule_keys_kernel(
                         column, CHUNK, VALUE, BLOCK)  # fmt: skip
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
-            inverse_ptr + whole * CHUNK * CHUNK, start, q_steps[1], k_steps[1], tokens, rstd_plane,
+            inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, rstd_plane,
             scale, NORMED, DIM, SIZE, CHUNK,
         )  # fmt: skip
     if NORMED:
@@ -643,7 +649,7 @@ def _delta_rule_keys_kernel(
 @triton.jit
 def _delta_rule_gates_kernel(
     sums_ptr, first_ptr, dg_ptr, dbeta_ptr, first_step, tokens, chunks, many, plane,
-    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gates and beta.
 
@@ -653,13 +659,13 @@ def _delta_rule_gates_kernel(
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     batch, head = stream // many, stream % many
-    start = (chunk * CHUNK).to(tl.int32)
-    row = tl.arange(0, CHUNK)
+    start = (chunk * BLOCK).to(tl.int32)
+    row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-    dsums = tl.load(sums_ptr + pid * CHUNK + row)
-    dbeta = tl.load(sums_ptr + plane + pid * CHUNK + row)
+    seen, _ = _seen(first_ptr, start, tokens, BLOCK)
+    dsums = tl.load(sums_ptr + pid * BLOCK + row)
+    dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
     dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
     at, mask = (batch * tokens + start) * many + head + row * many, start + row < tokens
     tl.store(dg_ptr + at, round_to(dg, dg_ptr.dtype.element_ty), mask=mask)
