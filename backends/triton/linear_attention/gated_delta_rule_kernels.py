@@ -582,11 +582,10 @@ def _times_pairs(
 def _delta_rule_keys_kernel(
     q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
     scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, tokens, chunks, heads,
-    plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, ):  # fmt: skip
+    plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     """Gradients of k and v.
 
     Program: a chunk of one key head, with the value heads of its group one after another.
