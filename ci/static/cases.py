@@ -521,7 +521,7 @@ LAYERS = (
         (16, 2048, 16384, FP32),
     )),
     Launches("gated_delta_rule {}x{} {}", _delta_rule, (
-        (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, FP32),
+        (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
     )),
     Launches("gated_delta_rule {}x{} everything", _delta_rule, ((32, 32), (128, 128)),
              {"everything": True}),

@@ -41,10 +41,9 @@ class DeltaConfig:
 
 
 def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """A state of 8 to 32 KiB in registers: programs are serial, and should have a core each."""
-    size = 2048 if item == 4 else 8192 if _is_large(info) else 4096
-    warps = 8 if _is_tight(info, item) else 4
-    return DeltaConfig(max(NARROWEST, min(64, size // _padded(dim))), 2, warps)
+    """A state of up to 32 KiB in registers: programs are serial, and should have a core each."""
+    large, warps = _is_large(info) and item == 2, 8 if _is_tight(info, item) else 4
+    return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))) if large else 32, 2, warps)
 
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:

@@ -35,6 +35,7 @@ from liger_multi.backends.triton.common.rows import (
     LOG2E,
     assume_rows,
     round_to,
+    short_offsets,
 )
 
 NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
@@ -71,6 +72,17 @@ def _store_tile(
     if COLS % BLOCK != 0:
         mask = mask & (column + col < COLS)[None, :]
     tl.store(at, round_to(value, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _assume_heads(heads, EACH: tl.constexpr):
+    """Tell the compiler that tokens are short, of heads of EACH elements: ``supports`` sees to it.
+
+    Then offsets within a chunk are known to need 32 bits.
+    """
+    if short_offsets():
+        tl.assume(heads >= 0)
+        tl.assume(heads <= 2**21 // EACH)
 
 
 @triton.jit
@@ -267,6 +279,7 @@ def _delta_rule_forward_kernel(
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
     column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
@@ -339,6 +352,7 @@ def _delta_rule_reverse_kernel(
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
     column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
@@ -414,6 +428,7 @@ def _delta_rule_pairs_kernel(
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
     batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
     many = heads * GROUP
     value_head = head * GROUP + member
     stream = batch * many + value_head
@@ -504,6 +519,7 @@ def _delta_rule_queries_kernel(
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
     many = heads * GROUP
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
@@ -595,6 +611,7 @@ def _delta_rule_keys_kernel(
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
     many = heads * GROUP
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
