@@ -192,7 +192,7 @@ def test_later_tokens_change_nothing():
 def test_two_calls_that_hand_over_the_state_are_one():
     tensors = given(170, group=3)
 
-    def halves(initial_state, **rest):
+    def parts(initial_state, **rest):
         y, state = ops.gated_delta_rule(
             **{n: t[:, :77] for n, t in rest.items()}, initial_state=initial_state, **FINAL
         )
@@ -201,7 +201,7 @@ def test_two_calls_that_hand_over_the_state_are_one():
         )
         return torch.cat([y, more], 1), state
 
-    near(trained(halves, tensors), trained(ops.gated_delta_rule, tensors, **FINAL))
+    near(trained(parts, tensors), trained(ops.gated_delta_rule, tensors, **FINAL))
 
 
 # --- transformers, and what callers may rely on ---

@@ -28,7 +28,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
-NARROWEST = 32  # columns of v; on Hopper, Triton 3.6 reads wrong addresses for 16
+NARROWEST = 32  # columns of v; with 16, and with loads of one stage, H200 and Triton 3.6 fault
 
 
 @dataclass(frozen=True)
