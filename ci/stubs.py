@@ -1,8 +1,8 @@
 """Signatures that type checkers and editors cannot read from the source.
 
 ``python -m ci.stubs`` writes ``liger_multi/nn/operator_losses.pyi`` from the generated modules, and
-``liger_multi/ops/__init__.pyi``, where operators with ``outputs=`` have an overload for every type
-that they return. The suite wants the files to be what this writes.
+``liger_multi/ops/__init__.pyi``, where operators whose result has the type that an argument asks
+for have an overload for every type. The suite wants the files to be what this writes.
 """
 
 from __future__ import annotations
@@ -76,37 +76,46 @@ OPERATORS = Path(ops.__file__).with_suffix(".pyi")
 OPERATORS_HEAD = """\
 # written by `python -m ci.stubs`
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
 """
 
+ASKED = {
+    "outputs": ("tuple[()] = ...", "tuple[str, Unpack[tuple[str, ...]]]", "tuple[str, ...]"),
+    "output_final_state": ("Literal[False] = ...", "Literal[True]", "bool"),
+}
+"""The types of what asks for more than a tensor: of nothing more, of more, and of either."""
+
 
 def several(function: Callable[..., Any]) -> bool:
-    """Whether the type of the result depends on ``outputs``."""
+    """Whether the type of the result depends on an argument."""
     made = inspect.signature(function).return_annotation
     return isinstance(made, types.UnionType) and Tensor in made.__args__
 
 
 def overloads(function: Callable[..., Any]) -> str:
-    """One overload without outputs, one with some, and one for a tuple of unknown length."""
+    """One overload for a tensor, one for more, and one for what is known at run time only."""
     signature = inspect.signature(function)
-    loss, named = (one.__name__ for one in signature.return_annotation.__args__)
+    tensor, more = map(_name, signature.return_annotation.__args__)
     parameters = list(signature.parameters.values())
-    lines = [_parameter(p) for p in parameters if p.name != "outputs"]
+    asks = next(p.name for p in parameters if p.name in ASKED)
+    lines = [_parameter(p) for p in parameters if p.name != asks]
     lines.insert([p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY), "*")
-    forms = {
-        "tuple[()] = ...": f"torch.{loss}",
-        "tuple[str, Unpack[tuple[str, ...]]]": named,
-        "tuple[str, ...]": f"torch.{loss} | {named}",
-    }
     text = ""
-    for outputs, result in forms.items():
-        given = "".join(f"    {line},\n" for line in (*lines, f"outputs: {outputs}"))
+    for kind, result in zip(ASKED[asks], (tensor, more, f"{tensor} | {more}"), strict=True):
+        given = "".join(f"    {line},\n" for line in (*lines, f"{asks}: {kind}"))
         text += f"@overload\ndef {function.__name__}(\n{given}) -> {result}: ...\n"
     return text
+
+
+def _name(made: Any) -> str:
+    """A type as it is written where its operators are known."""
+    return (
+        inspect.formatannotation(made).rpartition("liger_multi.ops.")[2].rpartition("entropy.")[2]
+    )
 
 
 def _parameter(given: inspect.Parameter) -> str:

@@ -50,6 +50,7 @@ ROWS: dict[str, Row] = {
     "fused_linear_tvd": HEAD,
     "fused_moe": FUSED,
     "fused_scaled_add_rms_norm": PLAIN,
+    "gated_delta_rule": PLAIN,
     "gated_mlp": PLAIN,
     "gated_rms_norm": PLAIN,
     "gated_short_conv": PLAIN,

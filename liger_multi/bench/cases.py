@@ -183,6 +183,19 @@ def _neighbors(
     return _attention(shapes, size, {"window": (reach, reach)})
 
 
+def _delta_rule(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    keys, values = math.prod(shapes["q"]) * size, math.prod(shapes["v"]) * size
+    size_k, size_v, chunk = shapes["k"][-1], shapes["v"][-1], 64
+    rows = math.prod(shapes["g"])  # tokens of value heads; gates of 4 bytes, beta
+    gates = rows * (4 + size)
+    # q, k, v and gates read, y written; those and dy read, their gradients written
+    forward = 2 * keys + 2 * values + gates
+    # of each token a row of three squares and of three states; backward makes them again, and has
+    # the gradients of both factors of each
+    product = 2.0 * rows * (chunk * (2 * size_k + 2 * size_v) + 3 * size_k * size_v)
+    return Work(forward, forward + 4 * keys + 3 * values + 2 * gates, product, 4 * product)
+
+
 def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
     # blocks read, y written; dy and blocks read, their gradients written
@@ -217,6 +230,7 @@ def _kl_div(
 
 WORK: dict[str, Callable[..., Work]] = {
     "attention_residuals": _residuals,
+    "gated_delta_rule": _delta_rule,
     "multi_token_attention": _multi_token,
     "neighborhood_attention": _neighbors,
     "attention": _attention,

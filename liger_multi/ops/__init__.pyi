@@ -1,6 +1,6 @@
 # written by `python -m ci.stubs`
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from typing_extensions import Unpack
@@ -78,6 +78,7 @@ __all__ = [
     "fused_linear_tvd",
     "fused_moe",
     "fused_scaled_add_rms_norm",
+    "gated_delta_rule",
     "gated_mlp",
     "gated_rms_norm",
     "gated_short_conv",
@@ -220,3 +221,48 @@ def fused_linear_cross_entropy(
     validate: bool = ...,
     outputs: tuple[str, ...],
 ) -> torch.Tensor | CrossEntropyOutput: ...
+@overload
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...

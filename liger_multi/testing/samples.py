@@ -29,6 +29,7 @@ class Tensor:
         ignored: Share of ids replaced by ``ignore_index``.
         ignore_index: The id of an ignored target.
         positive: Draw values in [0.5, 1.5) (class weights).
+        negative: The negated magnitudes of the values (logarithms of decays).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
         (last two
             axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows) or ``expanded``
@@ -43,6 +44,7 @@ class Tensor:
     ignored: float = 0.0
     ignore_index: int = -100
     positive: bool = False
+    negative: bool = False
     layout: str = "contiguous"
 
     def make(
@@ -57,6 +59,7 @@ class Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * self.scale
         if self.positive:
             values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+        values = -values.abs() if self.negative else values
         return _LAYOUTS[self.layout](values.to(device, self.dtype or dtype), self.shape)
 
 

@@ -1,1 +1,1 @@
-"""Linear attention and state space models: causal convolutions."""
+"""Linear attention and state spaces: recurrences and convolutions over tokens."""

@@ -1,4 +1,4 @@
-"""Attention and its variants, from whole scores, and rotary position embeddings.
+"""Attention from whole scores, linear attention by tokens, and rotary position embeddings.
 
 ``casting`` of rotations says where 16-bit dtypes round and changes no formula.
 """
@@ -172,6 +172,66 @@ def multi_token_attention(
     else:
         p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
     return F.conv2d(p, weight, bias, stride, padding, dilation, groups).tril()
+
+
+# --- linear attention ---
+
+TOKENS_AT_ONCE = 64
+"""Tokens of a recurrence whose states autograd keeps; those of others are computed again."""
+
+
+def _delta_steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a document begins."""
+    outs = []
+    for t in range(q.shape[1]):
+        decay = torch.where(begins[:, t, None], 0, g[:, t].exp())
+        state = state * decay[..., None, None]
+        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        d = beta[:, t, :, None] * (v[:, t] - read)
+        state = state + k[:, t, :, :, None] * d[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every value head, token by token."""
+    (batch, length, heads, size), value = q.shape, v.shape[3]
+    kind = statistics_dtype(q)
+    q, k, wide_v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // heads, 2) for x in (q, k))
+    q = q * (size**-0.5 if scale is None else scale)
+    if cu_seqlens is not None:
+        documents = _documents(cu_seqlens, length)
+        documents = torch.where(documents < 0, len(cu_seqlens), documents)
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
+    if documents is not None:
+        begins[:, 1:] = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+    state = q.new_zeros(batch, v.shape[2], size, value)
+    state = state if initial_state is None else state + initial_state.to(kind)
+    outs = [wide_v[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = [x[:, t : t + TOKENS_AT_ONCE] for x in (q, k, wide_v, g, beta, begins)]
+        y, state = checkpoint(_delta_steps, *part, state, use_reentrant=False)
+        outs.append(y)
+    made = torch.cat(outs, 1).to(v.dtype)
+    return (made, state) if output_final_state else made
 
 
 # --- rotary position embeddings ---
