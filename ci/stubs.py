@@ -113,9 +113,8 @@ def overloads(function: Callable[..., Any]) -> str:
 
 def _name(made: Any) -> str:
     """A type as it is written where its operators are known."""
-    return (
-        inspect.formatannotation(made).rpartition("liger_multi.ops.")[2].rpartition("entropy.")[2]
-    )
+    ours = made.__module__.startswith("liger_multi.")
+    return str(made.__name__) if ours else inspect.formatannotation(made)
 
 
 def _parameter(given: inspect.Parameter) -> str:

@@ -8,7 +8,7 @@ is kept between forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -28,7 +28,12 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
-NARROWEST = 32  # columns of v; with 16, and with loads of one stage, H200 and Triton 3.6 fault
+NARROWEST, FEWEST_STAGES = 32, 2
+"""Columns of v, and stages of loads, of a pass over states.
+
+With 16 columns, and with one stage, these passes read outside of their memory on an H200 with
+Triton 3.6; why is not known. Launch tables cannot choose less.
+"""
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,7 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
         None if initial is None else initial.contiguous(), *room, _steps(c.k),
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(k)
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
@@ -283,7 +288,7 @@ def _reverse(
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
         _steps(dy), _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(k)
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_reverse_kernel, count, args, constants, k.num_warps)
 
