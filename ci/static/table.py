@@ -348,7 +348,6 @@ ADDRESSED = {
         "likewise; without an order, pointers pass by strides of the caller's",
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
-    "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_")
