@@ -222,7 +222,8 @@ def timeline() -> Picture | None:
     run = [one for one in found if store.device(one) == store.QUOTED_DEVICE][-1]
 
     def draw(data: Any, path: Path, plotted: str) -> None:
-        draw_timelines([Profile.from_data(row) for row in data], path, plotted)
+        named = [{**row, "title": row["title"].replace("stock", "unpatched")} for row in data]
+        draw_timelines([Profile.from_data(row) for row in named], path, plotted)
 
     return Picture(run["rows"], draw) if all(row["timeline"] for row in run["rows"]) else None
 
