@@ -59,8 +59,8 @@ def gated_delta_rule(
         Out: that of v, states fp32 (fp64 for fp64).
 
     Memory:
-        Kept for backward: the arguments. Backward computes the states again, some heads and spans of
-        chunks at a time.
+        Kept for backward: the arguments. Backward computes the states again, some heads and
+        spans of chunks at a time.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes of q, k and v differ.
