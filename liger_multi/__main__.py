@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from liger_multi.cli.main import program
 
-program()
+if __name__ == "__main__":  # a process that is spawned imports this file again
+    program()

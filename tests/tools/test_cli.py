@@ -572,3 +572,10 @@ def test_an_ascii_terminal(a_model, command):
 def test_a_sequence_beyond_the_positions_has_a_note(capsys, a_model):
     assert main(["estimate", str(a_model), "--sequence", "5000"]) == 0
     assert "4,096 positions" in capsys.readouterr().out
+
+
+def test_a_process_that_imports_the_program_does_not_run_it():
+    """As a process does that a command spawned; the command would run once more in it."""
+    code = "import liger_multi.__main__; print('still here')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "still here\n", done.stderr
