@@ -193,12 +193,14 @@ A_TEST = 0.05
 
 
 def unit(nodeid):
-    """The unit of a test."""
+    """The unit of a test; what an operator compiles for 16 bits is a unit of its own."""
     path, _, name = nodeid.partition("::")
     file, (test, _, values) = path.rpartition("/")[2], name.partition("[")
-    if not {file, f"{file}::{test}"}.isdisjoint(BY_PARAMETER):
-        return f"{file}[{values.partition('-')[0].removesuffix(']')}]"
-    return file
+    if {file, f"{file}::{test}"}.isdisjoint(BY_PARAMETER):
+        return file
+    values = values.removesuffix("]").split("-")
+    narrow = [v for v in values[-1:] if v in ("float16", "bfloat16")]
+    return f"{file}[{'-'.join([values[0], *narrow])}]"
 
 
 def run_name(config):

@@ -33,6 +33,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.linear_attention import gated_delta_rule
 from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
 from liger_multi.backends.triton.norms import (
     dyt,
@@ -110,6 +111,20 @@ def _gated_short_conv(
     x, weight = (_meta(*s, dtype=dtype) for s in ((2, 8192, 3 * channels), (channels, width)))
     given = (weight, None, _meta(2, 8192, dtype=torch.int32) if packed else None)
     GatedShortConv.backward(GatedShortConv.forward(x, *given), x, *given, True, True, True)
+
+
+def _delta_rule(dim: int, value: int, dtype: torch.dtype = BF16, everything: bool = False) -> None:
+    """Two value heads of a key head; with documents and states, and without norms."""
+    q = _meta(2, 8192, 4, dim, dtype=dtype)
+    v, g = _meta(2, 8192, 8, value, dtype=dtype), _meta(2, 8192, 8, dtype=FP32)
+    state = _meta(2, 8, dim, value, dtype=FP32) if everything else None
+    first = _meta(2, 8192, dtype=torch.int32) if everything else None
+    if gated_delta_rule.supports(q, v) is not None:
+        return
+    given = (q, q, v, g, g.to(dtype), state, first, 0.1, not everything)
+    y, final = gated_delta_rule.forward(*given, everything)
+    last = final if everything else None
+    gated_delta_rule.backward(y, last, *given, *[True] * 6)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -536,6 +551,11 @@ LAYERS = (
     Launches("gated_short_conv 2x8192x{} W{} {} packed", _gated_short_conv, (
         (2048, 3, BF16), (2048, 7, BF16),
     ), {"packed": True}),
+    Launches("gated_delta_rule {}x{} {}", _delta_rule, (
+        (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
+    )),
+    Launches("gated_delta_rule {}x{} everything", _delta_rule, ((32, 32), (128, 128)),
+             {"everything": True}),
     Launches("swiglu_packed 8192x11008", _swiglu_packed),
     Launches("swiglu_clamped_packed 32768x2880 interleaved", _clamped_packed, ((True,),)),
     Launches("swiglu_clamped_packed 32768x2880 halves", _clamped_packed, ((False,),)),

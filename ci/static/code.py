@@ -18,6 +18,8 @@ from typing import Any
 
 import triton
 
+from ci.static.descriptors import misread
+
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -102,6 +104,7 @@ class Code:
         instructions: Instructions altogether.
         swaps: Compare-and-swap instructions: an atomic operation that became a loop.
         narrow_atomics: Atomic operations on 16-bit numbers.
+        misread: GEMMs whose factors may be read from anywhere (:mod:`ci.static.descriptors`).
     """
 
     threads: int
@@ -117,6 +120,7 @@ class Code:
     instructions: int
     swaps: int
     narrow_atomics: int
+    misread: int = 0
 
     @property
     def widest_load(self) -> int:
@@ -220,4 +224,5 @@ def _nvidia(asm: Any) -> dict[str, Any]:
         "instructions": len(names),
         "swaps": sum(n.startswith("ATOM") and "CAS" in n for n in names),
         "narrow_atomics": sum(bool(re.match(r"(ATOM|RED).*(F16|BF16)", n)) for n in names),
+        "misread": len(misread(listing)),
     }

@@ -55,12 +55,13 @@ def gated_delta_rule(
         HV, K, V)``.
 
     Dtypes:
-        In: one floating dtype of q, k and v, any of the others. Inside: fp32 (fp64 for fp64).
-        Out: that of v, states fp32 (fp64 for fp64).
+        In: one floating dtype of q, k and v, any of the others. Inside: fp32 (fp64 for fp64);
+        kernels round factors of GEMMs to the dtype of v. Out: that of v, states fp32 (fp64 for
+        fp64).
 
     Memory:
-        Kept for backward: the arguments. Backward computes the states again, some heads and
-        spans of chunks at a time.
+        Kept for backward: the arguments. Backward takes 2 K V numbers per 64 tokens of a value
+        head in kernels, and fewer in the reference.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes of q, k and v differ.

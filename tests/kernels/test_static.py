@@ -26,6 +26,7 @@ from ci.static import launch as static_launch
 from ci.static import table as static_table
 from ci.static.cases import calls
 from ci.static.code import CORES, Code, resident
+from ci.static.descriptors import misread
 from ci.static.table import (
     TURNS,
     Ask,
@@ -174,6 +175,7 @@ CASE = StaticCase("a call", calls, {}, {}, (), (), {}, True)
         ({"loads": {2: 8}}, Variant(aligned=False), ""),
         ({"swaps": 1}, Variant(), "1 compare-and-swap"),
         ({"narrow_atomics": 2}, Variant(), "2 atomic operations on 16 bits"),
+        ({"misread": 2}, Variant(), "2 GEMMs with kernel arguments in descriptors"),
         ({"unbounded_loads": 3}, Variant(large=True), "3 16-byte loads lost"),
         ({"unbounded_stores": 3}, Variant(large=True), "3 16-byte stores lost"),
         ({"unbounded_loads": 3, "unbounded_stores": 3}, Variant(), ""),
@@ -184,6 +186,46 @@ def test_what_a_row_must_not_have(change, variant, said):
     found = failures(Row(CASE, "gfx942", variant, dataclasses.replace(GOOD, **change)))
     assert len(found) == bool(said)
     assert said in "".join(found)
+
+
+LOOP = """
+    /*0010*/                   ULDC.64 UR4, c[0x0][0x210] ;
+    /*0020*/                   UMOV UR6, 0x400 ;
+    /*0030*/                   USHF.R.U32.HI UR7, URZ, 0x4, UR6 ;
+{before}
+.L_x_1:
+    /*0050*/                   UIADD3 UR8, UP0, {low}, 0x20, URZ ;
+    /*0060*/                   UIADD3.X UR9, URZ, 0x40000040, URZ, UP0, !UPT ;
+    /*0070*/                   UMOV UR10, UR8 ;
+    /*0080*/                   UMOV UR11, UR9 ;
+    /*0090*/                   HGMMA.64x16x16.F32.BF16 R24, {left}gdesc[UR8].tnspB, R24, gsb0 ;
+    /*00a0*/                   UMOV UR4, UR7 ;
+    /*00b0*/              @P0 BRA `(.L_x_1) ;
+    /*00c0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "low", "left", "wrong"),
+    [
+        ("", "UR4", "", (0x90,)),  # the first turn reads what the argument left
+        ("/*0040*/ UMOV UR4, UR7 ;", "UR4", "", ()),
+        ("/*0040*/ @UP1 UMOV UR4, UR7 ;", "UR4", "", (0x90,)),
+        ("", "UR7", "", ()),
+        ("", "UR20", "", (0x90,)),  # nothing was ever written there
+        ("", "UR4", "R8, ", (0x90,)),
+    ],
+)
+def test_arguments_in_descriptors_are_seen(before, low, left, wrong):
+    assert misread(LOOP.format(before=before, low=low, left=left)) == wrong
+
+
+def test_the_descriptor_of_a_factor_in_registers_is_not_read():
+    text = LOOP.format(before="/*0040*/ UMOV UR20, UR7 ;", low="UR20", left="R8, ")
+    assert misread(text) == ()
+    assert misread(text.replace("UMOV UR10, UR8", "UMOV UR12, UR8")) == (0x90,)
+    half = text.replace("UMOV UR10, UR8", "UMOV UR10, UR20")
+    assert misread(half.replace("UIADD3 UR8, UP0, UR20", "UIADD3 UR8, UP0, UR4")) == ()
 
 
 def test_registers_that_unaligned_arguments_spill_are_shown():

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from liger_multi import ops
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.errors import DoubleBackwardError
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
@@ -292,3 +294,16 @@ def test_wrong_arguments(name):
     arguments, options, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         ops.gated_delta_rule(*arguments, **options)
+
+
+def test_keys_too_wide_for_kernels_are_refused(monkeypatch):
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.linear_attention import gated_delta_rule as kernels
+
+    monkeypatch.setattr(kernels, "INTERPRETED", False)  # it takes narrower ones, for time
+    large = DeviceInfo("cuda", "large", 32, 1024, 232448, 132)
+    keys = torch.empty(1, 4, 1, 192, device="meta", dtype=torch.bfloat16)
+    with launch.simulate(large):
+        assert "bfloat16 keys of up to 128 elements on large" in kernels.supports(keys, keys)
+        assert kernels.supports(keys[..., :128], keys) is None
+        assert "float32 keys of up to 64" in kernels.supports(keys[..., :128].float(), keys)

@@ -89,6 +89,12 @@ def test_the_longest_test_of_a_file_goes_to_several_workers():
     assert harness.unit("tests/kernels/test_npu.py::test_a_block[fp32]") == "test_npu.py"
 
 
+def test_what_an_operator_compiles_for_16_bits_goes_to_several_workers():
+    name = "tests/ops/test_ops.py::test_forward_and_backward[rms_norm-triton-wide-{}]"
+    found = [harness.unit(name.format(dtype)) for dtype in ("float32", "bfloat16", "float16")]
+    assert found == [f"test_ops.py[rms_norm{of}]" for of in ("", "-bfloat16", "-float16")]
+
+
 def test_times_are_recorded_by_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "SECONDS", tmp_path / "seconds.json")
     monkeypatch.setattr(harness, "interpreted", lambda: False)

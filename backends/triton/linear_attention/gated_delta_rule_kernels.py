@@ -1,0 +1,727 @@
+"""The gated delta rule by chunks of tokens: its kernels.
+
+Of one value head and chunk, S the state before it, Q = scale q and all of the shape (tokens, ...):
+
+    G_i = the gates summed from the first token of the chunk or document on,  e = exp(G)
+    D_ij = exp(G_i - G_j) for i >= j of one document,  r = exp(G_last - G),  z = e_last
+    A = (I + L)^-1,  L = beta_i (k_i . k_j) D_ij below the diagonal,  P = (Q K') D
+    N = A beta (V - e K S),  y = e Q S + P N,  S' = z S + (r K)' N
+
+and with dS' the gradient of S':
+
+    Y = A' (P' dy + r K dS'),  dV = beta Y,  dS = z dS' + (e Q)' dy - (beta e K)' Y
+    dP = dy N',  E = dP D,  dL = -(Y N') below the diagonal,  M = dL D beta_i
+    dQ = E K + e dy S',  dK = E' Q + r N dS'' + (M + M') K - beta e Y S'
+    dbeta = rows of Y (V - e K S) + rows of dL (K K') D,  T = dP P below the diagonal + dL L
+    dG = rows of T - columns of T + e Q (dy S')' - r K (N dS'')' - beta e K (Y S')', and of the
+    last token the sums of r K (N dS'')' and of z S dS'; dg sums dG over later tokens
+
+Without the correction (no ``inverse_ptr``) L is 0 and so is K S: N = beta V, which makes the rule a
+state space model (arXiv:2405.21060) with C, B, x and dt for q, k, v and beta. y may have ``skip v``
+added to it.
+
+e is 0 outside of the document that S belongs to, r outside of the last token's, z where the chunk
+has a boundary. No difference of large sums is formed for dg: T leaves out the diagonal.
+
+One kernel prepares A, P and the gates of all chunks. One passes over the chunks of a block of
+value columns with S in registers, one in reverse with dS. Two others run for all chunks at once.
+Operands that are read the other way round come from memory: on Hopper, Triton up to 3.7.0
+multiplies wrongly by a transposed result of another GEMM. q and k have the same strides: addresses
+of their tiles are then the same registers.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_multi.backends.triton.attention.attention_kernels import product
+from liger_multi.backends.triton.common.rows import (
+    INTERPRETED,
+    LOG2E,
+    assume_rows,
+    round_to,
+    short_offsets,
+)
+
+NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+GONE: tl.constexpr = tl.constexpr(-110.0)  # gates below have an exponential of 0 in fp32
+STEPS: tl.constexpr = tl.constexpr(1024.0)  # sums of this part of 1 are exact in fp32
+
+# --- tiles ---
+
+
+@triton.jit
+def _tile(
+    ptr, start, stride, rows, column, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load ROWS rows from ``start`` on, BLOCK of COLS columns from ``column`` on, zeros outside."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    assume_rows(ptr, stride, ROWS)
+    at = ptr + tl.cast(start, tl.int64) * stride + column + (row[:, None] * stride + col[None, :])
+    mask = (start + row < rows)[:, None]
+    if COLS % BLOCK != 0:
+        mask = mask & (column + col < COLS)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_tile(
+    ptr, value, start, stride, rows, column, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`_tile` would load."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    assume_rows(ptr, stride, ROWS)
+    at = ptr + tl.cast(start, tl.int64) * stride + column + (row[:, None] * stride + col[None, :])
+    mask = (start + row < rows)[:, None]
+    if COLS % BLOCK != 0:
+        mask = mask & (column + col < COLS)[None, :]
+    tl.store(at, round_to(value, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _assume_heads(heads, EACH: tl.constexpr):
+    """Tell the compiler that tokens are short, of heads of EACH elements: ``supports`` sees to it.
+
+    Then offsets within a chunk are known to need 32 bits.
+    """
+    if short_offsets():
+        tl.assume(heads >= 0)
+        tl.assume(heads <= 2**21 // EACH)
+
+
+@triton.jit
+def _square(ptr, SIZE: tl.constexpr):
+    """Addresses of a contiguous square."""
+    row = tl.arange(0, SIZE)
+    return ptr + (row[:, None] * SIZE + row[None, :])
+
+
+@triton.jit
+def _numbers(ptr, start, stride, tokens, CHUNK: tl.constexpr):
+    """A number of each token of a chunk in fp32, 0 past the last token."""
+    row = tl.arange(0, CHUNK)
+    at = ptr + tl.cast(start, tl.int64) * stride + row * stride
+    return tl.load(at, mask=start + row < tokens, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rstds(rstd_ptr, start, factor, NORMED: tl.constexpr, CHUNK: tl.constexpr):
+    """What rows of a chunk are multiplied by: ``factor``, over their norm where NORMED."""
+    if NORMED:
+        return tl.load(rstd_ptr + start + tl.arange(0, CHUNK)) * factor
+    return tl.zeros([CHUNK], tl.float32) + factor
+
+
+@triton.jit
+def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
+    """Pairs (i, j) of a chunk with i not before j, of one document; where it begins, for each i.
+
+    Rows past the last token belong to its document.
+    """
+    row = tl.arange(0, CHUNK)
+    seen = row[:, None] >= row[None, :]
+    begins = row * 0
+    if first_ptr is not None:
+        begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
+        seen = seen & (begins[:, None] <= (start + row)[None, :])
+    return seen, begins
+
+
+@triton.jit
+def _decays(coarse, fine, seen):
+    """D, from both parts of the sums of gates."""
+    apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    return tl.exp2(tl.where(seen, apart * LOG2E, -float("inf")))
+
+
+@triton.jit
+def _folded(x, by, FOLD: tl.constexpr):
+    """Rows and their factors; with FOLD they are multiplied here, and the factors are 1.
+
+    In float16 it must be so: a factor of a short row would leave the range in a product with
+    others.
+    """
+    if FOLD:
+        return round_to(x.to(tl.float32) * by[:, None], x.dtype), by * 0.0 + 1.0
+    return x, by
+
+
+@triton.jit
+def _plus(total, a, b):
+    """``total + a @ b`` in fp32; both factors have one dtype."""
+    if INTERPRETED and b.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _solve_product(a, b, EXACT: tl.constexpr):
+    """A product of fp32 matrices; to 16 bits of each factor, unless EXACT.
+
+    Two bf16 numbers hold 16 bits, and matrix units take them as they lie; of TF32 the second factor
+    would have to be transposed on chip.
+    """
+    if EXACT:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        a_near, b_near = round_to(a, tl.bfloat16), round_to(b, tl.bfloat16)
+        a_rest = round_to(a - a_near.to(tl.float32), tl.bfloat16)
+        b_rest = round_to(b - b_near.to(tl.float32), tl.bfloat16)
+        return _plus(_plus(product(a_near, b_rest), a_rest, b_near), a_near, b_near)
+
+
+@triton.jit
+def _unit_inverse(lower, EXACT: tl.constexpr, CHUNK: tl.constexpr):
+    """(I + L)^-1 of a strictly lower L, by blocks of 2, 4, 8 and so on.
+
+    With the inverses A of both diagonal blocks, the block below the diagonal is -A L A.
+    """
+    row = tl.arange(0, CHUNK)
+    i, j = row[:, None], row[None, :]
+    found = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    size: tl.constexpr = CHUNK
+    for power in tl.static_range(1, 6):
+        if 2**power < size:
+            between = (i // 2 ** (power + 1) == j // 2 ** (power + 1)) & (
+                i // 2**power != j // 2**power
+            )
+            below = tl.where(between, lower, 0.0)
+            found -= _solve_product(found, _solve_product(below, found, EXACT), EXACT)
+    return found
+
+
+# --- what needs no state ---
+
+
+@triton.jit
+def _delta_rule_chunks_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
+    k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A, P, the gates and norms of every chunk.
+
+    Program: a chunk of one value head; those of a key head are neighbors.
+    Reads q, k, g and beta. Writes A and P, each (CHUNK, CHUNK); e, r and two parts of G, in planes
+    of ``gates_ptr``; and, in the first head of a group, 1 / norm of the rows of q and of k.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    member, chunk = pid % GROUP, (pid // GROUP) % chunks
+    key_head = pid // GROUP // chunks
+    batch, head = key_head // heads, key_head % heads
+    value_head = head * GROUP + member
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE)  # fmt: skip
+    k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE)  # fmt: skip
+    q_scale = tl.zeros([CHUNK], tl.float32) + scale
+    k_scale = tl.zeros([CHUNK], tl.float32) + 1.0
+    if NORMED:
+        wide, other = q.to(tl.float32), k.to(tl.float32)
+        q_rstd = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS)
+        k_rstd = tl.rsqrt(tl.sum(other * other, 1) + NORM_EPS)
+        if member == 0:
+            at = rstd_ptr + key_head * chunks * CHUNK + start + row
+            tl.store(at, q_rstd)
+            tl.store(at + rstd_plane, k_rstd)
+        q_scale *= q_rstd
+        k_scale *= k_rstd
+    g = _numbers(g_ptr + batch * g_steps[0] + value_head * g_steps[2], start, g_steps[1], tokens,
+                 CHUNK)  # fmt: skip
+    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    seen, begins = _seen(first_ptr, start, tokens, CHUNK)
+    g = tl.where(g < GONE, GONE, g)
+    large = tl.floor(g * STEPS) * (1.0 / STEPS)
+    coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
+    fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
+    end = row == CHUNK - 1
+    rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
+    rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
+    e, r = tl.exp2((coarse + fine) * LOG2E), tl.exp2(rest * LOG2E)
+    if first_ptr is not None:
+        e = tl.where(begins < tl.maximum(start, 1), e, 0.0)
+        r = tl.where(begins == tl.sum(tl.where(end, begins, 0), 0), r, 0.0)
+    whole = (batch * heads * GROUP + value_head) * chunks + chunk
+    at = gates_ptr + whole * CHUNK + row
+    tl.store(at, e)
+    tl.store(at + plane, r)
+    tl.store(at + 2 * plane, coarse)
+    tl.store(at + 3 * plane, fine)
+    decay = _decays(coarse, fine, seen)
+    kind = scores_ptr.dtype.element_ty
+    p = product(q, tl.trans(k)) * decay * q_scale[:, None] * k_scale[None, :]
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
+    if inverse_ptr is not None:
+        lower = product(k, tl.trans(k)) * decay * (beta * k_scale)[:, None] * k_scale[None, :]
+        lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
+        a = _unit_inverse(lower, kind == tl.float32, CHUNK)
+        tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+
+
+# --- states ---
+
+
+@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
+def _delta_rule_forward_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, initial_ptr,
+    skip_ptr, y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps, tokens,
+    chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pass over the chunks with the state in registers.
+
+    Program: BLOCK columns of v of one value head, chunk after chunk.
+    Reads k, v, A and gates, and for y also q, P and skip (heads, VALUE). Writes what it is given
+    room for: y (batch, tokens, heads, VALUE) and the last state; or the state before every chunk,
+    and N.
+    """
+    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    head = value_head // GROUP
+    row = tl.arange(0, CHUNK)
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    v_ptr += batch * v_steps[0] + value_head * v_steps[2]
+    beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
+    gates_ptr += stream * chunks * CHUNK
+    if inverse_ptr is not None:
+        inverse_ptr += stream * chunks * CHUNK * CHUNK
+    if NORMED:
+        rstd_ptr += (batch * heads + head) * chunks * CHUNK
+    if skip_ptr is not None:
+        col = column + tl.arange(0, BLOCK)
+        skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
+    if y_ptr is not None:
+        q_ptr += batch * k_steps[0] + head * k_steps[2]
+        scores_ptr += stream * chunks * CHUNK * CHUNK
+        y_ptr += (batch * tokens * many + value_head) * VALUE
+    if values_ptr is not None:
+        values_ptr += stream * tokens * VALUE
+        states_ptr += stream * chunks * DIM * VALUE
+    kind = k_ptr.dtype.element_ty
+    state = tl.zeros([SIZE, BLOCK], tl.float32)
+    if initial_ptr is not None:
+        state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
+                       BLOCK).to(tl.float32)  # fmt: skip
+    for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
+        start = chunk * CHUNK
+        place = tl.cast(start, tl.int64)
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
+        beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
+        e, r = tl.load(gates_ptr + start + row), tl.load(gates_ptr + plane + start + row)
+        z = tl.load(gates_ptr + start + CHUNK - 1)
+        by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
+        k, by = _folded(k, by, NORMED and kind == tl.float16)
+        narrow = round_to(state, kind)
+        if values_ptr is not None:
+            _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
+                        column, SIZE, VALUE, BLOCK)  # fmt: skip
+        if inverse_ptr is not None:
+            a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+            right = (v - product(k, narrow) * (e * by)[:, None]) * beta[:, None]
+            n = product(a, round_to(right, kind))
+        else:
+            n = v * beta[:, None]
+        if values_ptr is not None:
+            _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        if y_ptr is not None:
+            q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+            p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
+            q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
+            y = product(q, narrow) * (e * q_by)[:, None]
+            y = _plus(y, p, round_to(n, kind))
+            if skip_ptr is not None:
+                y += v * skip[None, :]
+            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        state = _plus(state * z, tl.trans(k), round_to(n * (r * by)[:, None], kind))
+    if final_ptr is not None:
+        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
+                    BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
+def _delta_rule_reverse_kernel(
+    dy_ptr, q_ptr, k_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, dfinal_ptr,
+    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, k_steps, beta_steps, tokens, chunks,
+    heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pass over the chunks in reverse with the gradient of the state in registers.
+
+    Program: BLOCK columns of v of one value head, from the last chunk to the first.
+    Reads dy, q, k, A, P and gates. Writes the gradient of the state after every chunk; Y (batch,
+    tokens, heads, VALUE); and at the end the gradient of the first state.
+    """
+    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    head = value_head // GROUP
+    row = tl.arange(0, CHUNK)
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
+    beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
+    gates_ptr += stream * chunks * CHUNK
+    if inverse_ptr is not None:
+        inverse_ptr += stream * chunks * CHUNK * CHUNK
+    scores_ptr += stream * chunks * CHUNK * CHUNK
+    dstates_ptr += stream * chunks * DIM * VALUE
+    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    if NORMED:
+        rstd_ptr += (batch * heads + head) * chunks * CHUNK
+    kind = k_ptr.dtype.element_ty
+    dstate = tl.zeros([SIZE, BLOCK], tl.float32)
+    if dfinal_ptr is not None:
+        dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
+                        BLOCK).to(tl.float32)  # fmt: skip
+    dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
+    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+    for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
+        chunk = chunks - 1 - step
+        start = chunk * CHUNK
+        place = tl.cast(start, tl.int64)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
+        beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
+        e, r = tl.load(gates_ptr + start + row), tl.load(gates_ptr + plane + start + row)
+        z = tl.load(gates_ptr + start + CHUNK - 1)
+        by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
+        q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
+        k, by = _folded(k, by, NORMED and kind == tl.float16)
+        q, q_by = _folded(q, q_by, NORMED and kind == tl.float16)
+        dn = product(k, round_to(dstate, kind)) * (r * by)[:, None]
+        own = dy.to(tl.float32) * (e * q_by)[:, None]
+        dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
+        dn = _plus(dn, tl.trans(p), dy)
+        y = dn
+        if inverse_ptr is not None:
+            a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+            y = product(tl.trans(a), round_to(dn, kind))
+            x = y * (beta * e * by)[:, None]
+            dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
+        _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        dstates_ptr -= DIM * VALUE
+        rows = tl.where(chunk > 0, DIM, 0)
+        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+    if dinitial_ptr is not None:
+        _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
+                    VALUE, BLOCK)  # fmt: skip
+
+
+# --- gradients, all chunks at once ---
+
+
+@triton.jit
+def _delta_rule_pairs_kernel(
+    dy_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
+    scores_ptr, inverse_ptr, sums_ptr, dskips_ptr, dy_steps, k_steps, v_steps, beta_steps,
+    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of pairs of tokens.
+
+    Program: a chunk of one value head. It sums dP and Y N' over blocks of value columns.
+    Reads dy, N, Y, q, k, v and gates. Writes E in the place of P, M in that of A, in two planes of
+    ``sums_ptr`` what pairs and v give to dG and to dbeta, and what a chunk gives to the gradient of
+    skip (chunks, VALUE).
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    member, chunk = pid % GROUP, (pid // GROUP) % chunks
+    key_head = pid // GROUP // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    value_head = head * GROUP + member
+    stream = batch * many + value_head
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
+    v_ptr += batch * v_steps[0] + value_head * v_steps[2]
+    values_ptr += stream * tokens * VALUE
+    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    dp = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dlower = tl.zeros([CHUNK, CHUNK], tl.float32)
+    from_v = tl.zeros([CHUNK], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
+        dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        y = _tile(solved_ptr, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        dp = _plus(dp, dy, tl.trans(n))
+        if inverse_ptr is not None:
+            dlower = _plus(dlower, y, tl.trans(n))
+        from_v += tl.sum(y.to(tl.float32) * v.to(tl.float32), 1)
+        if dskips_ptr is not None:
+            col = column + tl.arange(0, BLOCK)
+            at = dskips_ptr + (stream * chunks + chunk) * VALUE + col
+            given = tl.sum(dy.to(tl.float32) * v.to(tl.float32), 0)
+            tl.store(at, given, mask=col < VALUE)
+    k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE)  # fmt: skip
+    if NORMED:
+        rstd_ptr += key_head * chunks * CHUNK
+    by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
+    q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
+    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
+    whole = stream * chunks + chunk
+    at = gates_ptr + whole * CHUNK + row
+    decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), seen)
+    below = row[:, None] > row[None, :]
+    kind = scores_ptr.dtype.element_ty
+    through = tl.zeros([CHUNK, CHUNK], tl.float32)
+    if inverse_ptr is not None:
+        dlower = tl.where(below, -dlower, 0.0)
+        inner = product(k, tl.trans(k)) * decay * by[:, None] * by[None, :]
+        from_v += tl.sum(dlower * inner, 1)
+        through = dlower * inner * beta[:, None]
+        mixed = dlower * decay * beta[:, None]
+        tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
+    dp *= decay
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
+    q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE)  # fmt: skip
+    scores = product(q, tl.trans(k)) * q_by[:, None] * by[None, :]
+    through += tl.where(below, dp * scores, 0.0)
+    at = sums_ptr + whole * CHUNK + row
+    tl.store(at, tl.sum(through, 1) - tl.sum(through, 0))
+    tl.store(at + plane, from_v)
+
+
+@triton.jit
+def _times_states(
+    ptr, states, start, stride, tokens, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The product of a chunk's rows of VALUE columns with a state: x S', (CHUNK, SIZE)."""
+    found = tl.zeros([CHUNK, SIZE], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
+        x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
+        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+        found = _plus(found, x, tl.trans(s))
+    return found
+
+
+@triton.jit
+def _norm_gradient(dx, x, rstd):
+    """Back through x / norm: dx is the gradient of its result."""
+    y = x.to(tl.float32) * rstd[:, None]
+    return (dx - y * tl.sum(y * dx, 1)[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def _delta_rule_queries_kernel(
+    dy_ptr, q_ptr, k_ptr, states_ptr, gates_ptr, rstd_ptr, scores_ptr, sums_ptr, dq_ptr, dy_steps,
+    k_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q.
+
+    Program: a chunk of one key head, with the value heads of its group one after another.
+    Reads dy, q, k, S, E and gates. Adds what y takes from states to the sums for dG, and writes dq,
+    summed over the group in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, key_head = pid % chunks, pid // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    if NORMED:
+        rstd_ptr += key_head * chunks * CHUNK
+    dq = tl.zeros([CHUNK, SIZE], tl.float32)
+    for member in tl.range(0, GROUP, disable_licm=True):
+        value_head = head * GROUP + member
+        whole = (batch * many + value_head) * chunks + chunk
+        found = _times_states(
+            dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2],
+            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, DIM, SIZE, VALUE, BLOCK,
+            CHUNK, STAGES,
+        )  # fmt: skip
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
+        e = tl.load(gates_ptr + whole * CHUNK + row)
+        by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
+        at = sums_ptr + whole * CHUNK + row
+        tl.store(at, tl.load(at) + e * by * tl.sum(q * found, 1))
+        dq += found * e[:, None]
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        k, _ = _folded(k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK), NORMED)
+        dq += product(tl.load(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK)), k)
+    dq *= scale
+    if NORMED:
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
+    dq_ptr += (batch * tokens * heads + head) * DIM
+    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+
+
+@triton.jit
+def _products_of_states(
+    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of S dS' over all elements."""
+    kept = tl.zeros([SIZE], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK):
+        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        ds = _tile(dstates, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        kept += tl.sum(s * ds, 1)
+    return tl.sum(kept, 0)
+
+
+@triton.jit
+def _times_pairs(
+    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``E' Q + (M + M') K`` of a chunk, half of its rows at a time; M may be absent.
+
+    A loop for each: Triton gives the first of two GEMMs with one sum to fewer warps.
+    """
+    HALF: tl.constexpr = max(16, CHUNK // 2)
+    row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
+    found = tl.zeros([CHUNK, SIZE], tl.float32)
+    for part in tl.range(0, CHUNK, HALF):
+        q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
+        q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
+        pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
+        found = _plus(found, tl.trans(pairs), q)
+    if mixed_ptr is not None:
+        for part in tl.range(0, CHUNK, HALF):
+            k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
+            k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
+            columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
+            rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
+            mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
+            found = _plus(found, round_to(mixed, k.dtype), k)
+    return found
+
+
+@triton.jit
+def _delta_rule_keys_kernel(
+    q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
+    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, dy_ptr, skip_ptr, k_steps, beta_steps, dy_steps,
+    tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of k and v.
+
+    Program: a chunk of one key head, with the value heads of its group one after another.
+    Reads q, k, S, dS', N, Y, E, M and gates, and dy where skip is given. Adds what states give to
+    the sums for dG and dbeta. Writes dv in the place of Y, and at the end dk, summed over the group
+    in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, key_head = pid % chunks, pid // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    if NORMED:
+        rstd_ptr += key_head * chunks * CHUNK
+    dk = tl.zeros([CHUNK, SIZE], tl.float32)
+    for member in tl.range(0, GROUP, disable_licm=True):
+        value_head = head * GROUP + member
+        stream = batch * many + value_head
+        whole = stream * chunks + chunk
+        states, dstates = states_ptr + whole * DIM * VALUE, dstates_ptr + whole * DIM * VALUE
+        by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
+        beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                        beta_steps[1], tokens, CHUNK)  # fmt: skip
+        at = gates_ptr + whole * CHUNK
+        e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
+        room = solved_ptr + (batch * tokens * many + value_head) * VALUE
+        read = tl.zeros([CHUNK], tl.float32)
+        if inverse_ptr is not None:
+            found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE,
+                                  BLOCK, CHUNK, STAGES)  # fmt: skip
+            k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+            read = e * by * tl.sum(k.to(tl.float32) * found, 1)
+            dk -= found * (beta * e)[:, None]
+        found = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
+                              DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        pushed = r * by * tl.sum(k.to(tl.float32) * found, 1)
+        dk += found * r[:, None]
+        last = tl.sum(pushed, 0) + z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
+        at = sums_ptr + whole * CHUNK + row
+        last = tl.where(row == CHUNK - 1, last, 0.0)
+        tl.store(at, tl.load(at) + last - pushed - beta * read)
+        tl.store(at + plane, tl.load(at + plane) - read)
+        for column in tl.range(0, VALUE, BLOCK):
+            y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            dv = y.to(tl.float32) * beta[:, None]
+            if skip_ptr is not None:
+                col = column + tl.arange(0, BLOCK)
+                skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
+                dy = _tile(dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], start,
+                           dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
+                dv += dy.to(tl.float32) * skip[None, :]
+            _store_tile(room, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        mixed = inverse_ptr
+        if inverse_ptr is not None:
+            mixed += whole * CHUNK * CHUNK
+        dk += _times_pairs(
+            q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK, mixed, start, k_steps[1],
+            tokens, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
+        )  # fmt: skip
+    if NORMED:
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
+    dk_ptr += (batch * tokens * heads + head) * DIM
+    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+
+
+@triton.jit
+def _delta_rule_gates_kernel(
+    sums_ptr, first_ptr, dg_ptr, dbeta_ptr, first_step, tokens, chunks, many, plane,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of gates and beta.
+
+    Program: a chunk of one value head.
+    Reads the sums for dG and dbeta. Writes dbeta, and dg, the sum over later tokens of the chunk.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, stream = pid % chunks, pid // chunks
+    batch, head = stream // many, stream % many
+    start = (chunk * BLOCK).to(tl.int32)
+    row = tl.arange(0, BLOCK)
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    seen, _ = _seen(first_ptr, start, tokens, BLOCK)
+    dsums = tl.load(sums_ptr + pid * BLOCK + row)
+    dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
+    dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
+    at, mask = (batch * tokens + start) * many + head + row * many, start + row < tokens
+    tl.store(dg_ptr + at, round_to(dg, dg_ptr.dtype.element_ty), mask=mask)
+    tl.store(dbeta_ptr + at, round_to(dbeta, dbeta_ptr.dtype.element_ty), mask=mask)
