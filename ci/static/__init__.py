@@ -148,13 +148,15 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     constant = {p.name for p in kernel.params if p.is_constexpr}
+    general = {p.name for p in kernel.params if p.do_not_specialize}
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     aligned: list[str] = []
 
     def typed(value: Any, name: str, key: Any, is_constant: bool) -> Any:
         """The type of one number or tensor, after noting what else is known of it."""
-        if is_constant or value is None or (isinstance(value, int) and value == 1):
+        one = isinstance(value, int) and value == 1 and name not in general
+        if is_constant or value is None or one:
             constants[key] = value
             return "constexpr"
         if isinstance(value, torch.Tensor):
@@ -162,7 +164,7 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
                 aligned.append(name)
             return "*" + TYPES[value.dtype]
         if isinstance(value, int):
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in general:
                 aligned.append(name)
             return "i32" if -(2**31) <= value < 2**31 else "i64"
         return "fp32"

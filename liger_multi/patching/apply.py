@@ -24,7 +24,8 @@ from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.options import OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
 from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal, with_heads
-from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal
 from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.replace.adapters import (
@@ -35,10 +36,18 @@ from liger_multi.patching.replace.adapters import (
     projections,
     share,
 )
+from liger_multi.patching.replace.calling import renew
 from liger_multi.patching.replace.head import LazyHead
+from liger_multi.patching.replace.mixers import (
+    FusedMixer,
+    MixerSettings,
+    PackedModel,
+    SeparateModel,
+    packing,
+)
 from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, FusedMlp
 from liger_multi.patching.replace.norms import FusedNorm
-from liger_multi.patching.replace.rotary import FusedRotary, renew, rotary_calls, rotary_kinds
+from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
 from liger_multi.patching.replace.swap import (
     Block,
     Patched,
@@ -50,6 +59,7 @@ from liger_multi.patching.replace.swap import (
     restore,
     stock_class,
     swapped,
+    unpatched_class,
 )
 from liger_multi.patching.report import Entry, PatchReport, Skipped, promised
 
@@ -72,8 +82,9 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora`` and
-            ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
+            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``,
+            ``causal_conv1d``, ``gated_delta_rule`` and ``fused_linear_cross_entropy`` are on by
+            default, ``cross_entropy`` is off. With both
             losses on, ``cross_entropy`` serves the calls that cannot be fused.
 
     Returns:
@@ -191,6 +202,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
         for find in _FINDERS:
             find(report, request, path, module)
     _shared(report, request, model)
+    _packed(report, request, model)
     _head(report, request, model, head_needed)
     _absent(report, request, model)
 
@@ -269,6 +281,39 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
         renew(type(module))
 
 
+def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    stock = unpatched_class(module)
+    calls = mixer_calls(stock)
+    if not calls:
+        return
+    settings = MixerSettings(*(request.get(op) for op in MIXER_OPS))
+    overridden = conflicts.of_module(module)
+    reasons = {SERVED[rest[1]]: overridden or refusal(*rest) for _, *rest in calls}
+    on = {op: why for op, why in reasons.items() if getattr(settings, op) is not None}
+    report.skipped += [Skipped(path, op, why) for op, why in on.items() if why]
+    served = sorted(op for op, why in on.items() if not why)
+    if not served:
+        _restore(report, path, module)
+        return
+    shown = [getattr(settings, op).shown() for op in served]
+    swap = Swap(served[-1], stock, FusedMixer, settings)
+    by = " + ".join(served)
+    _apply(report, path, module, swap, by, {k: v for one in shown for k, v in one.items()})
+    renew(type(module))
+
+
+def _packed(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Models that tell mixers which sample a token belongs to, or refuse rows of several."""
+    found = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
+    for path, module in model.named_modules():
+        swap = found.get(path)
+        if swap is not None and not conflicts.of_module(module):
+            by = "ids of samples" if swap.behavior is PackedModel else "one sample a row only"
+            _apply(report, path, module, swap, by, {})
+        elif isinstance(module, (PackedModel, SeparateModel)):
+            _restore(report, path, module)
+
+
 def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     if not looks_like_lora(module) or isinstance(module, LazyHead):
         return
@@ -317,7 +362,7 @@ def _registered(report: PatchReport, request: Request, path: str, module: nn.Mod
         _restore(report, path, module)
 
 
-_FINDERS = (_norm, _mlp, _experts, _rotary, _lora, _registered)
+_FINDERS = (_norm, _mlp, _experts, _rotary, _mixer, _lora, _registered)
 """Asked in this order for every module; each knows its operators' modules and leaves others."""
 
 
@@ -328,7 +373,7 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = [] if report.count("fused_moe") else experts
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
-    for family in (NORM_OPS, MLP_OPS, ("fused_moe",), ("rope",), ("lora",)):
+    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, ("fused_moe",), ("rope",), ("lora",)):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]
         for op in missing:

@@ -11,7 +11,7 @@ import torch
 
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.recognize.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -77,13 +77,13 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), Options),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora"), Options),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, "fused_moe", "rope", "lora"), True),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora"), True),
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }

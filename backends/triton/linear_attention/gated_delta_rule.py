@@ -29,9 +29,11 @@ from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
 NARROWEST, FEWEST_STAGES = 16, 2
-"""Columns of v, and stages of loads, of a pass over states; launch tables cannot choose less.
+"""Columns of v, and stages of loads, of a pass over states; launch tables cannot choose less."""
+ALIGNED, SHORTEST = 16, 32
+"""What loads in stages take: rows of a multiple of so many bytes, heads of so many elements.
 
-With one stage, ptxas 12.8 (Triton 3.6) makes wrong code for Hopper: in the first turn of the loop,
+Without stages, ptxas 12.8 (Triton 3.6) makes wrong code for Hopper: in the first turn of a loop,
 the descriptors of a GEMM's factors are kernel arguments. The static checks look for this.
 """
 
@@ -58,8 +60,8 @@ def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 
 def queries_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """A sum of the size of the keys is in registers."""
-    if _is_large(info) and item == 2:
+    """A sum of the size of the keys is in registers; of short ones, stages are not worth it."""
+    if _is_large(info) and item == 2 and dim > SHORTEST:
         return DeltaConfig(64, 2, 4)
     return DeltaConfig(32 if item == 4 else 64, 1, 8)
 
@@ -95,6 +97,13 @@ def _padded(size: int) -> int:
 def supports(k: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
     info, size = device_info(k.device), k.shape[3]
+    if _is_large(info) and k.element_size() == 2 and not INTERPRETED:
+        step = ALIGNED // 2
+        if any(n < SHORTEST or n % step for n in (size, v.shape[3])):
+            return (
+                f"takes heads of at least {SHORTEST} elements in multiples of {step} on "
+                f"{info.arch}, got {size} and {v.shape[3]}"
+            )
     widest = 64 if k.element_size() == 4 or INTERPRETED else 128
     if _is_tight(info, 2) and not INTERPRETED:
         widest = 32
@@ -109,9 +118,11 @@ def supports(k: Tensor, v: Tensor) -> str | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Heads of adjacent elements, a chunk of whose tokens is no 2 GiB long (see assume_rows)."""
-    near = tile_rows(128, x.stride(1)) > 1
-    return x if near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
+    """Aligned heads of adjacent elements, a chunk of which is no 2 GiB long (see assume_rows)."""
+    steps = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:3])]
+    is_near = tile_rows(128, x.stride(1)) > 1 and (x.stride(3) == 1 or x.shape[3] == 1)
+    is_aligned = x.element_size() != 2 or not any(step % ALIGNED for step in steps)
+    return x if is_near and is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
@@ -167,7 +178,7 @@ class Call(NamedTuple):
     def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
         """Constants of a kernel that takes blocks of columns."""
         value = self.v.shape[3]
-        block = max(NARROWEST, min(config.block, _padded(value)))
+        block = max(NARROWEST, min(config.block, power_of_2(value)))
         return (*self.keys(), value, block, self.chunk, config.stages)
 
 
@@ -188,7 +199,7 @@ def call_of(
     chunks = cdiv(q.shape[1], chunk)
     q, k = _rows(q), _rows(k)
     if q.stride() != k.stride():
-        q, k = q.contiguous(), k.contiguous()
+        q, k = (_rows(x.contiguous()) for x in (q, k))
     return Call(q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks, corrected, skip)
 
 

@@ -249,3 +249,7 @@ ROTARY_FORMS = (
     RotaryForm((5, 4, 8), (5, 3, 8), (5, 8)),
     RotaryForm((5, 4, 8), (5, 3, 8), (5, 4)),
 )
+
+# --- mixers of hybrid models ---
+
+MIXER_OPS = ("causal_conv1d", "gated_delta_rule")

@@ -1,20 +1,18 @@
 """Rotary functions: attention modules of a patched model call ``rope`` in their place.
 
 A function belongs to a modeling file and is called by its attention modules. :class:`FusedRotary`
-gives single instances of these another class, whose methods call our function. How, and why the
-modeling file's own function stays, is told in :mod:`liger_multi.patching.replace.redirect`.
+gives single instances of these another class, whose methods call our function
+(:mod:`liger_multi.patching.replace.calling`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
 from torch import Tensor
 
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.kinds import (
@@ -30,64 +28,24 @@ from liger_multi.patching.recognize.rotary import (
     recognized,
 )
 from liger_multi.patching.replace import redirect
-from liger_multi.patching.replace.swap import Patched, Swap
+from liger_multi.patching.replace.calling import Call, Calling, named
 
 
-class FusedRotary(Patched):
+class FusedRotary(Calling):
     """A module whose calls of rotary functions go to the operator."""
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the methods with the class: it is made wherever something patches or unpickles."""
-        super().__init_subclass__(**keywords)
-        if "_liger_multi_swap" in vars(cls):
-            renew(cls)
+    @staticmethod
+    def found(stock: type) -> list[Call]:
+        """The calls of rotary functions that are served."""
+        return [c for c in rotary_calls(stock) if isinstance(_usable(*c[1:]), Rotary)]
+
+    @staticmethod
+    def served(name: str, called: Any, settings: Any) -> FunctionType:
+        """The function that stands for a rotary function."""
+        return served_function(name, called, cast(Options, settings))
 
 
-def renew(kind: type) -> None:
-    """Make the methods of a class of ours from those that its original class has now."""
-    kind = next(k for k in kind.__mro__ if FusedRotary in k.__bases__)
-    swap: Swap = vars(kind)["_liger_multi_swap"]
-    found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
-    for method, function, name, called in rotary_calls(swap.stock):
-        if isinstance(_usable(function, name, called), Rotary):
-            found.setdefault(method, (function, {}))[1][name] = called
-    if found == vars(kind).get("_liger_multi_methods"):
-        return
-    for method in vars(kind).get("_liger_multi_methods", {}):
-        delattr(kind, method)
-    for method, (function, used) in found.items():
-        options = cast(Options, swap.settings)
-        targets = {
-            name: redirect.while_current(function, name, served_function(name, f, options))
-            for name, f in used.items()
-        }
-        around = functools.partial(_while_it_holds, stock=swap.stock, name=method)
-        setattr(kind, method, redirect.redirected(function, targets, around))
-    kind._liger_multi_methods = found  # type: ignore[attr-defined]
-
-
-def _while_it_holds(copy: FunctionType, stock: type, name: str) -> FunctionType:
-    """A method that is the copy, as long as the original class has what it was copied from.
-
-    It may be called, by somebody who holds it, when the module has its original class again.
-    """
-
-    @functools.wraps(copy)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, FusedRotary) and _method_holds(type(self), name):
-            return copy(self, *args, **kwargs)
-        return getattr(stock, name)(self, *args, **kwargs)
-
-    return cast(FunctionType, method)
-
-
-@constant_in_graphs
-def _method_holds(kind: Any, name: str) -> bool:
-    copied_from, _ = kind._liger_multi_methods[name]
-    return getattr(kind._liger_multi_swap.stock, name, None) is copied_from
-
-
-def rotary_calls(kind: type) -> list[tuple[str, FunctionType, str, Any]]:
+def rotary_calls(kind: type) -> list[Call]:
     """What a class calls that is named like a rotary function: (method, its function, name, what).
 
     Whether it is one, :func:`recognized` tells.
@@ -145,13 +103,7 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
         turned = run_bound(options, ("rope",), apply_rotary, kind, q, k, cos, sin, axis)
         return turned[0] if found.single else turned
 
-    return _named(served, name, options)
-
-
-def _named(made: Any, name: str, options: Options) -> FunctionType:
-    suffix = "".join(f"_{value}" for value in options.shown().values())
-    made.__name__ = f"_liger_multi_{name}{suffix}"
-    return cast(FunctionType, made)
+    return named(served, name, options)
 
 
 def _served_complex(
@@ -166,7 +118,7 @@ def _served_complex(
             return stock(*args)
         return run_bound(options, ("rope_complex",), apply_complex_rotary, q, k, freqs, axis)
 
-    return _named(served, name, options)
+    return named(served, name, options)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:

@@ -1,0 +1,110 @@
+"""Functions of modeling files that mix tokens: what they compute, found by running them.
+
+Hybrid models (linear attention, state spaces, short convolutions) call module-level functions with
+the same names in every modeling file. One that computes what an operator does is served by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.replace import redirect
+
+SERVED = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "torch_chunk_gated_delta_rule": "gated_delta_rule",
+}
+"""Operators by the functions that they stand for."""
+OTHERS = (
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+    "mamba_selective_scan",
+)
+"""Functions over all tokens for which there is no operator."""
+
+
+def mixer_calls(kind: type, wanted: Any = SERVED) -> list[tuple[str, FunctionType, str, Any]]:
+    """What a class calls under the wanted names: (method, its function, name, what)."""
+    return [
+        (method, function, name, called)
+        for method, function in redirect.methods(kind).items()
+        for name, called in redirect.calls(function, lambda n, f: n in wanted).items()
+    ]
+
+
+def unserved(kind: type) -> list[str]:
+    """The functions over all tokens that a class calls and that no operator stands for."""
+    reasons = {call[2] for call in mixer_calls(kind) if refusal(*call[1:])}
+    return sorted(reasons | {call[2] for call in mixer_calls(kind, OTHERS)})
+
+
+def refusal(function: FunctionType, name: str, called: Any) -> str | None:
+    """Why a call is left alone, or None."""
+    if why := redirect.refusal(function, name):
+        return why
+    body = inspect.unwrap(called) if callable(called) else None
+    if not isinstance(body, FunctionType):
+        return f"{name} is {type(called).__name__}, not a function"
+    return _differs(name, body)
+
+
+@functools.lru_cache(maxsize=256)
+def _differs(name: str, body: FunctionType) -> str | None:
+    """Whether a function computes something else than its operator; None where they agree."""
+    try:
+        with probe_context() as generator:
+            same = _PROBES[SERVED[name]](body, functools.partial(random, generator))
+    except Exception as error:  # a function of another signature
+        return f"{name} cannot be probed: {type(error).__name__}: {error}"
+    return None if same else f"{name} computes something else than {SERVED[name]}"
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _convolves(body: Callable[..., Tensor], draw: Callable[..., Tensor]) -> bool:
+    from liger_multi import ops
+
+    x, weight, bias = draw(2, 5, 9), draw(5, 4), draw(5)
+    return all(
+        _close(
+            ops.causal_conv1d(x, weight, b, activation=activation, channel_axis=1),
+            body(x, weight, b, activation=activation),
+        )
+        for b in (None, bias)
+        for activation in (None, "silu")
+    )
+
+
+def _follows_the_delta_rule(
+    body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
+) -> bool:
+    from liger_multi import ops
+
+    q, k, v, state = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, 4, 6), draw(1, 4, 8, 6)
+    g, beta = -draw(1, 70, 4).abs(), draw(1, 70, 4).sigmoid()
+    theirs = body(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    ours = ops.gated_delta_rule(
+        q, k, v, g, beta, initial_state=state, output_final_state=True, qk_l2norm=True
+    )
+    return all(_close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+_PROBES: dict[str, Callable[[Any, Callable[..., Tensor]], bool]] = {
+    "causal_conv1d": _convolves,
+    "gated_delta_rule": _follows_the_delta_rule,
+}

@@ -1,0 +1,341 @@
+"""Mixers of hybrid models: their convolutions and recurrences go to operators, sample by sample.
+
+Modeling files take ids of packed samples as ``seq_idx`` or ``cu_seq_lens_q`` and hand them from the
+model to its mixers among other keyword arguments. Nobody makes them from ``position_ids``, and a
+mixer without them lets a sample see the one before it. :class:`PackedModel` makes them, once a
+forward pass, on the device. :class:`SeparateModel` raises where mixers could not keep samples
+apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import Options
+from liger_multi.patching.recognize.mixers import (
+    OTHERS,
+    SERVED,
+    mixer_calls,
+    refusal,
+    unserved,
+)
+from liger_multi.patching.replace.calling import Call, Calling, named
+from liger_multi.patching.replace.swap import Patched, Swap, unpatched_class
+
+
+@dataclass(frozen=True)
+class MixerSettings:
+    """Options of the operators that serve a mixer; None for one that is off."""
+
+    causal_conv1d: Options | None
+    gated_delta_rule: Options | None
+
+
+class FusedMixer(Calling):
+    """A module whose convolution and recurrence go to operators."""
+
+    @staticmethod
+    def found(stock: type) -> list[Call]:
+        """The calls of functions that operators stand for."""
+        return [call for call in mixer_calls(stock) if refusal(*call[1:]) is None]
+
+    @staticmethod
+    def served(name: str, called: Any, settings: Any) -> FunctionType:
+        """The function that stands for one; itself where its operator is off."""
+        op = SERVED[name]
+        options = getattr(settings, op)
+        if options is None:
+            return named(_left(called), f"stock_{name}", Options())
+        return named(_MADE[op](called, options), name, options)
+
+
+def _left(called: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(called)
+    def left(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    return left
+
+
+def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
+    """Ids of all tokens: what a cache put before them belongs to the first sample."""
+    if seq_idx is None or seq_idx.shape[1] == tokens:
+        return seq_idx
+    before = seq_idx[:, :1].expand(-1, tokens - seq_idx.shape[1])
+    return torch.cat([before, seq_idx], 1)
+
+
+def _convolution(stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    from liger_multi import ops
+
+    def served(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None, seq_idx: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        kind = "silu" if activation == "swish" else activation
+        unknown = _CONVOLUTION_STATES & kwargs.keys()
+        if unknown or kind not in (None, "silu") or type(hidden_states).__name__ == "DTensor":
+            given = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
+            result: Tensor = stock(hidden_states, weight, bias, activation=activation, **given)
+            return result
+        call = functools.partial(
+            ops.causal_conv1d, activation=kind, channel_axis=1,
+            seq_idx=_ids(seq_idx, hidden_states.shape[2]),
+        )  # fmt: skip
+        made: Tensor = run_bound(options, ("causal_conv1d",), call, hidden_states, weight, bias)
+        return made
+
+    return served
+
+
+_CONVOLUTION_STATES = {"initial_states", "return_final_states", "final_states_out"}
+
+
+def _delta_rule(stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    from liger_multi import ops
+
+    def served(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        initial_state: Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False, seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        many = cu_seqlens is not None and seq_idx is None and len(query) == 1
+        call = functools.partial(
+            ops.gated_delta_rule, initial_state=initial_state, qk_l2norm=use_qk_l2norm_in_kernel,
+            output_final_state=output_final_state, documents=_ids(seq_idx, query.shape[1]),
+            cu_seqlens=cu_seqlens if many else None,
+        )  # fmt: skip
+        rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
+        made = run_bound(options, ("gated_delta_rule",), call, *rows)
+        return made if output_final_state else (made, None)
+
+    return served
+
+
+_MADE: dict[str, Callable[[Callable[..., Any], Options], Callable[..., Any]]] = {
+    "causal_conv1d": _convolution,
+    "gated_delta_rule": _delta_rule,
+}
+
+
+# --- which samples the tokens belong to ---
+
+
+@dataclass(frozen=True)
+class PackedSettings:
+    """What a model's mixers lack, for the message of :class:`SeparateModel`."""
+
+    lacking: tuple[str, ...] = ()
+
+
+def sample_ids(given: Mapping[str, Any]) -> Tensor | None:
+    """Ids of the sample that every token belongs to, ``(B, T)`` or ``(1, T)``; None if not told.
+
+    As given, or from ``cu_seq_lens_q``, or from where ``position_ids`` do not go on. Of positions
+    in three axes (images), those that are 0 in each begin a sample.
+    """
+    ids: Tensor | None = given.get("seq_idx")
+    if ids is not None:
+        return ids
+    tokens = _rows(given)
+    ends, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    if ends is not None and tokens is not None:
+        place = torch.arange(tokens.shape[1], device=tokens.device, dtype=ends.dtype)
+        return torch.searchsorted(ends.contiguous(), place, right=True).to(torch.int32)[None]
+    if positions is None:
+        return None
+    if positions.ndim == 3 and positions.shape[0] == 3:
+        begins = (positions == 0).all(0)
+    else:
+        positions = positions[0] if positions.ndim == 3 else positions
+        begins = positions[:, 1:] != positions[:, :-1] + 1
+        begins = torch.cat([torch.zeros_like(positions[:, :1], dtype=torch.bool), begins], 1)
+    made: Tensor = begins.cumsum(1).to(torch.int32)
+    return made
+
+
+class _Model(Patched):
+    """A model whose forward sees the arguments first; its signature is that of its class."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make the forward with the class."""
+        super().__init_subclass__(**keywords)
+        if "_liger_multi_swap" in vars(cls):
+            cls.forward = _seen_first(vars(cls)["_liger_multi_swap"])
+
+    @staticmethod
+    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments that the forward is called with; ``given`` has all by name."""
+        raise NotImplementedError
+
+
+def _seen_first(swap: Swap) -> Callable[..., Any]:
+    behavior, stock = cast("type[_Model]", swap.behavior), swap.stock.forward
+    names = tuple(inspect.signature(stock).parameters)[1:]
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, behavior):
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            kwargs = behavior.seen(self, given, kwargs)
+        return swap.stock.forward(self, *args, **kwargs)
+
+    return forward
+
+
+class PackedModel(_Model):
+    """A model that tells its mixers which sample a token belongs to, as ``seq_idx``."""
+
+    @staticmethod
+    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Add the ids, unless there is one token a row."""
+        ids, rows = sample_ids(given), _rows(given)
+        if ids is None or rows is None or rows.shape[1] == 1:
+            return kwargs
+        return {**kwargs, "seq_idx": ids.expand(rows.shape[0], -1)}
+
+
+class SeparateModel(_Model):
+    """A model, mixers of which could not keep samples apart: rows of several samples raise."""
+
+    @staticmethod
+    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Look for several samples; this waits for the device, where ids are given at all.
+
+        Raises:
+            ValueError: A row has several samples.
+        """
+        ids = sample_ids(given)
+        if ids is None or ids.shape[-1] < 2:
+            return kwargs
+        begins = ids[:, 1:] != ids[:, :-1]
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == ids.shape[1]:
+            begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        lacking = ", ".join(type(self)._liger_multi_swap.settings.lacking)
+        message = (
+            f"{type(self).__name__} got rows of several samples, which it would mix: nothing keeps "
+            f"them apart in {lacking}. Pass one sample a row, with an attention mask."
+        )
+        if torch.compiler.is_compiling():
+            torch._assert_async(~begins.any(), message)
+        elif bool(begins.any()):
+            raise ValueError(message)
+        return kwargs
+
+
+def _rows(given: Mapping[str, Any]) -> Tensor | None:
+    tokens = given.get("input_ids")
+    rows: Tensor | None = given.get("inputs_embeds") if tokens is None else tokens
+    return rows
+
+
+def packing(model: nn.Module) -> dict[str, Swap]:
+    """How the models in a model, by their paths, treat rows of several samples.
+
+    Those that take embeddings and have mixers tell these where samples begin, if everything that
+    mixes is served and gets keyword arguments. Else the whole model refuses such rows.
+    """
+    mixers = {p: _lacking(m) for p, m in model.named_modules() if _mixes(unpatched_class(m))}
+    if not any(isinstance(model.get_submodule(p), FusedMixer) for p in mixers):
+        return {}
+    bases = [p for p, m in model.named_modules() if _takes_embeddings(m) and _holds(p, mixers)]
+    bases = [p for p in bases if not any(q != p and _holds(p, [q]) for q in bases)]
+    lacking = {name for names in mixers.values() for name in names}
+    lacking |= {
+        type(model.get_submodule(path)).__name__
+        for path in mixers
+        if not any(_holds(base, [path]) and _passes_on(model, base, path) for base in bases)
+    }
+    lacking |= {name for base in bases for name in _convolutions(model, base)}
+    if lacking:
+        settings = PackedSettings(tuple(sorted(lacking)))
+        return {"": Swap("packing", unpatched_class(model), SeparateModel, settings)}
+    return {
+        path: Swap("packing", unpatched_class(module), PackedModel, PackedSettings())
+        for path, module in ((p, model.get_submodule(p)) for p in bases)
+    }
+
+
+def _convolutions(model: nn.Module, base: str) -> set[str]:
+    """Classes of the modules with a convolution over tokens that is not called by a name we know."""
+    found = set()
+    for path, module in model.get_submodule(base).named_modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and path:
+            parent = model.get_submodule(f"{base}.{path}".lstrip(".").rpartition(".")[0])
+            if not isinstance(parent, FusedMixer):
+                found.add(type(parent).__name__)
+    return found
+
+
+def _mixes(kind: type) -> bool:
+    return bool(mixer_calls(kind) or mixer_calls(kind, OTHERS))
+
+
+def _lacking(module: nn.Module) -> list[str]:
+    """The functions of a mixer that know nothing of samples."""
+    found = unserved(unpatched_class(module))
+    calls = mixer_calls(unpatched_class(module))
+    settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
+    return found + [n for *_, n, _ in calls if getattr(settings, SERVED[n], None) is None]
+
+
+def _holds(path: str, others: Iterable[str]) -> bool:
+    return any(not path or other == path or other.startswith(f"{path}.") for other in others)
+
+
+def _takes_embeddings(module: nn.Module) -> bool:
+    return "inputs_embeds" in inspect.signature(unpatched_class(module).forward).parameters
+
+
+def _passes_on(model: nn.Module, base: str, path: str) -> bool:
+    """Whether keyword arguments of a model reach one of its modules: every call is read."""
+    names = path.split(".")
+    depth = base.count(".") + 1 if base else 0
+    at = [(names[n], model.get_submodule(".".join(names[:n]))) for n in range(depth, len(names))]
+    held = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    calls = [(name, module) for name, module in at if not isinstance(module, held)]
+    return _takes_any(model.get_submodule(path)) and all(
+        _takes_any(module) and _hands_on(unpatched_class(module).forward, name)
+        for name, module in calls
+    )
+
+
+def _takes_any(module: nn.Module) -> bool:
+    parameters = inspect.signature(unpatched_class(module).forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@functools.lru_cache(maxsize=1024)
+def _hands_on(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward calls a submodule, or what it loops over of it, with ``**kwargs``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, SyntaxError):  # no source: nobody can tell
+        return False
+
+    def mentions(node: ast.AST) -> bool:
+        return any(isinstance(n, ast.Attribute) and n.attr == name for n in ast.walk(node))
+
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and mentions(n.iter)]
+    items = {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    mine = [
+        call
+        for call in calls
+        if (isinstance(call.func, ast.Attribute) and call.func.attr == name)
+        or (isinstance(call.func, ast.Name) and call.func.id in items)
+    ]
+    return bool(mine) and all(any(k.arg is None for k in call.keywords) for call in mine)

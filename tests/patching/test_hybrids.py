@@ -1,0 +1,267 @@
+"""Hybrid models: mixers that call operators, and rows of several samples.
+
+Parameters are drawn again: with those of a new model, a sample barely sees the one before it.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+import liger_multi
+from tests.comparing import assert_same_gradients, gradients
+
+pytest.importorskip("transformers")
+from liger_multi.patching.recognize.mixers import _differs
+from liger_multi.patching.replace import mixers
+from tests.models import Calls
+from tests.sweep import cases
+
+SERVED = {
+    "lfm2_moe": {"causal_conv1d"},
+    "lfm3": {"causal_conv1d"},
+    "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_5_moe_text": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_5_text": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_next": {"causal_conv1d", "gated_delta_rule"},
+    "qwen4_exp_text": {"causal_conv1d", "gated_delta_rule"},
+}
+REFUSING = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text"),
+    *("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2"),
+)
+LENGTHS = (17, 1, 23)
+
+
+def built(model_type):
+    """A stock model of a type with other parameters, and a patched copy."""
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    stock = cases.build(pairs[model_type])
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if parameter.ndim > 1 or "norm" not in name:
+                parameter.normal_(std=0.5 if parameter.ndim < 2 else 0.2)
+    model = copy.deepcopy(stock)
+    liger_multi.patch(model)
+    return stock, model
+
+
+def packed(lengths=LENGTHS, seed=0):
+    """Samples, a row of them all, and the ways to say where they begin."""
+    torch.manual_seed(seed)
+    samples = [torch.randint(10, 60, (1, n)) for n in lengths]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    told = {
+        "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
+        "seq_idx": {"seq_idx": torch.arange(len(lengths)).repeat_interleave(ends.diff())[None]},
+        "cu_seq_lens": {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+    }
+    for kind in ("seq_idx", "cu_seq_lens"):  # attention goes by positions
+        told[kind] |= told["position_ids"]
+    told["seq_idx"]["seq_idx"] = told["seq_idx"]["seq_idx"].to(torch.int32)
+    return samples, torch.cat(samples, 1), told
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_equal_to_unpatched(model_type, monkeypatch):
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 70))
+    calls = Calls(monkeypatch)
+    for mode in ("train", "eval"):
+        losses = []
+        for m in (stock, model):
+            getattr(m, mode)().zero_grad()
+            losses.append(m(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        assert_same_gradients(gradients(model), gradients(stock), rtol=1e-4)
+    assert all(calls[op] >= 2 for op in SERVED[model_type])
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_text_is_generated_as_unpatched(model_type):
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padding on the left
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    made = [m.eval().generate(ids, **options) for m in (stock, model)]
+    assert torch.equal(*made)
+
+
+def test_under_autocast():
+    stock, model = built("qwen3_next")
+    ids = torch.randint(10, 60, (2, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = (m(input_ids=ids, labels=ids).loss for m in (model, stock))
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    got.backward()
+    assert all(torch.isfinite(g).all() for g in gradients(model).values())
+
+
+@pytest.mark.parametrize("kind", ["position_ids", "seq_idx", "cu_seq_lens"])
+@pytest.mark.parametrize("model_type", SERVED)
+def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
+    stock, model = built(model_type)
+    samples, row, told = packed()
+    apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+    weights = torch.randn(apart.shape)
+    (apart * weights).sum().backward()
+    wanted = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    together = model(input_ids=row, use_cache=False, **told[kind]).logits
+    (together * weights).sum().backward()
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    assert_same_gradients(gradients(model), wanted, rtol=1e-4)
+    if kind == "position_ids":  # what the patch is for
+        leaked = stock(input_ids=row, use_cache=False, **told[kind]).logits
+        assert (leaked - apart).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_stay_apart_when_layers_run_again(reentrant):
+    _, model = built("qwen3_next")
+    _, row, told = packed()
+    found = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            options = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model(input_ids=row, labels=row, use_cache=False, **told["position_ids"]).loss.backward()
+        found.append({name: g.clone() for name, g in gradients(model).items()})
+    assert_same_gradients(found[1], found[0])
+
+
+def test_a_compiled_model_keeps_samples_apart():
+    _, model = built("lfm3")
+    samples, row, told = packed()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_with_other_samples():
+    _, model = built("qwen3_next")
+    found = {}
+
+    def run(seed, lengths):
+        samples, row, told = packed(lengths, seed)
+        with torch.no_grad():
+            made = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+            apart = [model(input_ids=s, use_cache=False).logits for s in samples]
+        found[seed] = (made, torch.cat(apart, 1))
+
+    threads = [threading.Thread(target=run, args=(n, (5 + n, 30 - n))) for n in range(3)]
+    for step in ("start", "join"):
+        for thread in threads:
+            getattr(thread, step)()
+    assert len(found) == 3
+    for made, apart in found.values():
+        torch.testing.assert_close(made, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", REFUSING)
+def test_what_would_mix_samples_raises(model_type):
+    stock, model = built(model_type)
+    _, row, told = packed()
+    for kind in told:
+        with pytest.raises(ValueError, match=r"got rows of several samples, which it would mix"):
+            model(input_ids=row, use_cache=False, **told[kind])
+    alone = {"position_ids": torch.arange(row.shape[1])[None], "use_cache": False}
+    got, wanted = (m(input_ids=row, **alone).logits for m in (model, stock))
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_padding_is_no_sample():
+    _, model = built("mamba2")
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=torch.randint(10, 60, (2, 9)), attention_mask=mask, position_ids=positions)
+
+
+@pytest.mark.parametrize("off", ["causal_conv1d", "gated_delta_rule"])
+def test_a_mixer_that_is_served_in_part_raises(off):
+    stock, model = built("qwen3_next")
+    liger_multi.patch(model, **{off: False})
+    _, row, told = packed()
+    with pytest.raises(ValueError, match="nothing keeps them apart in"):
+        model(input_ids=row, use_cache=False, **told["position_ids"])
+    got, wanted = (m(input_ids=row).logits for m in (model, stock))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_unpatched_again_and_off():
+    stock, model = built("qwen3_next")
+    for undo in (
+        lambda: liger_multi.unpatch(model),
+        lambda: liger_multi.patch(model, causal_conv1d=False, gated_delta_rule=False),
+    ):
+        liger_multi.patch(model)
+        assert any(isinstance(m, mixers.PackedModel) for m in model.modules())
+        undo()
+        for mine, theirs in zip(model.modules(), stock.modules(), strict=True):
+            if isinstance(theirs, type(stock.model)) or "Delta" in type(theirs).__name__:
+                assert type(mine) is type(theirs)
+                assert vars(mine).keys() == vars(theirs).keys()
+
+
+def test_the_report_says_what_a_mixer_runs():
+    _, model = built("qwen3_next")
+    report = str(liger_multi.patch(model))
+    assert "causal_conv1d + gated_delta_rule" in report
+    assert "ids of samples" in report
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, None),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}, [[0, 0, 0, 1, 1, 2]]),
+        ({"position_ids": torch.tensor([[4, 5, 0, 1]])}, [[0, 0, 1, 1]]),
+        ({"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
+         [[0, 0, 1]]),
+        ({"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
+         [[1, 1, 1, 2]]),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 5])}, [[1, 1, 3, 3, 3]]),
+        ({"seq_idx": torch.tensor([[7, 7, 3]])}, [[7, 7, 3]]),
+    ],
+)  # fmt: skip
+def test_ids_of_samples(given, wanted):
+    found = mixers.sample_ids({"input_ids": torch.zeros(1, 5), **given})
+    assert (None if found is None else found.tolist()) == wanted
+
+
+class Layer(torch.nn.Module):
+    """One with children that are called in several ways."""
+
+    def forward(self, x, **kwargs):
+        """Call them."""
+        for block in self.blocks[:2]:
+            x = block(x, **kwargs)
+        for part in self.parts:
+            x = part(x)
+        return self.other(self.mixer(x, mask=None, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("name", "hands_on"),
+    [("blocks", True), ("mixer", True), ("other", False), ("parts", False), ("absent", False)],
+)
+def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
+    assert mixers._hands_on(Layer.forward, name) is hands_on
+
+
+def test_a_function_that_computes_something_else_is_left_alone():
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+        return hidden_states
+
+    assert "computes something else" in _differs("causal_conv1d_fn", causal_conv1d_fn)
+    assert "cannot be probed" in _differs("torch_chunk_gated_delta_rule", lambda x: x)
