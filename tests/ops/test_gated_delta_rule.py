@@ -257,13 +257,11 @@ def test_a_second_backward():
 
 def test_spans_and_blocks_change_nothing(monkeypatch):
     """Blocks of one head and sequence, and spans of 8 chunks."""
-    from liger_multi.reference.common import chunking
+    from liger_multi.reference.linear_attention import chunks
 
     tensors = given(1100, batch=2, heads=2, group=2)
     whole = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
-    defaults = chunking.row_blocks.__defaults__
-    monkeypatch.setattr(chunking.row_blocks, "__defaults__", (1,))
-    assert defaults != chunking.row_blocks.__defaults__
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", 1)
     near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), whole)
 
 
