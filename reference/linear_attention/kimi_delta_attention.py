@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.linear_attention.chunks import (
-    GONE,
     Inputs,
     Span,
     _ends,
@@ -56,7 +55,7 @@ class ChannelSpan(Span):
 
     def decays(self, g: Tensor) -> None:
         """Level by level, from blocks of single rows to the chunk."""
-        chunk, g = g.shape[-2], g.clamp(min=GONE[g.dtype])
+        chunk, g = g.shape[-2], g.clone()
         after = torch.zeros_like(g)  # gates from the next row on to the end of the block
         pairs = g.new_zeros(*g.shape[:-2], 2, chunk, chunk)
         self.levels: list[tuple[Tensor, Tensor]] = []

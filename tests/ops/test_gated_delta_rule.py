@@ -15,7 +15,11 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 FINAL, NORMED = {"output_final_state": True}, {"qk_l2norm": True}
 
 
-def given(length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True, **options):
+def given(
+    length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True, channels=False,
+    **options,
+):  # fmt: skip
+    """Random tensors, with a gate for every channel if asked to."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -23,7 +27,8 @@ def given(length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True
 
     many = heads * group
     made = [normal(batch, length, heads, size) for _ in range(2)]
-    made += [normal(batch, length, many, value), -normal(batch, length, many).abs()]
+    gates = (batch, length, many, size) if channels else (batch, length, many)
+    made += [normal(batch, length, many, value), -normal(*gates).abs()]
     made += [torch.sigmoid(normal(batch, length, many))]
     made += [normal(batch, many, size, value)] if state else []
     made = [x.to(**options) for x in made]
