@@ -62,6 +62,7 @@ ROWS: dict[str, Row] = {
     "hyper_connections_pre": PLAIN,
     "jsd": KERNEL,
     "jsd_inplace": KERNEL,
+    "kimi_delta_attention": PLAIN,
     "kl_div": KERNEL,
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,

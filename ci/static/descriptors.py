@@ -3,8 +3,8 @@
 A GEMM reads factors in on-chip memory through descriptors: uniform registers that hold an address
 on chip and a layout. Both are made of constants and of the program's place in its cluster, so no
 kernel argument may reach them. In loops, ptxas 12.8 (Triton 3.6) at times lets a register enter the
-first turn with the argument that it held before: the GEMM then reads from anywhere, and its result is
-wrong or the launch faults. ptxas 12.9 (Triton 3.9) compiled the same kernels rightly.
+first turn with the argument that it held before: the GEMM then reads from anywhere, and its result
+is wrong or the launch faults. ptxas 12.9 (Triton 3.9) compiled the same kernels rightly.
 
 The registers are followed through all paths of a listing by nvdisasm. What a vector register gives
 (R2UR) is trusted.

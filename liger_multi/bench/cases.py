@@ -186,8 +186,8 @@ def _neighbors(
 def _delta_rule(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     keys, values = math.prod(shapes["q"]) * size, math.prod(shapes["v"]) * size
     size_k, size_v, chunk = shapes["k"][-1], shapes["v"][-1], 64
-    rows = math.prod(shapes["g"])  # tokens of value heads; gates of 4 bytes, beta
-    gates = rows * (4 + size)
+    rows = math.prod(shapes["v"][:-1])  # tokens of value heads
+    gates = math.prod(shapes["g"]) * 4 + rows * size  # of 4 bytes; beta
     # q, k, v and gates read, y written; those and dy read, their gradients written
     forward = 2 * keys + 2 * values + gates
     # of each token a row of three squares and of three states; backward makes them again, and has
@@ -231,6 +231,7 @@ def _kl_div(
 WORK: dict[str, Callable[..., Work]] = {
     "attention_residuals": _residuals,
     "gated_delta_rule": _delta_rule,
+    "kimi_delta_attention": _delta_rule,
     "multi_token_attention": _multi_token,
     "neighborhood_attention": _neighbors,
     "attention": _attention,

@@ -32,6 +32,7 @@ from liger_multi.ops.hyper_connections import hyper_connections as hyper_connect
 from liger_multi.ops.hyper_connections_post import hyper_connections_post as hyper_connections_post
 from liger_multi.ops.hyper_connections_pre import hyper_connections_pre as hyper_connections_pre
 from liger_multi.ops.jsd import jsd as jsd
+from liger_multi.ops.kimi_delta_attention import kimi_delta_attention as kimi_delta_attention
 from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp

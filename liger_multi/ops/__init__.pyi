@@ -89,6 +89,7 @@ __all__ = [
     "hyper_connections_post",
     "hyper_connections_pre",
     "jsd",
+    "kimi_delta_attention",
     "kl_div",
     "layer_norm",
     "lora_mlp",
@@ -253,6 +254,51 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def kimi_delta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def kimi_delta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    qk_l2norm: bool = ...,
+    cu_seqlens: torch.Tensor | None = ...,
+    documents: torch.Tensor | None = ...,
+    output_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def kimi_delta_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

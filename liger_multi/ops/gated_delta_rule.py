@@ -87,32 +87,39 @@ def gated_delta_rule(
     return (y, state) if output_final_state else y
 
 
-def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None) -> None:
+def _shapes_fit(
+    q: Tensor, k: Tensor, v: Tensor, *, op: str = op.name, gates: tuple[int, ...] = (),
+    **others: Tensor | None,
+) -> None:  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            checks.refuse(op.name, f"{name} must have four axes", x)
+            checks.refuse(op, f"{name} must have four axes", x)
         if x.dtype != q.dtype:
-            raise TypeError(f"{op.name}: q is {q.dtype}, got {name} as {checks.describe(x)}")
-    checks.same_shape(op.name, q=q, k=k)
+            raise TypeError(f"{op}: q is {q.dtype}, got {name} as {checks.describe(x)}")
+    checks.same_shape(op, q=q, k=k)
     if v.shape[:2] != k.shape[:2] or min(*k.shape[2:], *v.shape[2:]) < 1 or (
         v.shape[2] % k.shape[2]
     ):  # fmt: skip
-        checks.refuse(op.name, f"v must have shape (B, T, HV, V) for k {tuple(k.shape)}, HV a "
+        checks.refuse(op, f"v must have shape (B, T, HV, V) for k {tuple(k.shape)}, HV a "
                       "multiple of its heads, sizes of heads at least 1", v)  # fmt: skip
     batch, length, heads, value = v.shape
-    wanted = {"initial_state": (batch, heads, k.shape[3], value)}
+    wanted = {
+        "initial_state": (batch, heads, k.shape[3], value), "g": (batch, length, heads, *gates)
+    }  # fmt: skip
     for name, given in others.items():
         shape = wanted.get(name, (batch, length, heads))
         if given is not None and given.shape != shape:
-            checks.refuse(op.name, f"{name} must have shape {shape}", given)
+            checks.refuse(op, f"{name} must have shape {shape}", given)
 
 
-def _first(v: Tensor, cu_seqlens: Tensor | None, documents: Tensor | None) -> Tensor | None:
+def _first(
+    v: Tensor, cu_seqlens: Tensor | None, documents: Tensor | None, op: str = op.name
+) -> Tensor | None:
     """Where the document of every token begins, ``(B, T)`` int32; None for one document."""
     if cu_seqlens is not None:
-        checks.integers(op.name, "cu_seqlens", cu_seqlens)
+        checks.integers(op, "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or v.shape[0] != 1:
-            checks.refuse(op.name, "cu_seqlens has one axis, is for a batch of one, and stands in "
+            checks.refuse(op, "cu_seqlens has one axis, is for a batch of one, and stands in "
                           "place of documents",
                           f"{checks.describe(cu_seqlens)} for a batch of {v.shape[0]}")  # fmt: skip
         begins = cu_seqlens.to(v.device)
@@ -121,22 +128,24 @@ def _first(v: Tensor, cu_seqlens: Tensor | None, documents: Tensor | None) -> Te
         return torch.cat([begins.new_zeros(1), begins])[at].to(torch.int32)[None]
     if documents is None:
         return None
-    checks.targets(op.name, documents, v.shape[:2], v, name="documents")
+    checks.targets(op, documents, v.shape[:2], v, name="documents")
     return runs(documents)[0].to(torch.int32).contiguous()
 
 
 def _case(
     *shape: int, value: int = 0, group: int = 1, state: bool = False, ids: int = 0,
     layout: str = "contiguous", gates: torch.dtype | None = None, decay: float = 0.1,
+    channels: bool = False,
 ) -> dict[str, T]:  # fmt: skip
     """Tensors of (B, T, H, K), with keys so short that beta k k' is below 2."""
     batch, length, heads, size = shape
     many = heads * group
+    each = (size,) if channels else ()
     made = {
         "q": T(shape, layout=layout),
         "k": T(shape, layout=layout, scale=0.7 * size**-0.5),
         "v": T((batch, length, many, value or size), layout=layout),
-        "g": T((batch, length, many), gates, decay, negative=True, layout=layout),
+        "g": T((batch, length, many, *each), gates, decay, negative=True, layout=layout),
         "beta": T((batch, length, many), positive=True, layout=layout),
     }
     if state:

@@ -1,285 +1,74 @@
-"""The gated delta rule (arXiv:2412.06464) by chunks of tokens (arXiv:2406.06484).
+"""The gated delta rule (arXiv:2412.06464) by chunks, as :mod:`.chunks` has it, with gates per head.
 
-Of one head and chunk, S the state before it, D_ij = exp(G_i - G_j) for i >= j of one segment, G the
-sum of the gates from the first token of the chunk or segment on, e = exp(G), r = exp(G_last - G)
-and z = exp(G_last), where Q is scaled:
-
-    L = beta_i (k_i . k_j) D_ij below the diagonal,  N = (I + L)^-1 beta (V - e K S)
-    y = e Q S + ((Q K') D) N,                        S' = z S + (r K)' N
-
-e is 0 outside of the segment that S belongs to, r outside of the last token's segment, and z where
-the chunk has a boundary. So segments cost nothing, whatever their lengths.
-
-Blocks of heads and spans of chunks bound memory. Backward keeps the state before every span, and
-computes the others again. What depends on no state is computed for all chunks of a span at once.
+Scores have the decay D_ij = exp(G_i - G_j) for i >= j of one segment, G the sum of the gates from
+the first token of the chunk or segment on: P = (Q K') D, and B = (K K') D below the diagonal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
-
-CHUNK = 64
-NORM_EPS = 1e-6  # of the l2 norm
-GONE = {torch.float32: -110.0, torch.float64: -800.0}  # gates below have an exponential of 0
-STEP = 2.0**-10
-
-
-# --- parts of the tensors ---
-
-
-class Heads(NamedTuple):
-    """A block of sequences and of key heads with their value heads."""
-
-    batch: slice
-    key: slice
-    value: slice
+from liger_multi.reference.linear_attention.chunks import (
+    Inputs,
+    Span,
+    _ends,
+    _split,
+    run_backward,
+    run_forward,
+)
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call, and its options."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Optional[Tensor]
-    first: Optional[Tensor]
-    scale: float
-    qk_l2norm: bool
-
-    @property
-    def kind(self) -> torch.dtype:
-        """The dtype of all that is computed."""
-        return statistics_dtype(self.q.dtype)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a chunk."""
-        return min(CHUNK, max(1, self.q.shape[1]))
-
-    def states(self, heads: Heads) -> Tensor:
-        """The states before the first token, ``(batch, key heads, group, K, V)``."""
-        state, v = self.initial_state, self.v[heads.batch, :, heads.value]
-        count = heads.key.stop - heads.key.start
-        if state is None:
-            shape = (v.shape[0], count, v.shape[2] // count, self.k.shape[3], v.shape[3])
-            return v.new_zeros(shape, dtype=self.kind)
-        made: Tensor = state[heads.batch, heads.value].to(self.kind).unflatten(1, (count, -1))
-        return made
-
-
-def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
-    """Blocks of heads, and spans of about as many chunks as there are spans."""
-    batch, length, heads, size = given.k.shape
-    group, value, chunk = given.v.shape[2] // heads, given.v.shape[3], given.chunk
-    steps = max(8, math.isqrt(-(-length // chunk)))
-    unit = chunk * (6 * (size + value) + 10 * chunk) + 3 * size * value
-    head_bytes = given.kind.itemsize * group * min(steps, -(-length // chunk)) * unit
-    blocks = [
-        Heads(b, h, slice(h.start * group, h.stop * group))
-        for b in row_blocks(batch, heads * head_bytes)
-        for h in row_blocks(heads, (b.stop - b.start) * head_bytes)
-    ]
-    spans = [slice(t, min(length, t + steps * chunk)) for t in range(0, length, steps * chunk)]
-    return blocks, spans
-
-
-def _chunked(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:
-    """``(batch, tokens, heads, ...)`` as (batch, heads, chunks, chunk, ...), zeros at the end."""
-    wide = x.to(kind)
-    if more := -x.shape[1] % chunk:
-        wide = F.pad(wide, (0, 0) * (x.ndim - 2) + (0, more))
-    return wide.reshape(wide.shape[0], -1, chunk, *wide.shape[2:]).movedim(3, 1)
-
-
-def _split(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Gates as multiples of ``STEP``, whose sums are exact, and small rests.
-
-    So the difference of two sums is as accurate as the gates between them, however strong those
-    before.
-    """
-    g = g.clamp(min=GONE[g.dtype])
-    coarse = (g / STEP).floor() * STEP
-    return coarse, g - coarse
-
-
-def _tokens(x: Tensor, length: int) -> Tensor:
-    """Back to (batch, tokens, heads, ...)."""
-    return x.movedim(1, 3).flatten(1, 2)[:, :length]
-
-
-# --- a span of chunks ---
-
-
-class Span:
-    """What of a span depends on no state. Axes: batch, key heads, group, chunks, then rows."""
-
-    def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
-        kind, chunk = given.kind, given.chunk
-        self.heads, self.part, self.scale, self.normed = heads, part, given.scale, given.qk_l2norm
-        count = heads.key.stop - heads.key.start
-        self.group = (count, -1)
-        (self.q, self.q_rstd), (self.k, self.k_rstd) = (
-            self._rows(_chunked(x[heads.batch, part, heads.key], chunk, kind).unsqueeze(2))
-            for x in (given.q, given.k)
-        )
-        self.q = self.q * given.scale
-        v, g, beta = (
-            _chunked(x[heads.batch, part, heads.value], chunk, kind).unflatten(1, self.group)
-            for x in (given.v, given.g, given.beta)
-        )
-        self.v, self.beta = v, beta.unsqueeze(-1)
-        seen, carried, last, whole = self._masks(given, chunk)
-        self.sums = seen.to(kind)  # of gates: from the first token of a segment on
-        coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
-        total = coarse + fine
-        apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (coarse, fine))
-        self.decay = apart.add_(rest).masked_fill_(~seen, -math.inf).exp_()
-        self.e = (total.exp() * carried).unsqueeze(-1)
-        rest = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
-        self.r = (rest.exp() * last).unsqueeze(-1)
-        self.z = (total[..., -1].exp() * whole)[..., None, None]
-        self.inner = (self.k @ self.k.mT) * self.decay
-        self.lower = (self.inner * self.beta).tril(-1)
-        self.scores = (self.q @ self.k.mT) * self.decay
-
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-        return (x * rstd, rstd) if self.normed else (x, rstd)
-
-    def _masks(self, given: Inputs, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pairs of one segment; rows of the state's segment, of the last row's; whether of both."""
-        ones = given.q.new_ones(chunk, chunk, dtype=torch.bool).tril()
-        if given.first is None:
-            return ones, ones[-1], ones[-1], ones[-1, -1]
-        begins = given.first[heads_of(given.first, self.heads), self.part]
-        if more := -begins.shape[1] % chunk:
-            begins = torch.cat([begins, begins[:, -1:].expand(-1, more)], 1)
-        begins = begins.unflatten(1, (-1, chunk))[:, None, None]
-        at = torch.arange(begins.shape[3], device=begins.device)[:, None] * chunk + self.part.start
-        carried = begins < at.clamp(min=1)
-        place = at + torch.arange(chunk, device=begins.device)
-        seen = ones & (begins.unsqueeze(-1) <= place.unsqueeze(-2))
-        return seen, carried, begins == begins[..., -1:], carried[..., -1]
-
-    def chunks(self, backwards: bool = False) -> Iterator[int]:
-        """Numbers of the chunks."""
-        order = range(self.v.shape[3])
-        return iter(reversed(order) if backwards else order)
-
-    def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """States before every chunk, corrected values N, and the state after the last one."""
-        states, values = self.v.new_empty(*self.v.shape[:4], *state.shape[-2:]), self.v.new_empty(
-            self.v.shape
-        )  # fmt: skip
-        for i in self.chunks():
-            k, e, beta = self.k[:, :, :, i], self.e[..., i, :, :], self.beta[..., i, :, :]
-            states[..., i, :, :] = state
-            right = beta * (self.v[..., i, :, :] - e * (k @ state))
-            n = torch.linalg.solve_triangular(
-                self.lower[..., i, :, :], right, upper=False, unitriangular=True
-            )
-            values[..., i, :, :] = n
-            state = self.z[..., i, :, :] * state + k.mT @ (self.r[..., i, :, :] * n)
-        return states, values, state
-
-    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
-        """Make y of all chunks."""
-        return torch.addcmul(self.scores @ values, self.e, self.q @ states)
-
-    def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the states after every chunk, of beta (V - e K S), and of the first state.
-
-        Args:
-            dy: Gradient of y, by chunks.
-            dstate: Gradient of the state after the span.
-        """
-        after, solved = dstate.new_empty(*dy.shape[:4], *dstate.shape[-2:]), torch.empty_like(dy)
-        local, upper, own = self.scores.mT @ dy, self.lower.mT, self.e * dy
-        for i in self.chunks(backwards=True):
-            k, e, beta = self.k[:, :, :, i], self.e[..., i, :, :], self.beta[..., i, :, :]
-            after[..., i, :, :] = dstate
-            dn = local[..., i, :, :] + self.r[..., i, :, :] * (k @ dstate)
-            y = torch.linalg.solve_triangular(
-                upper[..., i, :, :], dn, upper=True, unitriangular=True
-            )
-            solved[..., i, :, :] = y
-            dstate = self.z[..., i, :, :] * dstate + self.q[:, :, :, i].mT @ own[..., i, :, :]
-            dstate = dstate - k.mT @ (beta * e * y)
-        return after, solved, dstate
-
-    def gradients(
-        self, dy: Tensor, states: Tensor, values: Tensor, after: Tensor, solved: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, g and beta by chunks, from what the two passes over states left."""
-        dp = dy @ values.mT
-        dlower = -(solved @ values.mT).tril(-1)
-        pairs = dp * self.decay
-        mixed = dlower * self.decay * self.beta
-        from_state, back = dy @ states.mT, solved @ states.mT
-        to_state = values @ after.mT
-        dq = pairs @ self.k + self.e * from_state
-        dk = pairs.mT @ self.q + self.r * to_state + (mixed + mixed.mT) @ self.k
-        dk -= self.beta * self.e * back
-        read = self.e * (self.k * back).sum(-1, keepdim=True)
-        dbeta = (solved * self.v).sum(-1, keepdim=True) - read
-        dbeta += (dlower * self.inner).sum(-1, keepdim=True)
-        through = (dp * self.scores).tril(-1) + dlower * self.lower
-        kept = (self.r * (self.k * to_state).sum(-1, keepdim=True)).squeeze(-1)
-        dsums = through.sum(-1) - through.sum(-2) - kept
-        dsums += (self.e * (self.q * from_state).sum(-1, keepdim=True)).squeeze(-1)
-        dsums -= (self.beta * read).squeeze(-1)
-        dsums[..., -1] += kept.sum(-1) + self.z[..., 0, 0] * (states * after).sum((-2, -1))
-        dg = (self.sums.mT @ dsums.unsqueeze(-1)).squeeze(-1)
-        dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)
-        if self.normed:
-            dq = self._norm_gradient(dq, self.q / self.scale, self.q_rstd)
-            dk = self._norm_gradient(dk, self.k, self.k_rstd)
-        return dq.squeeze(2), dk.squeeze(2), self.beta * solved, dg, dbeta.squeeze(-1)
+class HeadSpan(Span):
+    """A span whose gates are numbers."""
 
     @staticmethod
-    def _norm_gradient(dy: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
-        return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
+    def floats(chunk: int, size: int, value: int) -> int:
+        """Rows of keys and of values, squares of a chunk, states."""
+        return chunk * (6 * (size + value) + 10 * chunk) + 3 * size * value
 
+    def decays(self, g: Tensor) -> None:
+        """From differences of exact sums."""
+        seen = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+        if self.starts is not None:
+            seen = seen & (self.starts.unsqueeze(-1) <= torch.arange(g.shape[-1], device=g.device))
+        self.sums = seen.to(g.dtype)  # of gates: from the first token of a segment on
+        coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
+        apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (coarse, fine))
+        self.decay = apart.add_(rest).masked_fill_(~seen, -math.inf).exp_()
+        e = (coarse + fine).exp()
+        r = ((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).exp()
+        z = e[..., -1]
+        if self.starts is not None:
+            carried, last, whole = _ends(self.starts)
+            e, r, z = e * carried, r * last, z * whole
+        self.e, self.r, self.z = e.unsqueeze(-1), r.unsqueeze(-1), z[..., None, None]
+        self.scores = (self.q @ self.k.mT) * self.decay
+        self.inner = ((self.k @ self.k.mT) * self.decay).tril_(-1)
 
-def heads_of(first: Tensor, heads: Heads) -> slice:
-    """The sequences of a block; segments may be those of all."""
-    return slice(None) if first.shape[0] == 1 else heads.batch
-
-
-# --- the operator ---
+    def through(
+        self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the gates are sums of those of G, without what both sides of a pair have."""
+        through = (dp * self.scores).tril_(-1).addcmul_(db, self.inner)
+        kept = dr.sum(-1)
+        dsums = through.sum(-1) - through.sum(-2) - kept + de.sum(-1)
+        dsums[..., -1] += kept.sum(-1) + dz.sum(-1)
+        dg = (self.sums.mT @ dsums.unsqueeze(-1)).squeeze(-1)
+        dp, db = dp.mul_(self.decay), db.mul_(self.decay)
+        return dp @ self.k, dp.mT @ self.q + (db + db.mT) @ self.k, dg
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
     first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Some heads at a time, span after span."""
+    """Span after span."""
     given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
-    y = v.new_empty(v.shape)
-    batch, _, heads, value = v.shape
-    shape = (batch, heads, k.shape[3], value) if output_final_state else (0,)
-    final_state = v.new_empty(shape, dtype=given.kind)
-    blocks, spans = _blocks(given)
-    for block in blocks:
-        state = given.states(block)
-        for part in spans:
-            span = Span(given, block, part)
-            states, values, state = span.forward(state)
-            made = span.outputs(states, values).flatten(1, 2)
-            y[block.batch, part, block.value] = _tokens(made, part.stop - part.start).to(y.dtype)
-        if output_final_state:
-            final_state[block.batch, block.value] = state.flatten(1, 2)
-    return y, final_state
+    return run_forward(HeadSpan, given, output_final_state)
 
 
 def backward(
@@ -288,46 +77,7 @@ def backward(
     scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
     needs_beta: bool, needs_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
+    """The spans in reverse."""
     given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
-    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
-    inputs = zip((q, k, v, g, beta), needs, strict=True)
-    made = [x.new_empty(x.shape if needed else 0) for x, needed in inputs]
-    dinitial = q.new_empty(0)
-    if initial_state is not None:
-        dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
-    blocks, spans = _blocks(given)
-    for block in blocks:
-        before = [given.states(block)]
-        for part in spans[:-1]:
-            before.append(Span(given, block, part).forward(before[-1])[2])
-        dstate = torch.zeros_like(before[0])
-        if dfinal_state is not None:
-            mine = dfinal_state[block.batch, block.value].to(given.kind)
-            dstate = mine.unflatten(1, (block.key.stop - block.key.start, -1))
-        for part in reversed(spans):
-            dstate = _span_backward(given, block, part, before.pop(), dy, dstate, made)
-        if initial_state is not None and needs_initial_state:
-            dinitial[block.batch, block.value] = dstate.flatten(1, 2).to(dinitial.dtype)
-    return made[0], made[1], made[2], made[3], made[4], dinitial
-
-
-def _span_backward(
-    given: Inputs, block: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor,
-    made: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """Write the gradients of a span into ``made``; return that of the state before it."""
-    span, length = Span(given, block, part), part.stop - part.start
-    states, values, _ = span.forward(state)
-    up = torch.zeros_like(span.v)
-    if dy is not None:
-        mine = _chunked(dy[block.batch, part, block.value], given.chunk, given.kind)
-        up = mine.unflatten(1, span.group)
-    after, solved, dstate = span.reverse(up, dstate)
-    found = span.gradients(up, states, values, after, solved)
-    for i, (gradient, room) in enumerate(zip(found, made, strict=True)):
-        if room.numel():
-            where = block.key if i < 2 else block.value
-            whole = gradient if i < 2 else gradient.flatten(1, 2)
-            room[block.batch, part, where] = _tokens(whole, length).to(room.dtype)
-    return dstate
+    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
+    return run_backward(HeadSpan, given, dy, dfinal_state, needs)

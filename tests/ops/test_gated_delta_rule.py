@@ -17,7 +17,11 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 FINAL, NORMED = {"output_final_state": True}, {"qk_l2norm": True}
 
 
-def given(length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True, **options):
+def given(
+    length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True, channels=False,
+    **options,
+):  # fmt: skip
+    """Random tensors, with a gate for every channel if asked to."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -25,7 +29,8 @@ def given(length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True
 
     many = heads * group
     made = [normal(batch, length, heads, size) for _ in range(2)]
-    made += [normal(batch, length, many, value), -normal(batch, length, many).abs()]
+    gates = (batch, length, many, size) if channels else (batch, length, many)
+    made += [normal(batch, length, many, value), -normal(*gates).abs()]
     made += [torch.sigmoid(normal(batch, length, many))]
     made += [normal(batch, many, size, value)] if state else []
     made = [x.to(**options) for x in made]
@@ -259,13 +264,11 @@ def test_a_second_backward():
 
 def test_spans_and_blocks_change_nothing(monkeypatch):
     """Blocks of one head and sequence, and spans of 8 chunks."""
-    from liger_multi.reference.common import chunking
+    from liger_multi.reference.linear_attention import chunks
 
     tensors = given(1100, batch=2, heads=2, group=2)
     whole = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
-    defaults = chunking.row_blocks.__defaults__
-    monkeypatch.setattr(chunking.row_blocks, "__defaults__", (1,))
-    assert defaults != chunking.row_blocks.__defaults__
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", 1)
     near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), whole)
 
 

@@ -13,12 +13,15 @@ import liger_multi
 from tests.comparing import assert_same_gradients, gradients
 
 pytest.importorskip("transformers")
+from liger_multi.patching.recognize.kinds import MIXER_OPS
 from liger_multi.patching.recognize.mixers import _differs
 from liger_multi.patching.replace import mixers
 from tests.models import Calls
 from tests.sweep import cases
 
 SERVED = {
+    "bailing_hybrid": {"causal_conv1d", "kimi_delta_attention"},
+    "kimi_linear": {"causal_conv1d", "kimi_delta_attention"},
     "lfm2_moe": {"causal_conv1d"},
     "lfm3": {"causal_conv1d"},
     "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
@@ -28,8 +31,8 @@ SERVED = {
     "qwen4_exp_text": {"causal_conv1d", "gated_delta_rule"},
 }
 REFUSING = (
-    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text"),
-    *("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2"),
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text"),
+    *("jamba", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2"),
 )
 LENGTHS = (17, 1, 23)
 
@@ -202,7 +205,7 @@ def test_unpatched_again_and_off():
     stock, model = built("qwen3_next")
     for undo in (
         lambda: liger_multi.unpatch(model),
-        lambda: liger_multi.patch(model, causal_conv1d=False, gated_delta_rule=False),
+        lambda: liger_multi.patch(model, **dict.fromkeys(MIXER_OPS, False)),
     ):
         liger_multi.patch(model)
         assert any(isinstance(m, mixers.PackedModel) for m in model.modules())

@@ -252,4 +252,4 @@ ROTARY_FORMS = (
 
 # --- mixers of hybrid models ---
 
-MIXER_OPS = ("causal_conv1d", "gated_delta_rule")
+MIXER_OPS = ("causal_conv1d", "gated_delta_rule", "kimi_delta_attention")

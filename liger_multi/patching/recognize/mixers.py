@@ -21,10 +21,10 @@ from liger_multi.patching.replace import redirect
 SERVED = {
     "causal_conv1d_fn": "causal_conv1d",
     "torch_chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_kimi_delta_attention": "kimi_delta_attention",
 }
 """Operators by the functions that they stand for."""
 OTHERS = (
-    "chunk_kimi_delta_attention",
     "mamba2_chunk_scan",
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
@@ -87,18 +87,21 @@ def _convolves(body: Callable[..., Tensor], draw: Callable[..., Tensor]) -> bool
     )
 
 
-def _follows_the_delta_rule(
-    body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
+def _follows_a_delta_rule(
+    op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
 ) -> bool:
     from liger_multi import ops
 
-    q, k, v, state = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, 4, 6), draw(1, 4, 8, 6)
-    g, beta = -draw(1, 70, 4).abs(), draw(1, 70, 4).sigmoid()
+    channels, group = ((8,), 1) if op == "kimi_delta_attention" else ((), 2)
+    many = 2 * group
+    q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, many, 6)
+    g, beta = -draw(1, 70, many, *channels).abs(), draw(1, 70, many).sigmoid()
+    state = draw(1, many, 8, 6)
     theirs = body(
         q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    ours = ops.gated_delta_rule(
+    ours = getattr(ops, op)(
         q, k, v, g, beta, initial_state=state, output_final_state=True, qk_l2norm=True
     )
     return all(_close(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -106,5 +109,6 @@ def _follows_the_delta_rule(
 
 _PROBES: dict[str, Callable[[Any, Callable[..., Tensor]], bool]] = {
     "causal_conv1d": _convolves,
-    "gated_delta_rule": _follows_the_delta_rule,
+    "gated_delta_rule": functools.partial(_follows_a_delta_rule, "gated_delta_rule"),
+    "kimi_delta_attention": functools.partial(_follows_a_delta_rule, "kimi_delta_attention"),
 }

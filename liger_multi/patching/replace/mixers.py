@@ -40,6 +40,7 @@ class MixerSettings:
 
     causal_conv1d: Options | None
     gated_delta_rule: Options | None
+    kimi_delta_attention: Options | None
 
 
 class FusedMixer(Calling):
@@ -57,7 +58,7 @@ class FusedMixer(Calling):
         options = getattr(settings, op)
         if options is None:
             return named(_left(called), f"stock_{name}", Options())
-        return named(_MADE[op](called, options), name, options)
+        return named(_MADE[op](op, called, options), name, options)
 
 
 def _left(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +77,7 @@ def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
     return torch.cat([before, seq_idx], 1)
 
 
-def _convolution(stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
     from liger_multi import ops
 
     def served(
@@ -93,7 +94,7 @@ def _convolution(stock: Callable[..., Any], options: Options) -> Callable[..., A
             ops.causal_conv1d, activation=kind, channel_axis=1,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
         )  # fmt: skip
-        made: Tensor = run_bound(options, ("causal_conv1d",), call, hidden_states, weight, bias)
+        made: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
         return made
 
     return served
@@ -102,7 +103,7 @@ def _convolution(stock: Callable[..., Any], options: Options) -> Callable[..., A
 _CONVOLUTION_STATES = {"initial_states", "return_final_states", "final_states_out"}
 
 
-def _delta_rule(stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
     from liger_multi import ops
 
     def served(
@@ -113,20 +114,21 @@ def _delta_rule(stock: Callable[..., Any], options: Options) -> Callable[..., An
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         many = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
-            ops.gated_delta_rule, initial_state=initial_state, qk_l2norm=use_qk_l2norm_in_kernel,
+            getattr(ops, op), initial_state=initial_state, qk_l2norm=use_qk_l2norm_in_kernel,
             output_final_state=output_final_state, documents=_ids(seq_idx, query.shape[1]),
             cu_seqlens=cu_seqlens if many else None,
         )  # fmt: skip
         rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
-        made = run_bound(options, ("gated_delta_rule",), call, *rows)
+        made = run_bound(options, (op,), call, *rows)
         return made if output_final_state else (made, None)
 
     return served
 
 
-_MADE: dict[str, Callable[[Callable[..., Any], Options], Callable[..., Any]]] = {
+_MADE: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., Any]]] = {
     "causal_conv1d": _convolution,
     "gated_delta_rule": _delta_rule,
+    "kimi_delta_attention": _delta_rule,
 }
 
 
@@ -270,7 +272,7 @@ def packing(model: nn.Module) -> dict[str, Swap]:
 
 
 def _convolutions(model: nn.Module, base: str) -> set[str]:
-    """Classes of the modules with a convolution over tokens that is not called by a name we know."""
+    """Classes of modules with a convolution over tokens that is not called by a name we know."""
     found = set()
     for path, module in model.get_submodule(base).named_modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and path:

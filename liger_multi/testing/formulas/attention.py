@@ -186,8 +186,8 @@ def _delta_steps(
     """Token after token; the state is 0 where a document begins."""
     outs = []
     for t in range(q.shape[1]):
-        decay = torch.where(begins[:, t, None], 0, g[:, t].exp())
-        state = state * decay[..., None, None]
+        decay = torch.where(begins[:, t, None, None], 0, g[:, t].exp())
+        state = state * decay[..., None]
         read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         d = beta[:, t, :, None] * (v[:, t] - read)
         state = state + k[:, t, :, :, None] * d[:, :, None]
@@ -195,7 +195,7 @@ def _delta_steps(
     return torch.stack(outs, 1), state
 
 
-def gated_delta_rule(
+def kimi_delta_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -209,7 +209,7 @@ def gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence of one state for every value head, token by token."""
+    """The recurrence of one state for every value head, token by token, with a gate per channel."""
     (batch, length, heads, size), value = q.shape, v.shape[3]
     kind = statistics_dtype(q)
     q, k, wide_v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
@@ -232,6 +232,28 @@ def gated_delta_rule(
         outs.append(y)
     made = torch.cat(outs, 1).to(v.dtype)
     return (made, state) if output_final_state else made
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence with gates that all channels share."""
+    return kimi_delta_attention(
+        q, k, v, g.unsqueeze(-1), beta, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens,
+        documents=documents,
+    )  # fmt: skip
 
 
 # --- rotary position embeddings ---

@@ -1,0 +1,362 @@
+"""Delta rules by chunks of tokens (arXiv:2406.06484), with gates per head or per channel.
+
+Of one value head and chunk: S is the state before it, G the sum of the gates from the chunk's first
+token on, e = exp(G), r = exp(G_last - G) and z = exp(G_last), each with an entry for every channel
+of a key, or for all of them. P are the scores of the scaled queries and the keys, B those of the
+keys alone below the diagonal, both with the decay between the two tokens:
+
+    A = (I + beta B)^-1,  W = A beta (e K),  N = A beta V - W S
+    y = (e Q) S + P N,    S' = z S + (r K)' N
+
+e is 0 outside of the segment that S belongs to, r outside of the last token's segment, z where the
+chunk has a boundary, and P and B between segments. So segments cost nothing, whatever their
+lengths. Backward, from the gradients dy and dS' (of the state after the chunk):
+
+    dN = P' dy + (r K) dS',    dS = z dS' + (e Q)' dy - W' dN,    X = A' dN
+    dP = dy N',  dB = -beta X N' below the diagonal,  dV = beta X
+
+Blocks of heads and spans of chunks bound memory. Backward keeps the state before every span, and
+computes the others again. What depends on no state is computed for all chunks of a span at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
+
+CHUNK = 64  # a power of two
+NORM_EPS = 1e-6  # of the l2 norm
+GONE = {torch.float32: -110.0, torch.float64: -800.0}  # gates below have an exponential of 0
+STEP = 2.0**-10  # of a chunk's gates above ``GONE``, multiples of it have exact sums in fp32
+
+
+# --- parts of the tensors ---
+
+
+class Heads(NamedTuple):
+    """A block of sequences and of key heads with their value heads."""
+
+    batch: slice
+    key: slice
+    value: slice
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, and its options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Optional[Tensor]
+    first: Optional[Tensor]
+    scale: float
+    qk_l2norm: bool
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype of all that is computed."""
+        return statistics_dtype(self.q.dtype)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, a power of two."""
+        return min(CHUNK, 1 << max(0, self.q.shape[1] - 1).bit_length())
+
+    def states(self, heads: Heads) -> Tensor:
+        """The states before the first token, ``(batch, key heads, group, K, V)``."""
+        state, v = self.initial_state, self.v[heads.batch, :, heads.value]
+        count = heads.key.stop - heads.key.start
+        if state is None:
+            shape = (v.shape[0], count, v.shape[2] // count, self.k.shape[3], v.shape[3])
+            return v.new_zeros(shape, dtype=self.kind)
+        made: Tensor = state[heads.batch, heads.value].to(self.kind).unflatten(1, (count, -1))
+        return made
+
+
+def _blocks(given: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
+    """Blocks of heads, and spans of chunks.
+
+    A span has as many chunks as fit for one head, and at least about as many as there are spans.
+
+    Args:
+        given: The tensors.
+        floats: What a chunk of a value head takes in memory, in numbers.
+    """
+    batch, length, heads, _ = given.k.shape
+    group, chunk = given.v.shape[2] // heads, given.chunk
+    chunks, unit = max(1, -(-length // chunk)), given.kind.itemsize * group * floats
+    steps = min(chunks, max(8, math.isqrt(chunks), BLOCK_BYTES // unit))
+    steps = -(-chunks // -(-chunks // steps))
+    head_bytes = steps * unit
+    blocks = [
+        Heads(b, h, slice(h.start * group, h.stop * group))
+        for b in row_blocks(batch, heads * head_bytes, BLOCK_BYTES)
+        for h in row_blocks(heads, (b.stop - b.start) * head_bytes, BLOCK_BYTES)
+    ]
+    spans = [slice(t, min(length, t + steps * chunk)) for t in range(0, length, steps * chunk)]
+    return blocks, spans
+
+
+def _chunked(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:
+    """``(batch, tokens, heads, ...)`` as (batch, heads, chunks, chunk, ...), zeros at the end."""
+    wide = x.to(kind)
+    if more := -x.shape[1] % chunk:
+        wide = F.pad(wide, (0, 0) * (x.ndim - 2) + (0, more))
+    return wide.reshape(wide.shape[0], -1, chunk, *wide.shape[2:]).movedim(3, 1)
+
+
+def _split(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates as multiples of ``STEP``, whose sums are exact, and small rests.
+
+    So the difference of two sums is as accurate as the gates between them, however strong those
+    before.
+    """
+    g = g.clamp(min=GONE[g.dtype])
+    coarse = (g / STEP).floor() * STEP
+    return coarse, g - coarse
+
+
+def _tokens(x: Tensor, length: int) -> Tensor:
+    """Back to (batch, tokens, heads, ...)."""
+    return x.movedim(1, 3).flatten(1, 2)[:, :length]
+
+
+def heads_of(first: Tensor, heads: Heads) -> slice:
+    """The sequences of a block; segments may be those of all."""
+    return slice(None) if first.shape[0] == 1 else heads.batch
+
+
+def _starts(given: Inputs, heads: Heads, part: slice) -> Optional[Tensor]:
+    """In which row of its chunk the segment of each row begins, -1 if before the chunk.
+
+    Of shape (batch or 1, 1, 1, chunks, chunk). The segment of the first token of all has the
+    initial state, and counts as one that began before.
+    """
+    if given.first is None:
+        return None
+    begins, chunk = given.first[heads_of(given.first, heads), part], given.chunk
+    if more := -begins.shape[1] % chunk:
+        begins = torch.cat([begins, begins[:, -1:].expand(-1, more)], 1)
+    begins = begins.unflatten(1, (-1, chunk))[:, None, None]
+    at = torch.arange(begins.shape[3], device=begins.device)[:, None] * chunk + part.start
+    starts: Tensor = (begins - at).masked_fill(begins == 0, -1).clamp(min=-1)
+    return starts
+
+
+def _ends(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the state's segment, rows of the last row's, and chunks of the state's alone."""
+    return starts < 0, starts == starts[..., -1:], starts[..., -1] < 0
+
+
+# --- a span of chunks ---
+
+
+class Span:
+    """The tensors of a span. Axes: batch, key heads, group, chunks, then rows.
+
+    A delta rule says how its gates become decays: :meth:`decays` and :meth:`through`.
+    """
+
+    e: Tensor
+    r: Tensor
+    z: Tensor
+    scores: Tensor
+    inner: Tensor
+
+    def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
+        kind, chunk = given.kind, given.chunk
+        self.scale, self.normed = given.scale, given.qk_l2norm
+        self.group = (heads.key.stop - heads.key.start, -1)
+        (self.q, self.q_rstd), (self.k, self.k_rstd) = (
+            self._rows(_chunked(x[heads.batch, part, heads.key], chunk, kind).unsqueeze(2))
+            for x in (given.q, given.k)
+        )
+        self.rows, self.q = self.q, self.q * given.scale
+        self.v, g, beta = (
+            _chunked(x[heads.batch, part, heads.value], chunk, kind).unflatten(1, self.group)
+            for x in (given.v, given.g, given.beta)
+        )
+        self.beta = beta.unsqueeze(-1)
+        self.starts = _starts(given, heads, part)
+        self.decays(g)
+        eye = torch.eye(chunk, dtype=kind, device=g.device)
+        self.inverse = torch.linalg.solve_triangular(
+            self.inner * self.beta, eye.expand_as(self.inner), upper=False, unitriangular=True
+        )
+        self.w = self.inverse @ (self.beta * self.e * self.k)
+        self.kept = self.r * self.k
+
+    @staticmethod
+    def floats(chunk: int, size: int, value: int) -> int:
+        """What a chunk of a head takes in memory, in numbers."""
+        raise NotImplementedError
+
+    def decays(self, g: Tensor) -> None:
+        """Set e, r and z, P as ``scores`` and B as ``inner``, from the gates."""
+        raise NotImplementedError
+
+    def through(
+        self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What q and k get through P and B, and the gradient of the gates.
+
+        Args:
+            dp: Gradient of P.
+            db: Gradient of B.
+            de: Gradient of the logarithm of e for every channel.
+            dr: The same of r.
+            dz: The same of z.
+        """
+        raise NotImplementedError
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+        return (x * rstd, rstd) if self.normed else (x, rstd)
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """States before every chunk, corrected values N, and the state after the last one."""
+        n = self.inverse @ (self.beta * self.v)
+        values, w, kept, z, state = (x.flatten(0, 2) for x in (n, self.w, self.kept, self.z, state))
+        states = n.new_empty(state.shape[0], n.shape[3], *state.shape[1:])
+        for i in range(n.shape[3]):
+            states[:, i] = state
+            values[:, i].baddbmm_(w[:, i], state, alpha=-1)
+            state = torch.baddbmm(z[:, i] * state, kept[:, i].mT, values[:, i])
+        return states.unflatten(0, n.shape[:3]), n, state.unflatten(0, n.shape[:3])
+
+    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
+        """Make y of all chunks."""
+        return (self.scores @ values).add_((self.e * self.q) @ states)
+
+    def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the states after every chunk, X, and that of the first state.
+
+        Args:
+            dy: Gradient of y, by chunks.
+            dstate: Gradient of the state after the span.
+        """
+        dn, own = self.scores.mT @ dy, (self.e * self.q).mT @ dy
+        values, own, w, kept, z, dstate = (
+            x.flatten(0, 2) for x in (dn, own, self.w, self.kept, self.z, dstate)
+        )
+        after = torch.empty_like(own)
+        for i in reversed(range(dn.shape[3])):
+            after[:, i] = dstate
+            values[:, i].baddbmm_(kept[:, i], dstate)
+            dstate = torch.addcmul(own[:, i], z[:, i], dstate)
+            dstate.baddbmm_(w[:, i].mT, values[:, i], alpha=-1)
+        shape = dn.shape[:3]
+        return after.unflatten(0, shape), self.inverse.mT @ dn, dstate.unflatten(0, shape)
+
+    def gradients(
+        self, dy: Tensor, states: Tensor, values: Tensor, after: Tensor, solved: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, g and beta by chunks, from what the two passes over states left."""
+        dlower = -(solved @ values.mT).tril_(-1)
+        dq, dk = self.e * (dy @ states.mT), self.r * (values @ after.mT)
+        back = self.e * (solved @ states.mT)
+        dbeta = (solved * self.v).sum(-1, keepdim=True) - (self.k * back).sum(-1, keepdim=True)
+        dbeta += (dlower * self.inner).sum(-1, keepdim=True)
+        back *= self.beta
+        dz = (self.z * states * after).sum(-1)
+        more_q, more_k, dg = self.through(
+            dy @ values.mT, dlower.mul_(self.beta),
+            self.q * dq - self.k * back, self.k * dk, dz,
+        )  # fmt: skip
+        dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(back)
+        dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)
+        if self.normed:
+            dq = self._norm_gradient(dq, self.rows, self.q_rstd)
+            dk = self._norm_gradient(dk, self.k, self.k_rstd)
+        return dq.squeeze(2), dk.squeeze(2), self.beta * solved, dg, dbeta.squeeze(-1)
+
+    @staticmethod
+    def _norm_gradient(dy: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
+        return rstd * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+# --- an operator ---
+
+
+def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tuple[Tensor, Tensor]:
+    """Some heads at a time, span after span."""
+    v, size = given.v, given.k.shape[3]
+    y, (batch, _, heads, value) = v.new_empty(v.shape), v.shape
+    shape = (batch, heads, size, value) if output_final_state else (0,)
+    final_state = v.new_empty(shape, dtype=given.kind)
+    blocks, spans = _blocks(given, rule.floats(given.chunk, size, value))
+    for block in blocks:
+        state = given.states(block)
+        for part in spans:
+            span = rule(given, block, part)
+            states, values, state = span.forward(state)
+            made = span.outputs(states, values).flatten(1, 2)
+            y[block.batch, part, block.value] = _tokens(made, part.stop - part.start).to(y.dtype)
+        if output_final_state:
+            final_state[block.batch, block.value] = state.flatten(1, 2)
+    return y, final_state
+
+
+def run_backward(
+    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Some heads at a time: forward over the spans for their states, then the spans in reverse.
+
+    Args:
+        rule: The spans of the operator.
+        given: The tensors.
+        dy: Gradient of y.
+        dfinal_state: Gradient of the final state.
+        needs: Whether q, k, v, g, beta and the initial state need gradients.
+    """
+    made = [x.new_empty(x.shape if n else 0) for x, n in zip(given[:5], needs[:5], strict=True)]
+    initial = given.initial_state
+    dinitial = given.q.new_empty(0)
+    if initial is not None:
+        dinitial = initial.new_empty(initial.shape if needs[5] else 0)
+    floats = rule.floats(given.chunk, given.k.shape[3], given.v.shape[3])
+    blocks, spans = _blocks(given, floats)
+    for block in blocks:
+        before = [given.states(block)]
+        for part in spans[:-1]:
+            before.append(rule(given, block, part).forward(before[-1])[2])
+        dstate = torch.zeros_like(before[0])
+        if dfinal_state is not None:
+            mine = dfinal_state[block.batch, block.value].to(given.kind)
+            dstate = mine.unflatten(1, (block.key.stop - block.key.start, -1))
+        for part in reversed(spans):
+            span = rule(given, block, part)
+            dstate = _span_backward(span, block, part, before.pop(), dy, dstate, made)
+        if initial is not None and needs[5]:
+            dinitial[block.batch, block.value] = dstate.flatten(1, 2).to(dinitial.dtype)
+    return made[0], made[1], made[2], made[3], made[4], dinitial
+
+
+def _span_backward(
+    span: Span, block: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor,
+    made: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """Write the gradients of a span into ``made``; return that of the state before it."""
+    length = part.stop - part.start
+    states, values, _ = span.forward(state)
+    up = torch.zeros_like(span.v)
+    if dy is not None:
+        mine = _chunked(dy[block.batch, part, block.value], span.v.shape[4], span.v.dtype)
+        up = mine.unflatten(1, span.group)
+    after, solved, dstate = span.reverse(up, dstate)
+    found = span.gradients(up, states, values, after, solved)
+    for i, (gradient, room) in enumerate(zip(found, made, strict=True)):
+        if room.numel():
+            where = block.key if i < 2 else block.value
+            whole = gradient if i < 2 else gradient.flatten(1, 2)
+            room[block.batch, part, where] = _tokens(whole, length).to(room.dtype)
+    return dstate

@@ -1,0 +1,140 @@
+"""Kimi delta attention (arXiv:2510.26692) by chunks, as :mod:`.chunks` has it, gates per channel.
+
+Scores have the decay between two tokens inside of the product over channels:
+
+    P_ij = sum_c Q_ic K_jc exp(G_ic - G_jc) for i >= j,  B_ij = sum_c K_ic K_jc exp(G_ic - G_jc)
+
+exp(-G_j) alone leaves the range of numbers. So each block of rows is halved, and halved again, down
+to single rows. Tokens j of the upper half and i of the lower half have the last row a of the upper
+half between them, and their scores are a product of matrices whose factors are at most 1:
+
+    P_ij = sum_c (Q_ic exp(G_ic - G_ac)) (K_jc exp(G_ac - G_jc))
+
+Both exponents are sums of gates from or to the ends of the halves, and grow with the blocks by sums
+of neighbors. No difference of two sums is formed, so that gates lose no digit to stronger gates of
+other tokens; nor by their gradients, which go back through the same tree of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.linear_attention.chunks import (
+    Inputs,
+    Span,
+    _ends,
+    run_backward,
+    run_forward,
+)
+
+
+def _halved(x: Tensor, size: int) -> Tensor:
+    """Rows ``(..., C, K)`` as a view ``(..., blocks, 2, size, K)``."""
+    halves: Tensor = x.unflatten(-2, (-1, 2, size))
+    return halves
+
+
+def _squares(pairs: Tensor, size: int) -> Tensor:
+    """The pairs of a lower with its upper half: (..., 2, C, C) as a view (..., blocks, 2, s, s)."""
+    halves = pairs.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+    squares: Tensor = halves[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -4)
+    return squares
+
+
+class ChannelSpan(Span):
+    """A span whose gates are vectors."""
+
+    @staticmethod
+    def floats(chunk: int, size: int, value: int) -> int:
+        """Rows of keys, with decays of every level, and of values, squares of a chunk, states."""
+        levels = chunk.bit_length() - 1
+        return chunk * ((14 + levels) * size + 5 * value + 8 * chunk) + 3 * size * value
+
+    def decays(self, g: Tensor) -> None:
+        """Level by level, from blocks of single rows to the chunk."""
+        chunk, g = g.shape[-2], g.clone()
+        after = torch.zeros_like(g)  # gates from the next row on to the end of the block
+        pairs = g.new_zeros(*g.shape[:-2], 2, chunk, chunk)
+        self.levels: list[tuple[Tensor, Tensor]] = []
+        size = 1
+        while size < chunk:
+            until, rest = _halved(g, size), _halved(after, size)  # g: from the block's first row
+            lower, upper = until[..., 1, :, :].exp(), rest[..., 0, :, :].exp()
+            if self.starts is not None:
+                begins = self.starts.unflatten(-1, (-1, 2, size)).unsqueeze(-1)
+                at = torch.arange(size - 1, chunk, 2 * size, device=g.device)[:, None, None]
+                lower *= begins[..., 1, :, :] <= at
+                upper *= begins[..., 0, :, :] == begins[..., 0, -1:, :]
+            self.levels.append((lower, upper))
+            rows, columns = self._factors(lower, upper)
+            _squares(pairs, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
+            rest[..., 0, :, :] += until[..., 1, -1:, :]
+            until[..., 1, :, :] += until[..., 0, -1:, :]
+            size *= 2
+        self.scores, self.inner = pairs.unbind(-3)
+        self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
+        self.z = g[..., -1, :].exp().unsqueeze(-1)
+        self.e, self.r = g.exp_(), after.exp_()
+        if self.starts is not None:
+            carried, last, whole = _ends(self.starts)
+            self.e *= carried.unsqueeze(-1)
+            self.r *= last.unsqueeze(-1)
+            self.z *= whole[..., None, None]
+
+    def _factors(self, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries above keys of the lower halves, and keys of the upper halves."""
+        size = lower.shape[-2]
+        rows = lower.new_empty(*lower.shape[:-2], 2, *lower.shape[-2:])
+        for i, x in enumerate((self.q, self.k)):
+            torch.mul(_halved(x, size)[..., 1, :, :], lower, out=rows[..., i, :, :])
+        return rows.flatten(-3, -2), _halved(self.k, size)[..., 0, :, :] * upper
+
+    def through(
+        self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Level by level, from the chunk to blocks of single rows."""
+        pairs, own = torch.stack([dp, db], -3), dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = own * self.k, own * self.q
+        de[..., -1, :] += dz
+        for lower, upper in reversed(self.levels):
+            size = lower.shape[-2]
+            until, rest, to_q, to_k, q, k = (
+                _halved(x, size) for x in (de, dr, dq, dk, self.q, self.k)
+            )
+            until[..., 0, -1, :] += until[..., 1, :, :].sum(-2)
+            until[..., 1, -1, :] += rest[..., 0, :, :].sum(-2)
+            rows, columns = self._factors(lower, upper)
+            square = _squares(pairs, size).flatten(-3, -2)
+            by_rows = (square @ columns).unflatten(-2, (2, size)) * lower.unsqueeze(-3)
+            by_columns = (square.mT @ rows) * upper
+            of_q, of_k = by_rows.unbind(-3)
+            to_q[..., 1, :, :] += of_q
+            to_k[..., 1, :, :] += of_k
+            to_k[..., 0, :, :] += by_columns
+            until[..., 1, :, :] += q[..., 1, :, :] * of_q + k[..., 1, :, :] * of_k
+            rest[..., 0, :, :] += k[..., 0, :, :] * by_columns
+        return dq, dk, de
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
+    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Span after span."""
+    given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+    return run_forward(ChannelSpan, given, output_final_state)
+
+
+def backward(
+    dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
+    scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
+    needs_beta: bool, needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The spans in reverse."""
+    given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
+    return run_backward(ChannelSpan, given, dy, dfinal_state, needs)
