@@ -90,20 +90,27 @@ def _convolves(body: Callable[..., Tensor], draw: Callable[..., Tensor]) -> bool
 def _follows_a_delta_rule(
     op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
 ) -> bool:
+    return _same_rule(op, body, draw, 2) and _same_rule(op, body, draw, 4)
+
+
+def _same_rule(
+    op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor], many: int
+) -> bool:
+    """Whether results agree for two heads of keys and ``many`` of values."""
     from liger_multi import ops
 
-    channels, group = ((8,), 1) if op == "kimi_delta_attention" else ((), 2)
-    many = 2 * group
+    channels = (8,) if op == "kimi_delta_attention" else ()
     q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, many, 6)
     g, beta = -draw(1, 70, many, *channels).abs(), draw(1, 70, many).sigmoid()
     state = draw(1, many, 8, 6)
-    theirs = body(
-        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-    ours = getattr(ops, op)(
-        q, k, v, g, beta, initial_state=state, output_final_state=True, qk_l2norm=True
-    )
+    options = {"initial_state": state, "output_final_state": True}
+    try:
+        theirs = body(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **options)
+    except RuntimeError:
+        if many == q.shape[2]:
+            raise
+        return True  # its callers repeat the keys themselves
+    ours = getattr(ops, op)(q, k, v, g, beta, qk_l2norm=True, **options)
     return all(_close(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
