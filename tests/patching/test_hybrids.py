@@ -14,11 +14,11 @@ import liger_multi
 from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
-from liger_multi.patching.recognize.kinds import MIXER_OPS
-from liger_multi.patching.recognize.mixers import _differs
-from liger_multi.patching.replace import mixers
-from tests.models import Calls
-from tests.sweep import cases
+from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
+from liger_multi.patching.recognize.mixers import _differs  # noqa: E402
+from liger_multi.patching.replace import mixers  # noqa: E402
+from tests.models import Calls  # noqa: E402
+from tests.sweep import cases  # noqa: E402
 
 SERVED = {
     "bailing_hybrid": {"causal_conv1d", "kimi_delta_attention"},
