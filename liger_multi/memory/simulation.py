@@ -466,9 +466,12 @@ def backward(loss: Tensor) -> None:
 def _accumulates(args: tuple[Any, ...]) -> bool:
     """Whether autograd adds two gradients where it would write into the first one.
 
-    It does so for a gradient that nobody else holds, but never while a dispatch mode looks on.
+    It does so for a gradient that nobody else holds, but never while a dispatch mode looks on. It
+    has gradients off, which a layer that is computed again within backward has on.
     """
-    if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
+    if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        return False
+    if not isinstance(args[1], Tensor):
         return False
     return args[0].shape == args[1].shape and _holders(args[0]) == _alone()
 
