@@ -22,7 +22,7 @@ from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.traces import Body, Cutting, Head, Trace
 from liger_multi.memory.setup import DTYPES
 
-Half = TypeVar("Half", Body, Head)
+Piece = TypeVar("Piece", Body, Head)
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Passes:
         return self._derived_heads.get((key, micro))
 
     def _known(
-        self, table: dict[Settings, dict[int, Half]], kind: str, key: Settings, cls: type[Half]
-    ) -> dict[int, Half]:
+        self, table: dict[Settings, dict[int, Piece]], kind: str, key: Settings, cls: type[Piece]
+    ) -> dict[int, Piece]:
         """What was simulated, by the number of sequences."""
         if key not in table:
             table[key] = {}
@@ -144,8 +144,8 @@ class Passes:
                     table[key][int(micro)] = found
         return table[key]
 
-    def _keep(self, kind: str, key: Settings, micro: int, half: Body | Head) -> None:
-        self.shapes.store.write(kind, f"{_name(key, self.device)} {micro}", half.as_data())
+    def _keep(self, kind: str, key: Settings, micro: int, piece: Body | Head) -> None:
+        self.shapes.store.write(kind, f"{_name(key, self.device)} {micro}", piece.as_data())
 
     # --- simulation ---
 
@@ -207,7 +207,7 @@ class Passes:
         prepared.warm = True
         simulation.step(settings.micro_batch, settings.sequence, 0)
         model.zero_grad()
-        body, head = simulation.halves()
+        body, head = simulation.recorded()
         body.buffers = simulation.standing() - sum(p.nbytes for p in model.parameters())
         offload = prepared.around.offload
         if offload is not None:
@@ -250,7 +250,7 @@ def _name(key: Settings, device: str) -> str:
     return f"{device} {sorted(changed.items())}"
 
 
-def _along(known: Mapping[int, Half], micro: int, between: bool = False) -> Half | None:
+def _along(known: Mapping[int, Piece], micro: int, between: bool = False) -> Piece | None:
     """What two numbers of sequences tell about a third one, if the same happens at both."""
     for low, high in combinations(sorted(known), 2):
         if between and not low < micro < high:

@@ -213,8 +213,8 @@ class Head:
 
     def as_data(self) -> dict[str, Any]:
         """Plain data."""
-        halves = [self.loss.as_data(), self.backward.as_data()]
-        return {"segments": halves, "ends": self.ends}
+        segments = [self.loss.as_data(), self.backward.as_data()]
+        return {"segments": segments, "ends": self.ends}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Head:
@@ -616,7 +616,7 @@ class Cutting(Simulation):
         blocks = [self.blocks[index] for index, _ in self.events[: self.phases[0][0]]]
         return sum(block.size for block in blocks if block.role == PARAMETERS)
 
-    def halves(self) -> tuple[Body, Head]:
+    def recorded(self) -> tuple[Body, Head]:
         """What was recorded."""
         parts = self._parts()
         segments = {part[0]: self._segment(range(*part[1:3]), part[3]) for part in parts}
