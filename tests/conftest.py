@@ -15,6 +15,7 @@ from pathlib import Path
 # Before anything imports a hub client: a test that wants the network is a bug.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("LIGER_MULTI_CONFIG", None)
+os.environ["LIGER_MULTI_CACHE"] = os.devnull  # no folder: plans simulate, and keep nothing
 
 import pytest
 import torch

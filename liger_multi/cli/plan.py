@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.config import parse_bytes
@@ -23,7 +22,7 @@ from liger_multi.memory.breakdown import estimate_page
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
-from liger_multi.memory.sizes import SIZES, beyond, config_of, positions_of
+from liger_multi.memory.sizes import SIZES, Source, beyond, config_of, positions_of
 
 MODEL = (
     "a config.json or other JSON file of one, a folder of one, a name on the Hugging Face hub, or "
@@ -65,7 +64,8 @@ def run_estimate(arguments: argparse.Namespace) -> int:
         given["capacity"] = parse_bytes(given["capacity"], "--capacity")
     with checking.simulated("estimate", arguments.model), _progress("estimate") as said:
         said(f"reading {arguments.model}")
-        with _loaded(arguments.model) as config:
+        with _without_collections():
+            config = config_of(arguments.model)
             said(f"simulating {arguments.batch} x {arguments.sequence} tokens")
             made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
     fits = given["capacity"] is None or made.peak_bytes <= given["capacity"]
@@ -108,6 +108,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--headroom", type=float, default=0.06, help="share that stays free")
     parser.add_argument("--data-parallel", action="store_true", help="no TP or PP")
     parser.add_argument("--no-limits", action="store_true", help="skip longest sequence and batch")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="simulate anew, and keep nothing for later plans"
+    )
     parser.add_argument("--compression", action="store_true", help="ask DeepSpeed for ZeRO++")
     parser.add_argument(
         "--write", type=checking.path, metavar="DIR", help="write files for the best way"
@@ -129,8 +132,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     try:
         with checking.simulated("plan", arguments.model), _progress("plan") as said:
             said(f"reading {arguments.model}")
-            with _loaded(arguments.model) as config:
-                made = _plan(arguments, config, said)
+            with _without_collections():
+                made = _plan(arguments, said)
     except PlanError as error:
         sys.stderr.write(f"liger-multi: {error}\n")
         made, code = error.plan, 1
@@ -146,12 +149,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _plan(arguments: argparse.Namespace, config: Any, said: Callable[[str], None]) -> TrainingPlan:
+def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> TrainingPlan:
     space = Space(layouts=((1, 1),)) if arguments.data_parallel else None
     if space is not None and arguments.precision:
         space = replace(space, precisions=tuple(arguments.precision))
     return plan(
-        config,
+        Source(arguments.model),
         arguments.gpu,
         arguments.gpus,
         arguments.batch,
@@ -164,29 +167,21 @@ def _plan(arguments: argparse.Namespace, config: Any, said: Callable[[str], None
         limits=not arguments.no_limits,
         compression=arguments.compression,
         said=said,
+        cache=not arguments.no_cache,
     )
 
 
 @contextlib.contextmanager
-def _loaded(model: str) -> Iterator[Any]:
-    """A configuration, with the code of its model imported.
+def _without_collections() -> Iterator[None]:
+    """No collections of cycles, which go through all of PyTorch and transformers.
 
-    Collections of cycles are off meanwhile, and leave out afterwards what is there by then: they
-    would go through all of PyTorch and transformers, for a fifth of the time.
+    They take a fifth of the time, and a simulation leaves little to collect.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        config = config_of(model)
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # imports the model's module
-        gc.freeze()
-        if collecting:
-            gc.enable()
-        yield config
+        yield
     finally:
-        gc.unfreeze()
         if collecting:
             gc.enable()
 

@@ -178,7 +178,7 @@ def estimate(
         profile,
         {name: 0 if name in away else size for name, size in share.items()},
         sum(size for name, size in share.items() if name in away),
-        gathered(model, level, setup.fsdp) if setup.world > 1 or away else 0,
+        gathered(model, level) if setup.world > 1 or away else 0,
         0 if device == "cpu" else WORKSPACE,
         sum(p.numel() for p in trained),
         sum(p.numel() for p in model.parameters()),
@@ -229,7 +229,7 @@ def checkpoint(model: Any) -> None:
         model.enable_input_require_grads()
 
 
-def state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+def state_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
     """Bytes of an optimizer's states; ``copies``: of an element of its fp32 copy, or 0."""
     total = 0.0
     for parameter in trained:
@@ -240,25 +240,40 @@ def state_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> in
     return round(total)
 
 
-def temporary_bytes(trained: list[nn.Parameter], spec: Optimizer, copies: int) -> int:
+def temporary_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
     """Bytes that an optimizer's step takes beside its states."""
-    sizes = [p.numel() * (copies or p.element_size()) for p in trained] or [0]
+    sizes: list[int] = [p.numel() * (copies or p.element_size()) for p in trained] or [0]
     return {"none": 0, "all": sum(sizes), "largest": 2 * max(sizes)}[spec.temporaries]
 
 
-def gathered(model: Any, level: int, fsdp: bool) -> int:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that shards are gathered by."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def gathered(model: Any, level: int) -> int:
+    """:func:`gathered_bytes` of a model."""
+    blocks = [list(block.parameters()) for block in blocks_of(model)]
+    inside = {id(p) for block in blocks for p in block}
+    return gathered_bytes(blocks, [p for p in model.parameters() if id(p) not in inside], level)
+
+
+def gathered_bytes(blocks: list[list[Any]], beside: list[Any], level: int) -> int:
     """The largest moment's parameters and gradients that belong to other devices.
 
     With gradients in shards, one block's whole gradient waits for its reduction; with parameters in
     shards, one block runs while the next is fetched, and what stands outside of blocks is whole.
+
+    Args:
+        blocks: Parameters of each.
+        beside: Those of no block.
+        level: Of ZeRO.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [m for m in model.modules() if type(m).__name__ in names]
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks]
-    outside = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
-    block = max(sizes, default=0)
-    gradient = max(block, outside) if any(p.requires_grad for p in model.parameters()) else 0
+    outside: int = sum(p.nbytes for p in beside)
+    block: int = max((sum(p.nbytes for p in one) for one in blocks), default=0)
+    trained = any(p.requires_grad for one in (*blocks, beside) for p in one)
+    gradient: int = max(block, outside) if trained else 0
     if level == 2:
         return gradient
     return 2 * block + outside + gradient if level == 3 else 0

@@ -40,13 +40,15 @@ class Storages:
 
     def see(self, tensor: torch.Tensor) -> tuple[int, int | None, int] | None:
         """Identity, size when last seen (None: never) and size of a tensor's storage."""
-        if tensor.device.type != self._device_type:
-            return None
         storage = tensor.untyped_storage()
         # The C++ identity: a Python wrapper of the same storage may come and go.
         key, size = storage._cdata, storage.nbytes()
         before = self.sizes.get(key)
+        if before == size:
+            return key, before, size
         if before is None:
+            if tensor.device.type != self._device_type:
+                return None
             self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
         self.sizes[key] = size
         return key, before, size
@@ -62,6 +64,10 @@ class Storages:
             self._freed(key, size)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OWN = torch.Tensor.__torch_dispatch__
+
+
 class StorageMode(TorchDispatchMode):
     """A dispatch mode that sees the tensors of every operator that PyTorch runs."""
 
@@ -73,11 +79,15 @@ class StorageMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operator and record its inputs and outputs."""
+        return self._dispatched(func, types, args, kwargs or {})
+
+    def _dispatched(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
-        plain = torch.Tensor.__torch_dispatch__
-        if any(getattr(t, "__torch_dispatch__", plain) is not plain for t in types):
-            return NotImplemented
-        kwargs = kwargs or {}
+        for kind in types:
+            if kind not in _PLAIN and getattr(kind, "__torch_dispatch__", _OWN) is not _OWN:
+                return NotImplemented
         if func.namespace == "liger_multi":  # Python of ours, where function modes have a say
             return self._watch(func, args, kwargs)
         # Function modes have had theirs. PyTorch's own Python (decompositions, shapes) would ask
@@ -102,13 +112,15 @@ class StorageMode(TorchDispatchMode):
         raise NotImplementedError
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among operator arguments, also inside lists (foreach operators)."""
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+            found += tensors_in(value)
+    return found
 
 
 # --- the peak of a region ---

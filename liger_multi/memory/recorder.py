@@ -103,7 +103,8 @@ class Recorder(StorageMode):
         self.storages = Storages(device_type, self._gone)
         self._model, self._optimizer, self._vocabulary = model, optimizer, vocabulary
         self._index: dict[int, int] = {}
-        self._paths = {id(m): n for n, m in model.named_modules()} if model is not None else {}
+        self._modules = list(model.named_modules()) if model is not None else []
+        self._paths = {id(module): path for path, module in self._modules}
         # shapes of weights with an axis as long as the vocabulary, sorted
         self._weights = [sorted(p.shape) for _, p in self._parameters() if vocabulary in p.shape]
         self._stack: list[tuple[str, str]] = []
@@ -224,7 +225,7 @@ class Recorder(StorageMode):
         A patched MLP calls its layers and its activation one by one where they have hooks, and a
         patched head computes its logits.
         """
-        modules = list(self._model.modules()) if self._model is not None else []
+        modules = [module for _, module in self._modules]
         ours = [m for m in modules if hasattr(m, "_liger_multi_swap")]
         heads = {id(m) for m in ours if isinstance(m, nn.Linear)}
         inside = {id(m) for parent in ours for m in parent.children() if not any(m.children())}
@@ -297,8 +298,8 @@ class Recorder(StorageMode):
     def _parameters(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
         """Parameters with path and class of their module; those of the optimizer beside them."""
         seen: set[int] = set()
-        for module in self._model.modules() if self._model is not None else ():
-            owner = (self._paths[id(module)], type(module).__name__)
+        for path, module in self._modules:
+            owner = (path, type(module).__name__)
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -331,8 +332,8 @@ class Recorder(StorageMode):
             self._assign(parameter, PARAMETERS, *owner)
             if parameter.grad is not None:
                 self._assign(parameter.grad, GRADIENTS, *owner)
-        for module in self._model.modules() if self._model is not None else ():
-            owner = (self._paths[id(module)], type(module).__name__)
+        for path, module in self._modules:
+            owner = (path, type(module).__name__)
             for buffer in module._buffers.values():
                 if buffer is not None:
                     self._assign(buffer, PARAMETERS, *owner)

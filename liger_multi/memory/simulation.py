@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -120,7 +120,8 @@ class MetaImplementations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Everything else passes."""
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if self._autocast is not None and func in _PRODUCTS:
             args = tuple(self._cast(a) for a in args)
             kwargs = {name: self._cast(a) for name, a in kwargs.items()}
@@ -140,13 +141,16 @@ _ANSWERS: dict[Any, tuple[_Form, ...] | None] = {}
 _MOST_ANSWERS = 2**16
 
 
-def _form(value: Any) -> Any:
+def _key(values: Iterable[Any], key: list[Any]) -> None:
     """What the shapes of an operator's results depend on; a number counts with its type."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    if isinstance(value, list | tuple):
-        return tuple(map(_form, value))
-    return type(value), value
+    for value in values:
+        if isinstance(value, Tensor):
+            key += value.shape, value.stride(), value.dtype, value.is_meta
+        elif isinstance(value, list | tuple):
+            key += type(value), len(value)
+            _key(value, key)
+        else:
+            key += type(value), value
 
 
 def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,14 +159,20 @@ def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     The results of a call are made again where the same was called with the same shapes, unless a
     result shares the storage of an argument.
     """
+    parts: list[Any] = [id(func)]  # operators stay
+    _key(args, parts)
+    if kwargs:
+        parts += kwargs
+        _key(kwargs.values(), parts)
+    key = tuple(parts)
     try:
-        key = func, _form(args), tuple((name, _form(value)) for name, value in kwargs.items())
         forms = _ANSWERS.get(key)
     except TypeError:  # an argument that has no hash
         return func(*args, **kwargs)
     if forms is not None:
-        made = [_made(*form) for form in forms]
-        return made[0] if len(made) == 1 else tuple(made)
+        if len(forms) == 1:
+            return _made(*forms[0])
+        return tuple(_made(*form) for form in forms)
     result = func(*args, **kwargs)
     if key not in _ANSWERS and len(_ANSWERS) < _MOST_ANSWERS:
         _ANSWERS[key] = _forms(result, [*tensors_in(args), *tensors_in(kwargs.values())])
@@ -219,6 +229,7 @@ class Simulation(Recorder):
         super().__init__("meta", model, None, vocabulary)
         self._target, self._capacity, self._sequence = target, capacity, sequence
         self._autocast = autocast
+        self._named: Any = None  # the last result that was seen
 
     def add(self, block: Block) -> None:
         """A block that is there for the whole step."""
@@ -274,6 +285,35 @@ class Simulation(Recorder):
         finally:
             meta_autocast.reset(token)
             self._casts.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: PyTorch need not keep its compiler away from every operator."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As of :class:`StorageMode`."""
+        return self._dispatched(func, types, args, kwargs or {})
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As of :class:`StorageMode`, where no storage is resized and results are often seen."""
+        known = self._index
+        for tensor in tensors_in((args, *kwargs.values())):
+            if tensor.untyped_storage()._cdata not in known:
+                self.see(tensor, made=False)
+        result = self.run(func, args, kwargs)
+        if result is not self._named:
+            for tensor in tensors_in((result,)):
+                self.see(tensor, made=True)
+        self._named = None
+        return result
+
+    def named(self, name: str, call: Callable[[], Any]) -> Any:
+        """As of :class:`Recorder`."""
+        self._named = result = super().named(name, call)
+        return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
@@ -466,9 +506,12 @@ def backward(loss: Tensor) -> None:
 def _accumulates(args: tuple[Any, ...]) -> bool:
     """Whether autograd adds two gradients where it would write into the first one.
 
-    It does so for a gradient that nobody else holds, but never while a dispatch mode looks on.
+    It does so for a gradient that nobody else holds, but never while a dispatch mode looks on. It
+    has gradients off, which a layer that is computed again within backward has on.
     """
-    if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
+    if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        return False
+    if not isinstance(args[1], Tensor):
         return False
     return args[0].shape == args[1].shape and _holders(args[0]) == _alone()
 

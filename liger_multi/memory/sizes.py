@@ -19,6 +19,9 @@ from liger_multi.errors import (
     unknown,
 )
 
+# Of the config.json files of Qwen/Qwen2-0.5B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B,
+# meta-llama/Meta-Llama-3-8B and Qwen/Qwen2.5-14B on the Hugging Face hub, positions included; the
+# defaults of transformers are other models'. Instruct models of Qwen allow 32 768 positions.
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
         "Qwen2",
@@ -100,6 +103,32 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
         ) from error
 
 
+class Source:
+    """A configuration that is built when it is called for, and told apart from others before.
+
+    Args:
+        model: As of :func:`config_of`.
+
+    Attributes:
+        identity: What the configuration is made from, as plain data.
+
+    Raises:
+        ConfigurationError: As of :func:`config_of`, where nothing can be read.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self._model: str | Path = model
+        if str(model) in SIZES:
+            self.identity: Any = SIZES[str(model)]
+        else:
+            self._model = _file(model)
+            self.identity = read_json(self._model, "the configuration of a model")
+
+    def __call__(self) -> Any:
+        """The configuration."""
+        return config_of(self._model)
+
+
 def positions_of(config: Any) -> int | None:
     """The longest sequence that a configuration allows, if it names one."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -138,11 +167,15 @@ ANSWER = 5.0  # seconds that a hub has for its first answer
 
 def _from_hub(name: str) -> Path:
     """The ``config.json`` of a model on the hub, from the cache or over the network."""
-    from transformers.utils import cached_file
+    from huggingface_hub import try_to_load_from_cache
 
-    with contextlib.suppress(OSError):
-        return Path(cached_file(name, "config.json", local_files_only=True))
+    with contextlib.suppress(ValueError):  # of a name that the hub would not have
+        known = try_to_load_from_cache(name, "config.json")
+        if isinstance(known, str):
+            return Path(known)
     try:
+        from transformers.utils import cached_file
+
         _reach(name)
         return Path(cached_file(name, "config.json"))
     except Exception as error:  # of the hub's client, the network, the cache's files

@@ -42,7 +42,8 @@ from liger_multi.memory.planning import search
 from liger_multi.memory.planning.cost import CARDS, Traffic, card_of, step_seconds
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import deepspeed
-from liger_multi.memory.planning.traces import Shapes, Work
+from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.planning.traces import Work
 
 # --- predictions ---
 
@@ -121,11 +122,11 @@ def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
     whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
-    whole.shapes.uniform = False
+    whole.shapes.facts.uniform = False
     found = whole.predict(settings)
     assert (short.peak_bytes, short.parts) == (found.peak_bytes, found.parts)
     assert short.seconds == pytest.approx(found.seconds, rel=1e-9)
-    assert len(next(iter(predictor._done.values())).trace.forward) < LAYERS
+    assert len(predictor.traces(settings)[0].body.layers) < LAYERS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from liger_multi.dispatch.registry import device_type
 from liger_multi.errors import PlanError, shown
@@ -19,15 +19,11 @@ from liger_multi.memory.planning.result import (
     Settings,
     TrainingPlan,
 )
-from liger_multi.memory.planning.traces import Shapes
+from liger_multi.memory.planning.shapes import Shapes
+from liger_multi.memory.planning.store import Store
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import OPTIMIZERS, known, positive
-from liger_multi.memory.sizes import beyond
-
-if TYPE_CHECKING:
-    from liger_multi.memory.planning.cost import Card
-    from liger_multi.memory.planning.result import TrainingPlan
-    from liger_multi.memory.planning.traces import Shapes
+from liger_multi.memory.sizes import Source, beyond
 
 # --- the search ---
 
@@ -39,6 +35,7 @@ STEP = 256  # tokens, of the longest sequence
 TRIES = 6
 MOST = 2**16
 MOST_CHUNKS = 256  # of a loss, where limits are searched
+UNRELATED = ("_name_or_path", "transformers_version")  # of a configuration
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,7 @@ def plan(
     limits: bool = True,
     compression: bool = False,
     said: Callable[[str], None] | None = None,
+    cache: bool = False,
 ) -> TrainingPlan:
     """The fastest way to train a model that fits, and what else was weighed.
 
@@ -91,7 +89,8 @@ def plan(
 
     Args:
         model_or_config: A configuration of a Hugging Face model, or a causal language model with
-            adapters and frozen parts as it is (not patched yet); nothing of it is changed.
+            adapters and frozen parts as it is (not patched yet); nothing of it is changed. Or a
+            :class:`liger_multi.memory.sizes.Source` of a configuration.
         memory: Of one device: a size such as ``"24GiB"``, a card such as ``"h200"``, or both as
             ``"h200:24GiB"``.
         devices: Of one host.
@@ -107,6 +106,8 @@ def plan(
         limits: Whether the largest batch and the longest sequence are looked for.
         compression: Whether files ask engines for their own compression (ZeRO++).
         said: Called with a few words before every simulation, as for a progress bar.
+        cache: Whether simulations of a configuration are kept in the user's cache folder, or the
+            one that ``LIGER_MULTI_CACHE`` names, and taken from there; those of a model are not.
 
     Raises:
         PlanError: Nothing fits; ``nearest`` is the candidate with the lowest peak, and ``plan`` all
@@ -118,39 +119,56 @@ def plan(
     card, size = card_of(memory)
     space = _space(space, precision, card)
     _check(devices, batch, sequence, optimizer, headroom, space)
-    shapes = Shapes(model_or_config, sequence)
+    store = _store(model_or_config) if cache else Store()
+    given = model_or_config
+    if isinstance(given, Source) and not store.names("facts"):
+        given = given()
+    shapes = Shapes(given, sequence, store)
     search = _Search(Predictor(shapes, card, device, said), space, round(size * (1 - headroom)))
-    search.ask(devices, batch, sequence, optimizer)
-    found = search.ranked()
     made = TrainingPlan(
-        model=str(getattr(shapes.config, "model_type", type(model_or_config).__name__)),
+        model=shapes.facts.model_type,
         layers=shapes.count,
         card=card.name + (" (nearest in memory)" if card.guessed else ""),
         memory_bytes=size,
         budget_bytes=search.budget,
         devices=devices,
         batch=batch,
-        candidates=found,
-        simulations=search.predictor.simulations,
+        candidates=[],
         compression=compression,
-        layer_class=shapes.layer_class,
-        vocabulary=getattr(shapes.text, "vocab_size", None) or 0,
+        layer_class=shapes.facts.layer_class,
+        vocabulary=shapes.facts.vocabulary,
     )
-    if not found[0].fits:
+    try:
+        search.ask(devices, batch, sequence, optimizer)
+        made.candidates = search.ranked()
+        if made.best.fits and limits:
+            made.largest_batch, made.longest_sequence = search.limits(made.best.settings)
+            made.most_batch, made.most_sequence = search.limits(made.nearest.settings)
+    finally:
+        shapes.keep()
+        store.save()
+    made.notes = notes_of(made, card, shapes)
+    made.simulations = search.predictor.simulations
+    if not made.best.fits:
         nearest = made.nearest
-        made.notes = notes_of(made, card, shapes)
         raise PlanError(
             f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)}: the nearest "
             f"plan ({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}",
             nearest,
             made,
         )
-    if limits:
-        made.largest_batch, made.longest_sequence = search.limits(found[0].settings)
-        made.most_batch, made.most_sequence = search.limits(made.nearest.settings)
-    made.notes = notes_of(made, card, shapes)
-    made.simulations = search.predictor.simulations
     return made
+
+
+def _store(given: Any) -> Store:
+    """What is known of an architecture; of a model with weights and code of its own, nothing."""
+    if isinstance(given, Source):
+        return Store.of(given.identity)
+    if not hasattr(given, "to_dict"):
+        return Store()
+    kind = type(given)
+    told = {k: v for k, v in given.to_dict().items() if k not in UNRELATED}
+    return Store.of({"class": f"{kind.__module__}.{kind.__qualname__}", **told})
 
 
 def _space(space: Space | None, precision: str | Sequence[str] | None, card: Card) -> Space:
@@ -195,6 +213,8 @@ class _Search:
         # of a pass at most: more rows than these would be one chunk as well
         self._tokens = max(LARGEST_PASS, sequence) if batch is None else batch * sequence
         layouts = self._layouts(devices)
+        shares = [tensor for tensor, _ in layouts] or [1]
+        self.predictor.passes.tensors = min(shares), max(shares)
         for precision in self.space.precisions:
             for tensor, pipeline in layouts:
                 data = devices // (tensor * pipeline)
@@ -284,8 +304,8 @@ class _Search:
                 yield from self._policies(wide if first else thin, POLICIES if main else some)
                 if main and thin != wide:
                     yield from self._policies(thin, ("none", "full"))
-                if first and space.tiled and self.shapes.has_mlps:
-                    tiles = max(2, -(-plain.sequence // self.shapes.text.hidden_size))
+                if first and space.tiled and self.shapes.facts.has_mlps:
+                    tiles = max(2, -(-plain.sequence // self.shapes.facts.hidden))
                     tiled = replace(thin, tiles=tiles)
                     yield from self._policies(tiled, ("none", "full") if main else ("full",))
                 if first and space.offload:
@@ -301,8 +321,7 @@ class _Search:
     def _chunk(self, settings: Settings, size: int) -> int:
         """Rows of logits that so many bytes hold, by powers of two."""
         width = 4 if settings.precision == "fp32" else 2
-        vocabulary = getattr(self.shapes.text, "vocab_size", None) or 1
-        rows = max(LEAST_ROWS, size // (width * vocabulary))
+        rows = max(LEAST_ROWS, size // (width * max(1, self.shapes.facts.vocabulary)))
         return int(2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1)))))
 
     def _spread(self, some: Settings, spread: str) -> bool:
@@ -362,7 +381,7 @@ class _Search:
             lambda n: _coarser(replace(settings, micro_batch=1, sequence=n * STEP)),
         ]
         batch = self._largest(some[0], settings.micro_batch)
-        positions = self.shapes.positions
+        positions = self.shapes.facts.positions
         cap = max(positions, settings.sequence) if positions else 0
         if cap:
             whole = _coarser(replace(settings, micro_batch=1, sequence=cap))
@@ -444,7 +463,7 @@ def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
 
 
 def _lengths(settings: Any, plan: TrainingPlan, shapes: Shapes) -> Iterator[str]:
-    positions = shapes.positions
+    positions = shapes.facts.positions
     note = beyond(positions, settings.sequence)
     if note:
         yield note

@@ -4,96 +4,29 @@ Forward of layer 0, 1, ..., the head, backward of ..., 1, 0: middle layers repea
 and deaths, hence the memory at any moment is linear in the number of layers before it, and its
 highest moment is in the first or the last repetition. Work is counted beside: products, bytes
 that other operators move, and launches.
-
-Models are of shapes alone, with all of their layers or with a few. Frozen weights of few bits are
-counted at their stored size, and dequantized for each product.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_multi.memory.estimation import meta_model
 from liger_multi.memory.measure import tensors_in
-from liger_multi.memory.planning.applying import layers_of, mlps_of
 from liger_multi.memory.planning.cost import OWN
-from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS, STATES
-from liger_multi.memory.simulation import Simulation, on_meta
-from liger_multi.memory.sizes import positions_of
-
-# --- frozen weights of few bits ---
-
-
-class _Product(torch.autograd.Function):
-    """What a product with a stored weight allocates, in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
-        ctx.shape = rows, x.shape[-1]
-        weight = x.new_empty(rows, x.shape[-1])
-        return nn.functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy @ dy.new_empty(ctx.shape), None
-
-
-class Stored(nn.Module):
-    """Stands in for a linear layer whose weight has few bits.
-
-    Args:
-        layer: What it stands for; its stored tensors are kept as they are.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        for i, tensor in enumerate([*layer.parameters(), *layer.buffers()]):
-            self.register_buffer(f"stored_{i}", tensor.detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A tensor of the right shape."""
-        run: Any = _Product.apply
-        made: Tensor = run(x, self.out_features)
-        return made
-
-
-def stored_bits(module: Any) -> bool:
-    """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
-    if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
-        return False
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.requires_grad:
-        return False
-    whole: int = module.in_features * module.out_features
-    return weight.element_size() < 2 or weight.numel() < whole
-
-
-def stand_in(model: nn.Module) -> int:
-    """Put substitutes where weights are stored in few bits; the bytes of them all."""
-    total = 0
-    for path, module in list(model.named_modules()):
-        if stored_bits(module):
-            parent, _, name = path.rpartition(".")
-            made = Stored(module)
-            setattr(model.get_submodule(parent), name, made)
-            total += sum(b.nbytes for b in made.buffers())
-    return total
-
+from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS
+from liger_multi.memory.simulation import Simulation
 
 # --- a step, cut ---
 
-DEPTH = 3  # layers of a short simulation: the first, one that stands for many, and the last
-BEFORE, HEAD, AFTER = "before", "head", "after"
-STATIC = tuple(CATEGORIES.index(name) for name in (PARAMETERS, STATES))
+BEFORE, NORM, LOSS, CASTS, HEAD, AFTER = "before", "norm", "loss", "casts", "head", "after"
 GRADIENT = CATEGORIES.index(GRADIENTS)
 _PRODUCTS = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
@@ -102,6 +35,15 @@ _PRODUCTS = {
     "aten::_grouped_mm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
 }  # fmt: skip
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
+
+
+Bytes = tuple[float, ...]
+"""Bytes by category, in the order of :data:`CATEGORIES`."""
+
+Moment = tuple[float, Bytes, Bytes]
+"""Bytes on a device, bytes by category, and those that are there at the end of the segment."""
+
+NOTHING: Bytes = (0.0,) * len(CATEGORIES)
 
 
 @dataclass
@@ -131,9 +73,8 @@ class Work:
 
     def toward(self, other: Work, share: float) -> Work:
         """As of :class:`Segment`."""
-        flops = {n: a + share * (other.flops[n] - a) for n, a in self.flops.items()}
-        moved = self.moved + share * (other.moved - self.moved)
-        return Work(flops, moved, self.launches)
+        flops = {n: between(a, other.flops[n], share) for n, a in self.flops.items()}
+        return Work(flops, between(self.moved, other.moved, share), self.launches)
 
 
 @dataclass
@@ -141,121 +82,312 @@ class Segment:
     """A part of a step.
 
     Attributes:
-        live: Bytes by category after every event, beside what was there at its begin.
-        added: The same with gradients that are added to those of an earlier micro-batch.
+        kinds: Category of every event: a birth or a death.
+        sizes: Bytes of every event.
+        added: Bytes that an event finds fewer, by its number, where gradients are added to those
+            of an earlier micro-batch.
         work: What it does.
     """
 
-    live: Tensor
-    added: Tensor
-    work: Work
+    kinds: list[int] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    added: dict[int, float] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+    _known: dict[Any, Moment] = field(default_factory=dict, repr=False, compare=False)
 
-    def of(self, accumulating: bool) -> Tensor:
-        """The bytes after every event."""
-        return self.added if accumulating else self.live
+    def highest(self, factors: Bytes, accumulating: bool) -> Moment:
+        """Its highest moment, of a segment with events.
+
+        Args:
+            factors: The share of each category that is on this device.
+            accumulating: Whether gradients of earlier micro-batches are there.
+        """
+        key = factors, accumulating
+        if key not in self._known:
+            best, place, total = -math.inf, 0, 0.0
+            added = self.added if accumulating else {}
+            for at, (kind, size) in enumerate(zip(self.kinds, self.sizes, strict=True)):
+                total += size * factors[kind]
+                if at in added:
+                    total -= added[at] * factors[GRADIENT]
+                if total > best:
+                    best, place = total, at
+            self._known[key] = best, self._after(place, added), self.left(accumulating)
+        return self._known[key]
+
+    def left(self, accumulating: bool) -> Bytes:
+        """What is there at its end beside what was there at its begin."""
+        return self._after(len(self.sizes) - 1, self.added if accumulating else {})
+
+    def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
+        live = list(NOTHING)
+        for kind, size in zip(self.kinds[: place + 1], self.sizes, strict=False):
+            live[kind] += size
+        live[GRADIENT] -= sum(size for at, size in added.items() if at <= place)
+        return tuple(live)
 
     def same(self, other: Segment) -> bool:
         """Whether memory goes the same way."""
-        return self.live.shape == other.live.shape and bool((self.live == other.live).all())
+        return self.kinds == other.kinds and self.sizes == other.sizes
 
     def alike(self, other: Segment) -> bool:
         """Whether the same happens in the same order, at whatever size."""
         return (
-            self.live.shape == other.live.shape
+            self.kinds == other.kinds
+            and self.added.keys() == other.added.keys()
             and self.work.launches == other.work.launches
             and self.work.flops.keys() == other.work.flops.keys()
         )
 
     def toward(self, other: Segment, share: float) -> Segment:
         """A point on the line from this one (0) through another that is :meth:`alike` (1)."""
-        return Segment(
-            self.live + share * (other.live - self.live),
-            self.added + share * (other.added - self.added),
-            self.work.toward(other.work, share),
-        )
+        sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
+        added = {at: between(size, other.added[at], share) for at, size in self.added.items()}
+        return Segment(self.kinds, sizes, added, self.work.toward(other.work, share))
+
+    def as_data(self) -> list[Any]:
+        """Plain data."""
+        work = self.work
+        flops = list(work.flops.items())
+        added = list(self.added.items())
+        return [self.kinds, self.sizes, added, flops, work.moved, work.launches]
+
+    @classmethod
+    def from_data(cls, data: Sequence[Any]) -> Segment:
+        """From :meth:`as_data`."""
+        kinds, sizes, added, flops, moved, launches = data
+        if len(kinds) != len(sizes):
+            raise ValueError(f"{len(kinds)} categories of {len(sizes)} events")
+        return cls(kinds, sizes, dict(added), Work(dict(flops), moved, launches))
+
+
+def between(a: float, b: float, share: float) -> float:
+    """A whole number on the line from ``a`` (0) through ``b`` (1)."""
+    return float(round(a + share * (b - a)))
+
+
+# --- what layers do, and what the head does ---
+
+Ends = tuple[tuple[int, float], ...]
+"""Category and bytes of what a head leaves, and less than none of what it frees of others."""
+
+
+def _ends_alike(mine: Ends, theirs: Ends) -> bool:
+    return [kind for kind, _ in mine] == [kind for kind, _ in theirs]
+
+
+def _ends_toward(mine: Ends, theirs: Ends, share: float) -> Ends:
+    pairs = zip(mine, theirs, strict=True)
+    return tuple((kind, between(a, b, share)) for (kind, a), (_, b) in pairs)
 
 
 @dataclass
-class Trace:
-    """A step: its segments by name; ``forward`` and ``backward`` by layer.
+class Head:
+    """What computes logits, the loss and their gradients.
 
     Attributes:
-        segments: ``before``, ``head`` and ``after``.
-        forward: One a simulated layer.
-        backward: The same, by layer as well.
-        parameters: Bytes of a layer's parameters, of each one simulated.
-        outside: Bytes of all others.
-        trained: Bytes of gradients of one layer, and of all others.
+        loss: From the last hidden states on, until forward is over.
+        backward: Until the gradient of the last layer's output.
+        ends: What it takes over and leaves.
+    """
+
+    loss: Segment
+    backward: Segment
+    ends: Ends
+
+    def alike(self, other: Head) -> bool:
+        """As of :class:`Segment`."""
+        return (
+            self.loss.alike(other.loss)
+            and self.backward.alike(other.backward)
+            and _ends_alike(self.ends, other.ends)
+        )
+
+    def toward(self, other: Head, share: float) -> Head:
+        """As of :class:`Segment`."""
+        return Head(
+            self.loss.toward(other.loss, share),
+            self.backward.toward(other.backward, share),
+            _ends_toward(self.ends, other.ends, share),
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data."""
+        segments = [self.loss.as_data(), self.backward.as_data()]
+        return {"segments": segments, "ends": self.ends}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Head:
+        """From :meth:`as_data`."""
+        loss, backward = map(Segment.from_data, data["segments"])
+        return cls(loss, backward, _ends_of(data))
+
+
+def _ends_of(data: Mapping[str, Any]) -> Ends:
+    return tuple((int(kind), float(size)) for kind, size in data["ends"])
+
+
+@dataclass
+class Layer:
+    """What one layer does.
+
+    Attributes:
+        forward: Its forward.
+        casts: Its weights in the dtype of autocast leave when forward of the model is over.
+        backward: Its backward.
+    """
+
+    forward: Segment
+    casts: Segment
+    backward: Segment
+
+
+@dataclass
+class Body:
+    """What happens before and after the head.
+
+    Attributes:
+        before: Until the first layer.
+        layers: Those that were simulated.
+        norm: From the last layer on to the last hidden states.
+        casts: As of :class:`Layer`, of what stands in none.
+        after: From the gradient of the first layer's input on.
+        ends: What the head that ran with it took over and left.
+        buffers: Bytes that are there before the step beside parameters.
         offloaded: Bytes that a layer's forward sends to the host.
     """
 
-    segments: dict[str, Segment]
-    forward: list[Segment]
-    backward: list[Segment]
-    parameters: list[int] = field(default_factory=list)
-    outside: int = 0
+    before: Segment
+    layers: list[Layer]
+    norm: Segment
+    casts: Segment
+    after: Segment
+    ends: Ends
+    buffers: int = 0
     offloaded: float = 0.0
 
     @property
     def uniform(self) -> bool:
         """Whether the layers between the first and the last one are alike."""
-        middle = [layers[1:-1] for layers in (self.forward, self.backward)]
-        return all(part.same(parts[0]) for parts in middle for part in parts)
-
-    def alike(self, other: Trace) -> bool:
-        """Whether the same happens in all segments."""
-        mine, theirs = self._every(), other._every()
-        return len(mine) == len(theirs) and all(a.alike(b) for a, b in zip(mine, theirs))
-
-    def toward(self, other: Trace, share: float) -> Trace:
-        """As of :class:`Segment`."""
-
-        def between(mine: list[Segment], theirs: list[Segment]) -> list[Segment]:
-            return [a.toward(b, share) for a, b in zip(mine, theirs, strict=True)]
-
-        names = list(self.segments)
-        ends = between([self.segments[n] for n in names], [other.segments[n] for n in names])
-        forward = between(self.forward, other.forward)
-        return Trace(
-            dict(zip(names, ends, strict=True)), forward, between(self.backward, other.backward)
+        middle = self.layers[1:-1]
+        return all(
+            one.forward.same(middle[0].forward) and one.backward.same(middle[0].backward)
+            for one in middle
         )
 
-    def _every(self) -> list[Segment]:
-        ends = [self.segments[name] for name in (BEFORE, HEAD, AFTER)]
-        return [*ends, *self.forward, *self.backward]
+    def shorter(self, depth: int | None) -> Body:
+        """The same with so many layers, without some in the middle."""
+        if depth is None or len(self.layers) <= depth:
+            return self
+        left = self.layers[:1] + self.layers[1 + len(self.layers) - depth :]
+        return replace(self, layers=left)
 
-    def layer(self, index: int, count: int) -> int:
-        """Which simulated layer stands for layer ``index`` of ``count``."""
-        depth = len(self.forward)
-        if count == depth or index == 0:
-            return index
-        return depth - 1 if index == count - 1 else 1
+    def alike(self, other: Body) -> bool:
+        """As of :class:`Segment`."""
+        mine, theirs = self._segments(), other._segments()
+        return (
+            len(mine) == len(theirs)
+            and all(a.alike(b) for a, b in zip(mine, theirs, strict=True))
+            and _ends_alike(self.ends, other.ends)
+        )
+
+    def toward(self, other: Body, share: float) -> Body:
+        """As of :class:`Segment`."""
+        pairs = zip(self._segments(), other._segments(), strict=True)
+        ends = _ends_toward(self.ends, other.ends, share)
+        offloaded = self.offloaded + share * (other.offloaded - self.offloaded)
+        return self._of([a.toward(b, share) for a, b in pairs], ends, self.buffers, offloaded)
+
+    def _segments(self) -> list[Segment]:
+        inside = [s for layer in self.layers for s in (layer.forward, layer.casts, layer.backward)]
+        return [self.before, self.norm, self.casts, self.after, *inside]
+
+    @classmethod
+    def _of(cls, segments: list[Segment], ends: Ends, buffers: int, offloaded: float) -> Body:
+        before, norm, casts, after, *rest = segments
+        layers = [Layer(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+        return cls(before, layers, norm, casts, after, ends, buffers, offloaded)
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "segments": [segment.as_data() for segment in self._segments()],
+            "ends": self.ends,
+            "buffers": self.buffers,
+            "offloaded": self.offloaded,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Body:
+        """From :meth:`as_data`."""
+        segments = list(map(Segment.from_data, data["segments"]))
+        return cls._of(segments, _ends_of(data), int(data["buffers"]), float(data["offloaded"]))
+
+
+@dataclass
+class Trace:
+    """A step of a model.
+
+    Attributes:
+        body: Its layers.
+        head: Its head.
+    """
+
+    body: Body
+    head: Head
+
+    @property
+    def fits(self) -> bool:
+        """Whether the head takes over and leaves what the one did that ran with these layers."""
+        return sorted(self.body.ends) == sorted(self.head.ends)
+
+    def layer(self, index: int, count: int) -> Layer:
+        """What stands for layer ``index`` of ``count``."""
+        layers = self.body.layers
+        if count == len(layers) or index == 0:
+            return layers[index]
+        return layers[-1] if index == count - 1 else layers[1]
 
 
 Part = tuple[Segment, int]
 """A segment and how often it is repeated."""
 
 
-def sequence_of(layers: Sequence[Trace]) -> list[Part]:
-    """The segments of a step whose layer ``i`` is as in ``layers[i]``, in order."""
-    count, first, last = len(layers), layers[0], layers[-1]
-    parts: list[Part] = [(first.segments[BEFORE], 1)]
-    parts += [(t.forward[t.layer(i, count)], 1) for i, t in enumerate(layers)]
-    parts.append((last.segments[HEAD], 1))
-    rest = [(t.backward[t.layer(i, count)], 1) for i, t in enumerate(layers)]
-    parts += rest[::-1]
-    parts.append((first.segments[AFTER], 1))
-    return _merged(parts)
+def sequence_of(
+    traces: Sequence[Trace], begin: int = 0, end: int | None = None
+) -> tuple[list[Part], list[Part]]:
+    """Forward and backward of a model whose layer ``i`` is as in ``traces[i]``, in order.
+
+    Args:
+        traces: Of all layers.
+        begin: The first one that is done.
+        end: The one before which it ends; None: all of them, with the head.
+    """
+    count = len(traces)
+    end = count if end is None else end
+    layers = [trace.layer(i, count) for i, trace in enumerate(traces[begin:end], begin)]
+    forward: list[Part] = [(layer.forward, 1) for layer in layers]
+    backward: list[Part] = [(layer.casts, 1) for layer in layers]
+    if begin == 0:
+        forward.insert(0, (traces[0].body.before, 1))
+    if end == count:
+        last = traces[-1]
+        forward += [(last.body.norm, 1), (last.head.loss, 1)]
+        backward += [(last.body.casts, 1), (last.head.backward, 1)]
+    backward += [(layer.backward, 1) for layer in layers[::-1]]
+    if begin == 0:
+        backward.append((traces[0].body.after, 1))
+    return _merged(forward), _merged(backward)
 
 
 def _merged(parts: Iterable[Part]) -> list[Part]:
-    merged: list[Part] = []
+    made: list[Part] = []
     for segment, times in parts:
-        if merged and merged[-1][0] is segment:
-            merged[-1] = (segment, merged[-1][1] + times)
+        if made and made[-1][0] is segment:
+            made[-1] = (segment, made[-1][1] + times)
         else:
-            merged.append((segment, times))
-    return merged
+            made.append((segment, times))
+    return made
 
 
 def work_of(parts: Iterable[Part]) -> Work:
@@ -267,8 +399,8 @@ def work_of(parts: Iterable[Part]) -> Work:
 
 
 def peak_of(
-    parts: Sequence[Part], start: Tensor, factors: Tensor, accumulating: bool
-) -> tuple[float, Tensor]:
+    parts: Sequence[Part], start: Bytes, factors: Bytes, accumulating: bool, last: Bytes = NOTHING
+) -> tuple[float, Bytes]:
     """Highest moment in bytes of this device, and what is alive then by category.
 
     Args:
@@ -276,20 +408,31 @@ def peak_of(
         start: Bytes by category before the first part.
         factors: The share of each category that is on this device.
         accumulating: Whether gradients of earlier micro-batches are there.
+        last: What comes for a moment after the last part.
     """
-    best, at, base = float(start @ factors), start, start
+    best, at, base = _total(start, factors), start, start
     for segment, times in parts:
-        live = segment.of(accumulating)
-        if not len(live):
+        if not segment.sizes:
             continue
-        inside = live @ factors
-        place = int(inside.argmax())
-        for base_of_one in (base, base + (times - 1) * live[-1]):
-            total = float(base_of_one @ factors + inside[place])
+        inside, there, left = segment.highest(factors, accumulating)
+        for repeated in (0, times - 1)[:times]:
+            begin = plus(base, left, repeated)
+            total = _total(begin, factors) + inside
             if total > best:
-                best, at = total, base_of_one + live[place]
-        base = base + times * live[-1]
-    return best, at
+                best, at = total, plus(begin, there)
+        base = plus(base, left, times)
+    end = plus(base, last)
+    total = _total(end, factors)
+    return (total, end) if total > best else (best, at)
+
+
+def plus(some: Bytes, more: Bytes, times: float = 1) -> Bytes:
+    """Bytes by category, with ``times`` others."""
+    return tuple(a + times * b for a, b in zip(some, more, strict=True))
+
+
+def _total(some: Bytes, factors: Bytes) -> float:
+    return sum(a * b for a, b in zip(some, factors, strict=True))
 
 
 class Cutting(Simulation):
@@ -297,12 +440,16 @@ class Cutting(Simulation):
 
     Args:
         layers: The model's layers, in order.
+        inner: The module that runs them and ends with the last hidden states; None: the model.
         **options: Of :class:`Simulation`.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], **options: Any) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], inner: nn.Module | None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self._layers = {id(layer): i for i, layer in enumerate(layers)}
+        self._inner = inner
         self.cuts: list[tuple[int, str, int]] = []  # event, name, layer
         self.works: list[Work] = [Work()]
         self.accumulated: list[tuple[int, int]] = []  # event, bytes
@@ -344,7 +491,23 @@ class Cutting(Simulation):
                     tensor.register_hook(self._cutter("backward", index))
                 break
             if index == len(self._layers) - 1:
-                self.cut(HEAD)
+                self.cut(NORM)
+                if self._inner is None:
+                    self.cut(LOSS)
+        if module is self._inner and self._forwards():
+            self.cut(LOSS)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """As of :class:`Simulation`; casts of weights leave at its end."""
+
+        def cut() -> Any:
+            result = call()
+            self.cut(CASTS)
+            return result
+
+        result = super().forward(cut)
+        self.cut(HEAD)
+        return result
 
     def _gradient_hook(self, module: str, kind: str) -> Any:
         known = super()._gradient_hook(module, kind)
@@ -406,14 +569,14 @@ class Cutting(Simulation):
             self._times /= len(every) - 2
         yield from every[1:][-1:]
 
-    @property
+    @functools.cached_property
     def _narrow(self) -> int:
         kinds = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
         return min((k.itemsize for k in kinds if k and k.is_floating_point), default=4)
 
     def _count_ours(self, name: str, args: Any, result: Any) -> None:
         work, times = self.works[-1], self._times
-        made = list(tensors_in((result,)))
+        made = tensors_in((result,))
         work.moved += times * sum(map(_bytes, [*tensors_in(args), *made]))
         work.launches += times * OWN
         if name == "attention":
@@ -435,7 +598,7 @@ class Cutting(Simulation):
         result = super().named(name, call)
         if name.startswith("scaled_dot_product_attention"):
             half = "backward" if name.endswith("backward") else "forward"
-            self._count_attention(half, next(tensors_in((result,))))
+            self._count_attention(half, tensors_in((result,))[0])
         return result
 
     def warm(self, batch: int) -> None:
@@ -453,38 +616,80 @@ class Cutting(Simulation):
         blocks = [self.blocks[index] for index, _ in self.events[: self.phases[0][0]]]
         return sum(block.size for block in blocks if block.role == PARAMETERS)
 
-    def trace(self) -> Trace:
-        """The segments of what was recorded."""
-        places = {name: i for i, name in enumerate(CATEGORIES)}
-        category = [places[block.category] for block in self.blocks]
-        begin = self.phases[0][0] if self.phases else 0
-        deltas = torch.zeros(len(self.events), len(CATEGORIES), dtype=torch.float64)
-        for at, (index, change) in enumerate(self.events):
-            deltas[at, category[index]] = change
-        extra = torch.zeros_like(deltas)
-        for at, size in self.accumulated:
-            extra[min(at, len(extra) - 1), GRADIENT] -= size
-        segments: dict[str, Segment] = {}
-        forward: dict[int, Segment] = {}
-        backward: dict[int, Segment] = {}
-        ends = [at for at, _, _ in self.cuts] + [len(self.events)]
-        starts = [(begin, BEFORE, 0), *self.cuts]
-        for (start, name, layer), end, work in zip(starts, ends, self.works, strict=True):
-            live = deltas[start:end].cumsum(0)
-            # what leaves when a gradient has been added is seen from the next event on
-            segment = Segment(live, live + extra[start:end].cumsum(0), work)
-            where = {"forward": forward, "backward": backward}.get(name)
-            if where is None:
-                segments[name] = segment
-            else:
-                where[layer] = segment
-        empty = torch.zeros(0, len(CATEGORIES), dtype=torch.float64)
-        segments.setdefault(AFTER, Segment(empty, empty, Work()))
-        return Trace(
-            segments,
-            [forward[i] for i in sorted(forward)],
-            [backward[i] for i in sorted(backward)],
+    def recorded(self) -> tuple[Body, Head]:
+        """What was recorded."""
+        parts = self._parts()
+        segments = {part[0]: self._segment(range(*part[1:3]), part[3]) for part in parts}
+        ends = self._ends([range(*part[1:3]) for part in parts if part[0][0] in (LOSS, HEAD)])
+        casts = self._released(parts)
+        layers = [
+            Layer(
+                segments["forward", i],
+                casts.get(i, Segment()),
+                segments.get(("backward", i), Segment()),  # nothing is trained up to there
+            )
+            for i in range(len(self._layers))
+        ]
+        body = Body(
+            segments[BEFORE, 0],
+            layers,
+            segments[NORM, 0],
+            casts.get(None, Segment()),
+            segments.get((AFTER, 0), Segment()),
+            ends,
         )
+        return body, Head(segments[LOSS, 0], segments[HEAD, 0], ends)
+
+    def _parts(self) -> list[tuple[tuple[str, int], int, int, Work]]:
+        """Name and layer, first event, the one after the last, and work of every segment."""
+        begin = self.phases[0][0] if self.phases else 0
+        starts = [(begin, BEFORE, 0), *self.cuts]
+        stops = [at for at, _, _ in self.cuts] + [len(self.events)]
+        return [
+            ((name, layer), start, stop, work)
+            for (start, name, layer), stop, work in zip(starts, stops, self.works, strict=True)
+        ]
+
+    def _segment(self, events: Sequence[int], work: Work) -> Segment:
+        """What happened in some events."""
+        kinds = [self._kinds[self.events[at][0]] for at in events]
+        sizes = [float(self.events[at][1]) for at in events]
+        added: dict[int, float] = {}
+        last = len(self.events) - 1
+        places = {at: number for number, at in enumerate(events)}
+        for at, size in self.accumulated:
+            # what leaves when a gradient has been added is seen from the next event on
+            number = places.get(min(at, last))
+            if number is not None:
+                added[number] = added.get(number, 0.0) + size
+        return Segment(kinds, sizes, added, work)
+
+    @functools.cached_property
+    def _kinds(self) -> list[int]:
+        """The category of every block."""
+        places = {name: i for i, name in enumerate(CATEGORIES)}
+        return [places[block.category] for block in self.blocks]
+
+    def _released(self, parts: Any) -> dict[int | None, Segment]:
+        """What leaves between forward and backward, by the layer that it was made in."""
+        made: dict[int, int] = {}
+        rows: dict[int | None, list[int]] = {}
+        for (name, layer), start, end, _ in parts:
+            for at in range(start, end):
+                index = self.events[at][0]
+                if name == "forward":
+                    made.setdefault(index, layer)
+                elif name == CASTS:
+                    rows.setdefault(made.get(index), []).append(at)
+        return {layer: self._segment(some, Work()) for layer, some in rows.items()}
+
+    def _ends(self, events: Iterable[range]) -> Ends:
+        """What was born or freed in these events, and not both."""
+        changes: dict[int, int] = {}
+        for at in chain.from_iterable(events):
+            index, change = self.events[at]
+            changes[index] = changes.get(index, 0) + change
+        return tuple((self._kinds[i], float(n)) for i, n in sorted(changes.items()) if n)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -499,123 +704,6 @@ def _entered(target: str) -> tuple[str, ...]:
     return tuple(OPS) if target == "cpu" else CHUNKED
 
 
-def vector(values: Mapping[str, float]) -> Tensor:
-    """Numbers by category as a vector."""
-    return torch.tensor([float(values.get(name, 0.0)) for name in CATEGORIES], dtype=torch.float64)
-
-
-# --- models of shapes ---
-
-
-def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    return tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
-    )
-
-
-class Shapes:
-    """A configuration's or a model's architecture, copied as often as it is needed.
-
-    Args:
-        given: A Hugging Face configuration or model; nothing of it is changed.
-        sequence: Tokens that are planned for.
-
-    Attributes:
-        count: Layers.
-        layer_class: Class of a layer.
-        has_mlps: Whether layers have MLPs that can run in tiles.
-        quantized: Bytes of frozen weights that are stored in few bits.
-        uniform: Whether all layers have equal parameters; may be set to False by who finds that
-            they do not behave alike.
-    """
-
-    def __init__(self, given: Any, sequence: int) -> None:
-        self.given = given
-        self.is_model = isinstance(given, nn.Module)
-        self.full = meta_model(given, _dtype(given), "sdpa", sequence)
-        self.quantized = stand_in(self.full) if self.is_model else 0
-        path, layers = layers_of(self.full)
-        self.path, self.count = path, len(layers)
-        self.layer_class = type(layers[0]).__name__
-        self.uniform = len({_signature(layer) for layer in layers}) == 1
-        self.has_mlps = bool(mlps_of(self.full))
-        self.checked = False  # the first simulation has two middle layers, which are compared
-        self._parts: dict[int, Any] = {1: self.full}
-        self._sequence = sequence
-
-    @property
-    def config(self) -> Any:
-        """The configuration."""
-        return self.full.config
-
-    @property
-    def text(self) -> Any:
-        """The configuration of its decoder."""
-        return self.config.get_text_config()
-
-    @property
-    def positions(self) -> int | None:
-        """The longest sequence that its configuration allows, if it names one."""
-        return positions_of(self.config)
-
-    def model(self, dtype: torch.dtype, attention: str, parts: int = 1, whole: bool = False) -> Any:
-        """A copy on the meta device, in training mode.
-
-        Args:
-            dtype: Of its parameters.
-            attention: Implementation.
-            parts: Devices that heads and inner rows of MLPs are divided over; this is one's share.
-            whole: Whether it has all layers.
-        """
-        source = self._part(parts)
-        path, layers = layers_of(source)
-        parent, _, name = path.rpartition(".")
-        holder: Any = source.get_submodule(parent)
-        depth = DEPTH if self.checked else DEPTH + 1
-        few = layers if whole or not self.uniform else layers[:depth]
-        setattr(holder, name, few)
-        try:
-            model: Any = on_meta(source, dtype)
-        finally:
-            setattr(holder, name, layers)
-        text = model.config.get_text_config()
-        if len(few) < len(layers):
-            text.num_hidden_layers = len(few)
-        model.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
-        return model.train()
-
-    def _part(self, parts: int) -> Any:
-        if parts not in self._parts:
-            config = copy.deepcopy(self.config)
-            text = config.get_text_config()
-            if getattr(text, "head_dim", None) is None:
-                text.head_dim = text.hidden_size // text.num_attention_heads
-            for field in divided(text):
-                setattr(text, field, max(1, getattr(text, field) // parts))
-            self._parts[parts] = meta_model(config, _dtype(self.given), "sdpa", self._sequence)
-        return self._parts[parts]
-
-    def divisible(self, parts: int) -> bool:
-        """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""
-        if parts == 1:
-            return True
-        if self.is_model and any(not p.requires_grad for p in self.full.parameters()):
-            return False  # adapters would have to be divided as well
-        names = divided(self.text)
-        return bool(names) and all(getattr(self.text, n) % parts == 0 for n in names)
-
-
-def divided(text: Any) -> Sequence[str]:
-    """Fields of a configuration that tensor parallelism divides."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return [name for name in names if isinstance(getattr(text, name, None), int)]
-
-
-def _dtype(given: Any) -> torch.dtype:
-    if isinstance(given, nn.Module):
-        sizes: dict[torch.dtype, int] = {}
-        for p in given.parameters():
-            if p.is_floating_point():
-                sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
-        return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
-    return torch.bfloat16
+def vector(values: Mapping[str, float]) -> Bytes:
+    """Numbers by category."""
+    return tuple(float(values.get(name, 0.0)) for name in CATEGORIES)

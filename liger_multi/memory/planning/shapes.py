@@ -1,0 +1,379 @@
+"""Models of shapes alone, with all of their layers or with a few, and what is known without them.
+
+The :class:`Facts` of an architecture say all that a plan asks of it beside simulations; they are
+plain data, so that a plan whose simulations are known builds no model. Frozen weights of few bits
+are counted at their stored size, and dequantized for each product.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.memory.estimation import blocks_of, meta_model
+from liger_multi.memory.planning.applying import layers_of, mlps_of
+from liger_multi.memory.planning.store import Store
+from liger_multi.memory.simulation import on_meta
+from liger_multi.memory.sizes import positions_of
+
+# --- frozen weights of few bits ---
+
+
+class _Product(torch.autograd.Function):
+    """What a product with a stored weight allocates, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.shape = rows, x.shape[-1]
+        weight = x.new_empty(rows, x.shape[-1])
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy @ dy.new_empty(ctx.shape), None
+
+
+class Stored(nn.Module):
+    """Stands in for a linear layer whose weight has few bits.
+
+    Args:
+        layer: What it stands for; its stored tensors are kept as they are.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        for i, tensor in enumerate([*layer.parameters(), *layer.buffers()]):
+            self.register_buffer(f"stored_{i}", tensor.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of the right shape."""
+        run: Any = _Product.apply
+        made: Tensor = run(x, self.out_features)
+        return made
+
+
+def stored_bits(module: Any) -> bool:
+    """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
+    if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
+        return False
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.requires_grad:
+        return False
+    whole: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < whole
+
+
+def stand_in(model: nn.Module) -> int:
+    """Put substitutes where weights are stored in few bits; the bytes of them all."""
+    total = 0
+    for path, module in list(model.named_modules()):
+        if stored_bits(module):
+            parent, _, name = path.rpartition(".")
+            made = Stored(module)
+            setattr(model.get_submodule(parent), name, made)
+            total += sum(b.nbytes for b in made.buffers())
+    return total
+
+
+# --- what is known of an architecture ---
+
+DEPTH = 3  # layers of a short simulation: the first, one that stands for many, and the last
+MAIN = ""  # stands for the dtype that most weights have
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The shape of a parameter.
+
+    Attributes:
+        shape: Of the parameter.
+        requires_grad: Whether it is trained.
+        dtype: Of its elements.
+    """
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+Form = tuple[list[int], bool, str]
+"""Shape, whether it is trained, and the dtype's name; :data:`MAIN` follows the precision."""
+
+
+@dataclass
+class Forms:
+    """Parameters of a model.
+
+    Attributes:
+        layers: Of every layer; of one where all are equal.
+        outside: Of everything else.
+        blocks: Of every kind of block that shards are made of.
+        beside: Outside of these blocks.
+    """
+
+    layers: list[list[Form]]
+    outside: list[Form]
+    blocks: list[list[Form]]
+    beside: list[Form]
+
+    @classmethod
+    def of(cls, model: Any, layers: Iterable[nn.Module]) -> Forms:
+        """Those of a model on the meta device."""
+        main = main_dtype(model)
+
+        def forms(parameters: Iterable[Any]) -> list[Form]:
+            return [
+                (list(p.shape), p.requires_grad, MAIN if p.dtype == main else str(p.dtype)[6:])
+                for p in parameters
+            ]
+
+        def outside(parts: Iterable[nn.Module]) -> list[Form]:
+            inside = {id(p) for part in parts for p in part.parameters()}
+            return forms(p for p in model.parameters() if id(p) not in inside)
+
+        every = list(layers)
+        blocks = blocks_of(model)
+        each = [forms(layer.parameters()) for layer in every]
+        kinds = [forms(block.parameters()) for block in blocks]
+        return cls(
+            each[:1] if all(one == each[0] for one in each) else each,
+            outside(every),
+            [one for i, one in enumerate(kinds) if one not in kinds[:i]],
+            outside(blocks),
+        )
+
+
+def weights(forms: Iterable[Form], dtype: torch.dtype) -> list[Weight]:
+    """Parameters whose main dtype is ``dtype``."""
+    return [
+        Weight(tuple(shape), trained, getattr(torch, kind) if kind else dtype)
+        for shape, trained, kind in forms
+    ]
+
+
+@dataclass
+class Facts:
+    """What a plan has to know of an architecture.
+
+    Attributes:
+        model_type: Of the configuration.
+        count: Layers.
+        layer_class: Class of a layer.
+        uniform: Whether all layers have equal parameters and behave alike.
+        checked: Whether a simulation was asked if they do.
+        has_mlps: Whether layers have MLPs that can run in tiles.
+        quantized: Bytes of frozen weights that are stored in few bits.
+        positions: The longest sequence that its configuration allows, if it names one.
+        vocabulary: Entries of its vocabulary, or 0.
+        hidden: Numbers of a token between layers.
+        divided: Fields of the configuration that tensor parallelism divides.
+        adapted: Whether it is a model with frozen parameters, whose adapters cannot be divided.
+        forms: Parameters, by the number of devices that they are divided over.
+    """
+
+    model_type: str
+    count: int
+    layer_class: str
+    uniform: bool
+    checked: bool
+    has_mlps: bool
+    quantized: int
+    positions: int | None
+    vocabulary: int
+    hidden: int
+    divided: dict[str, int]
+    adapted: bool
+    forms: dict[str, Forms] = field(default_factory=dict)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Facts:
+        """From :meth:`as_data`."""
+        forms = {parts: Forms(**one) for parts, one in data["forms"].items()}
+        return cls(**{**data, "forms": forms})
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def divided(text: Any) -> Sequence[str]:
+    """Fields of a configuration that tensor parallelism divides."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return [name for name in names if isinstance(getattr(text, name, None), int)]
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """What most elements of a model's floating point parameters are stored in."""
+    sizes: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        if p.is_floating_point():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+
+
+# --- models of shapes ---
+
+
+class Shapes:
+    """A configuration's or a model's architecture, copied as often as it is needed.
+
+    Args:
+        given: A Hugging Face configuration or model, of which nothing is changed; or a function
+            that returns one, which is called when the first model is built.
+        sequence: Tokens that are planned for.
+        store: What was found out about the architecture before.
+
+    Attributes:
+        facts: What is known without a model.
+    """
+
+    def __init__(self, given: Any, sequence: int, store: Store | None = None) -> None:
+        self.store = store or Store()
+        self._given, self._sequence = given, sequence
+        self._parts: dict[int, Any] = {}
+        self.quantized = 0
+        self.facts = self.store.read("facts", "", Facts.from_data) or self._ask()
+        self.quantized = self.facts.quantized
+
+    def _ask(self) -> Facts:
+        full, given = self._part(1), self._source()
+        layers = layers_of(full)[1]
+        text = full.config.get_text_config()
+        frozen = any(not p.requires_grad for p in full.parameters())
+        return Facts(
+            model_type=str(getattr(full.config, "model_type", type(given).__name__)),
+            count=len(layers),
+            layer_class=type(layers[0]).__name__,
+            uniform=len({_signature(layer) for layer in layers}) == 1,
+            checked=False,
+            has_mlps=bool(mlps_of(full)),
+            quantized=self.quantized,
+            positions=positions_of(full.config),
+            vocabulary=getattr(text, "vocab_size", None) or 0,
+            hidden=text.hidden_size,
+            divided={name: getattr(text, name) for name in divided(text)},
+            adapted=isinstance(given, nn.Module) and frozen,
+        )
+
+    def _source(self) -> Any:
+        if callable(self._given) and not isinstance(self._given, nn.Module):
+            self._given = self._given()
+        return self._given
+
+    @property
+    def count(self) -> int:
+        """Layers."""
+        return self.facts.count
+
+    @property
+    def depth(self) -> int | None:
+        """Layers of a simulation, one more for the first, whose middle ones are compared."""
+        if not self.facts.uniform:
+            return None
+        return DEPTH if self.facts.checked else DEPTH + 1
+
+    def learn(self, uniform: bool) -> None:
+        """Note whether middle layers behave alike."""
+        self.facts.checked = True
+        self.facts.uniform = self.facts.uniform and uniform
+
+    def keep(self) -> None:
+        """Put what is known into the store."""
+        self.store.write("facts", "", self.facts.as_data())
+
+    def forms(self, parts: int) -> Forms:
+        """Parameters of one of so many devices that heads and MLPs are divided over."""
+        known = self.facts.forms
+        if str(parts) not in known:
+            full = self._part(parts)
+            known[str(parts)] = Forms.of(full, layers_of(full)[1])
+        return known[str(parts)]
+
+    def model(
+        self, dtype: torch.dtype, attention: str, parts: int = 1, depth: int | None = None
+    ) -> Any:
+        """A copy on the meta device, in training mode.
+
+        Args:
+            dtype: Of its parameters.
+            attention: Implementation.
+            parts: Devices that heads and inner rows of MLPs are divided over; this is one's share.
+            depth: Layers that it has; None: all.
+        """
+        source = self._part(parts)
+        path, layers = layers_of(source)
+        parent, _, name = path.rpartition(".")
+        holder: Any = source.get_submodule(parent)
+        few = layers[:depth]
+        setattr(holder, name, few)
+        try:
+            model: Any = on_meta(source, dtype)
+        finally:
+            setattr(holder, name, layers)
+        text = model.config.get_text_config()
+        if len(few) < len(layers):
+            text.num_hidden_layers = len(few)
+        model.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
+        return model.train()
+
+    def _part(self, parts: int) -> Any:
+        if parts not in self._parts:
+            self._parts[parts] = self._whole() if parts == 1 else self._divided(parts)
+        return self._parts[parts]
+
+    def _whole(self) -> Any:
+        given = self._source()
+        is_model = isinstance(given, nn.Module)
+        dtype = main_dtype(given) if is_model else torch.bfloat16
+        full = meta_model(given, dtype, "sdpa", self._sequence)
+        self.quantized = stand_in(full) if is_model else 0
+        return full
+
+    def _divided(self, parts: int) -> Any:
+        whole = self._part(1)
+        config = copy.deepcopy(whole.config)
+        text = config.get_text_config()
+        if getattr(text, "head_dim", None) is None:
+            text.head_dim = text.hidden_size // text.num_attention_heads
+        for name in divided(text):
+            setattr(text, name, max(1, getattr(text, name) // parts))
+        return meta_model(config, main_dtype(whole), "sdpa", self._sequence)
+
+    def divisible(self, parts: int) -> bool:
+        """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""
+        if parts == 1:
+            return True
+        facts = self.facts
+        sizes = facts.divided.values()
+        return not facts.adapted and bool(sizes) and all(n % parts == 0 for n in sizes)
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )

@@ -1,0 +1,170 @@
+"""What simulations of an architecture found out, kept in a file between plans.
+
+One JSON file per architecture, in the folder that ``LIGER_MULTI_CACHE`` names, else in the user's
+cache folder. A file counts only for the very sources, packages and configuration that it was
+written with, and only if its checksum is right; else it is as good as absent. It is replaced in one
+piece, so that a reader never meets half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from liger_multi.dispatch.config import current
+
+VARIABLE = "LIGER_MULTI_CACHE"
+FORM = 1  # of a file
+MOST_BYTES = 2**25  # of a file; what this process did not ask for leaves first
+
+Found = TypeVar("Found")
+
+
+def folder() -> Path:
+    """Where files are kept."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "liger_multi")
+
+
+def digest(data: Any) -> str:
+    """A name for plain data."""
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- what a simulation depends on, beside the architecture ---
+
+
+def environment() -> dict[str, str]:
+    """Versions of everything that runs, the sources of this library and its configuration."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": digest(sorted(_packages())),
+        "sources": sources(Path(__file__).parents[2]),
+        "configuration": digest([layer.key for layer in current().layers]),
+    }
+
+
+def _packages() -> Iterator[str]:
+    """Names and versions of what is installed, as the folders of their metadata are called."""
+    for place in sys.path:
+        with contextlib.suppress(OSError), os.scandir(place) as entries:
+            yield from (e.name for e in entries if e.name.endswith((".dist-info", ".egg-info")))
+
+
+@functools.cache
+def sources(package: Path) -> str:
+    """A name for the code and launch tables in a folder, and in those that it links to."""
+    found = hashlib.sha256()
+    for place, inside, names in os.walk(package, followlinks=True):
+        inside.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".yaml")):
+                found.update(name.encode())
+                found.update(Path(place, name).read_bytes())
+    return found.hexdigest()
+
+
+# --- a file ---
+
+
+class Store:
+    """Entries by kind and name; with a path, those of earlier processes are among them.
+
+    Args:
+        path: Of the file; None keeps nothing.
+        key: What entries depend on; a file with another one is replaced.
+    """
+
+    def __init__(self, path: Path | None = None, key: Mapping[str, Any] | None = None) -> None:
+        self._path, self._key = path, digest(key)
+        self._entries: dict[str, dict[str, Any]] = self._load() if path is not None else {}
+        self._used: dict[str, dict[str, Any]] = {}
+        self._changed = False
+
+    @classmethod
+    def of(cls, identity: Any) -> Store:
+        """The store of an architecture.
+
+        Args:
+            identity: Plain data that two architectures share only if they are one.
+        """
+        name = f"{digest(identity)[:32]}.json"
+        return cls(folder() / "plans" / name, {"identity": identity, **environment()})
+
+    def read(self, kind: str, name: str, decode: Callable[[Any], Found]) -> Found | None:
+        """An entry, or None if there is none that can be decoded."""
+        data = self._entries.get(kind, {}).get(name)
+        if data is None:
+            return None
+        try:
+            found = decode(data)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None
+        self._used.setdefault(kind, {})[name] = data
+        return found
+
+    def names(self, kind: str) -> list[str]:
+        """Of all entries of a kind."""
+        return list(self._entries.get(kind, ()))
+
+    def write(self, kind: str, name: str, data: Any) -> None:
+        """Set an entry; :meth:`save` keeps it."""
+        entries = self._entries.setdefault(kind, {})
+        self._changed = self._changed or entries.get(name) != data
+        entries[name] = self._used.setdefault(kind, {})[name] = data
+
+    def save(self) -> None:
+        """Write the file if there is anything new; nothing happens where that is not allowed."""
+        if self._path is None or not self._changed:
+            return
+        every = self._load()  # what another process found meanwhile
+        for kind, entries in self._entries.items():
+            every.setdefault(kind, {}).update(entries)
+        text = json.dumps(every)
+        if len(text) > MOST_BYTES:
+            text = json.dumps(self._used)
+        with contextlib.suppress(OSError):
+            self._replace(text)
+            self._changed = False
+
+    def _replace(self, text: str) -> None:
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self._path.parent, suffix=".part")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(f"{self._head(text)}\n{text}")
+            os.replace(name, self._path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _head(self, text: str) -> str:
+        return f"{FORM} {self._key} {hashlib.sha256(text.encode()).hexdigest()}"
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        assert self._path is not None
+        try:
+            head, _, text = self._path.read_text(encoding="utf-8").partition("\n")
+            if head == self._head(text):
+                found: dict[str, dict[str, Any]] = json.loads(text)
+                return found
+        except (OSError, ValueError):
+            pass
+        return {}

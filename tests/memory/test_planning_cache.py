@@ -1,0 +1,266 @@
+"""What plans keep between processes: where, for how long, and when it does not count."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.memory import Case
+from liger_multi.cli.main import main
+from liger_multi.errors import PlanError
+from liger_multi.memory import Space, plan
+from liger_multi.memory.planning import store
+from liger_multi.memory.planning.store import Store
+from liger_multi.memory.sizes import SIZES, Source
+
+LENGTH = 64
+SMALL = Space(
+    precisions=("bf16",), policies=("none", "full"), offload=False, tiled=False,
+    offload_states=(None,), layouts=((1, 1),),
+)  # fmt: skip
+
+
+def config_of(layers=2):
+    config = Case("dense", 2, LENGTH).config()
+    config.num_hidden_layers = layers
+    return config
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache folder."""
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "plans"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with the configuration of two layers."""
+    config_of().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def made(config=None, memory="80MiB", **options):
+    return plan(
+        config or config_of(), memory, sequence=LENGTH, space=SMALL, cache=True, **options
+    )  # fmt: skip
+
+
+def only(cache):
+    (file,) = cache.iterdir()
+    return file
+
+
+# --- found again ---
+
+
+def test_a_plan_that_was_made_needs_no_simulation(cache):
+    first = made()
+    assert first.simulations > 5
+    again = made()
+    assert again.simulations == 0
+    assert again == replace(first, simulations=0)
+    assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
+
+
+def test_simulations_serve_other_questions(cache):
+    most = made().simulations
+    assert made(memory="2GiB", limits=False).simulations < most / 2
+    assert made(memory="80MiB", limits=False, optimizer="sgd").simulations == 0
+    assert made(memory="2GiB", limits=False).simulations == 0
+    assert made(config_of(3)).simulations, "another architecture"
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_plan_of_what_does_not_fit_is_kept(cache):
+    for _ in range(2):
+        with pytest.raises(PlanError) as raised:
+            made(memory="1MiB")
+    assert raised.value.plan.simulations == 0
+
+
+def test_no_model_is_built_for_what_is_known(cache, model, monkeypatch):
+    source = Source(model)
+    first = made(source)
+    monkeypatch.setattr(Source, "__call__", lambda self: pytest.fail("asked for"))
+    assert made(source) == replace(first, simulations=0)
+
+
+def test_a_published_size_is_told_apart():
+    identities = [json.dumps(Source(name).identity) for name in SIZES]
+    assert len(set(identities)) == len(SIZES)
+
+
+def test_models_are_not_kept(cache):
+    """Their code and their adapters are their own."""
+    from transformers import AutoModelForCausalLM
+
+    given = AutoModelForCausalLM.from_config(config_of())
+    for _ in range(2):
+        assert made(given, limits=False).simulations
+    assert not cache.exists()
+
+
+# --- what does not count ---
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("1", "2", 1000),
+        lambda text: "not JSON",
+        lambda text: "\n" + text,
+        lambda text: "",
+    ],
+    ids=["half of it", "other numbers", "other text", "no head", "empty"],
+)
+def test_a_broken_file_is_replaced(cache, spoil):
+    first = made()
+    file = only(cache)
+    whole = file.read_text()
+    file.write_text(spoil(whole))
+    assert made() == first, "with as many simulations"
+    assert file.read_text() == whole
+
+
+def test_a_file_that_cannot_be_decoded_or_read(cache):
+    first = made()
+    file = only(cache)
+    file.write_bytes(b"\xff\xfe\x00")
+    assert made().simulations == first.simulations
+    file.unlink()
+    file.mkdir()
+    assert made().simulations == first.simulations
+
+
+@pytest.mark.parametrize("what", ["torch", "packages", "sources", "configuration", "python"])
+def test_another_environment_simulates(cache, monkeypatch, what):
+    first = made()
+    assert set(store.environment()) >= {what}
+    other = {**store.environment(), what: "another"}
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "environment", lambda: other)
+        assert made().simulations == first.simulations
+        assert made().simulations == 0
+    assert made().simulations == first.simulations, "one environment at a time"
+
+
+def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
+    from liger_multi import use
+
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.txt").write_text("1")
+    store.sources.cache_clear()
+    first = store.sources(tmp_path)
+    (tmp_path / "b.txt").write_text("2")
+    store.sources.cache_clear()
+    assert store.sources(tmp_path) == first
+    (tmp_path / "a.py").write_text("2")
+    store.sources.cache_clear()
+    assert store.sources(tmp_path) != first
+    plain = store.environment()
+    with use(rms_norm="reference"):
+        assert store.environment()["configuration"] != plain["configuration"]
+    assert store.environment() == plain
+
+
+def test_entries_of_another_form_are_simulated_again(cache):
+    """The checksum is right: an older form that was not told apart."""
+    first = made()
+    file = only(cache)
+    text = file.read_text()
+    head, _, body = text.partition("\n")
+    entries = json.loads(body)
+    entries["bodies"] = {name: {"segments": 3} for name in entries["bodies"]}
+    key = head.split()[1]
+    other = Store(None)
+    other._key = key
+    changed = json.dumps(entries)
+    file.write_text(f"{other._head(changed)}\n{changed}")
+    assert made().candidates == first.candidates
+
+
+# --- the file ---
+
+
+def test_two_processes_keep_what_both_found(tmp_path):
+    path = tmp_path / "some.json"
+    one, two = Store(path, {"a": 1}), Store(path, {"a": 1})
+    one.write("kind", "x", [1])
+    one.save()
+    two.write("kind", "y", [2])
+    two.save()
+    found = Store(path, {"a": 1})
+    assert found.names("kind") == ["x", "y"]
+    assert found.read("kind", "x", list) == [1]
+    assert found.read("kind", "z", list) is None
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_file_does_not_grow_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_BYTES", 100)
+    path = tmp_path / "some.json"
+    for name in ("x", "y"):
+        one = Store(path)
+        one.write("kind", name, "long" * 20)
+        one.save()
+    assert Store(path).names("kind") == ["y"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "below"))
+    assert made(limits=False).simulations
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "home", "expected"),
+    [
+        ("/there", "/x", "/there"),
+        ("", "/x", "/x/liger_multi"),
+        ("", "relative", "~/.cache/liger_multi"),
+        ("", "", "~/.cache/liger_multi"),
+    ],
+)
+def test_where_it_is(monkeypatch, named, home, expected):
+    monkeypatch.setenv(store.VARIABLE, named)
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    assert str(store.folder()) == os.path.expanduser(expected)
+
+
+# --- the command ---
+
+ARGV = ["--gpu", "80MiB", "--seq", "64", "--precision", "bf16", "--data-parallel", "--no-limits"]
+
+
+def test_the_command_keeps_simulations(cache, model, capsys):
+    argv = ["plan", str(model), *ARGV, "--json"]
+    told = []
+    for options in (["--no-cache"], [], [], ["--no-cache"]):
+        assert main([*argv, *options]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+        assert options != ["--no-cache"] or len(told) > 1 or not cache.exists()
+    counts = [one.pop("simulations") for one in told]
+    assert counts[0] == counts[1] == counts[3] > 5
+    assert counts[2] == 0
+    assert told[0] == told[1] == told[2] == told[3]
+
+
+def test_a_known_plan_does_not_wait_for_transformers(cache, model):
+    """Its import lasts longer than everything else."""
+    assert main(["plan", str(model), *ARGV]) == 0
+    code = (
+        "import sys; from liger_multi.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 7 * ('transformers' in sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "plan", str(model), *ARGV]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Ways, the fastest that fits first" in done.stdout

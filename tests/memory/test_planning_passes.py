@@ -1,0 +1,152 @@
+"""Few simulations tell about all candidates, and what they tell is what a simulation would."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.memory import Case
+from liger_multi.memory import Settings, plan
+from liger_multi.memory.planning import passes
+from liger_multi.memory.planning.cost import CARDS
+from liger_multi.memory.planning.predict import Predictor
+from liger_multi.memory.planning.shapes import Shapes
+
+LENGTH = 128
+BASE = Settings(sequence=LENGTH, precision="bf16", chunk=16 * LENGTH)
+STOCK = {"patched": False, "chunk": None}
+
+
+def config_of(kind="dense", layers=5, **changes):
+    config = Case(kind, 2, LENGTH).config()
+    given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return type(config)(**{**given, "num_hidden_layers": layers, **changes})
+
+
+def predictor_of(config):
+    return Predictor(Shapes(config, LENGTH), CARDS["h200"])
+
+
+def same(found, told):
+    assert (found.peak_bytes, found.parts, found.host_bytes) == (
+        told.peak_bytes, told.parts, told.host_bytes
+    )  # fmt: skip
+    assert found.seconds == pytest.approx(told.seconds, rel=1e-12)
+
+
+@pytest.fixture
+def simulate_all(monkeypatch):
+    """Nothing is derived, and every head runs with the layers that it is told with."""
+
+    def start(predictor):
+        made = predictor.passes
+        monkeypatch.setattr(
+            made, "_trace", lambda settings, recompute: passes.Trace(
+                *made._simulate(settings, recompute, made.shapes.depth)
+            ),
+        )  # fmt: skip
+        return predictor
+
+    return start
+
+
+# --- layers and heads apart ---
+
+WAYS = {
+    "plain": {},
+    "autocast": {"precision": "amp"},
+    "stock": STOCK,
+    "recomputed": {"recompute": "norms_and_mlp", "layers": 2},
+    "recomputed, autocast": {"recompute": "keep_attention", "layers": 3, "precision": "amp"},
+    "recomputed, stock": {"recompute": "full", "layers": 5, "precision": "amp", **STOCK},
+    "tiles": {"tiles": 2},
+    "offloaded": {"offload_activations": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_derived_is_what_would_be_simulated(simulate_all, kind, way):
+    """Other numbers of sequences and other chunks, of layers that were simulated before."""
+    if kind == "moe" and way == "tiles":
+        pytest.skip("experts do not run in tiles")
+    settings = replace(BASE, **WAYS[way])
+    some, every = predictor_of(config_of(kind)), simulate_all(predictor_of(config_of(kind)))
+    for micro in (1, 4, 12, 16):
+        some.predict(replace(settings, micro_batch=micro))
+    for micro in (8, 16):
+        same(*(p.predict(replace(settings, micro_batch=micro)) for p in (some, every)))
+    before = some.simulations
+    if settings.patched:
+        for micro, chunk in ((1, 64), (4, LENGTH), (8, 3 * LENGTH)):
+            few = replace(settings, micro_batch=micro, chunk=chunk)
+            same(some.predict(few), every.predict(few))
+        assert some.simulations <= before + 6, "a head for each, of one layer"
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "amp"}, STOCK, {"recompute": "full"}])
+def test_tensor_parallelism_between_two_degrees(simulate_all, changes):
+    config = config_of(num_attention_heads=16, num_key_value_heads=16, head_dim=8)
+    settings = replace(BASE, micro_batch=2, layers=5 * ("recompute" in changes), **changes)
+    some, every = predictor_of(config), simulate_all(predictor_of(config))
+    some.passes.tensors = (1, 8)
+    some.predict(settings)
+    some.predict(replace(settings, tensor=8))
+    before = some.simulations
+    for tensor in (2, 4):
+        one = replace(settings, tensor=tensor)
+        same(some.predict(one), every.predict(one))
+    assert some.simulations == before
+
+
+def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
+    """One head of keys is left to a device, where PyTorch's fp32 attention needs no copies."""
+    config = config_of(num_attention_heads=16, num_key_value_heads=8, head_dim=8)
+    settings = replace(BASE, micro_batch=2, precision="fp32")
+    some, every = predictor_of(config), simulate_all(predictor_of(config))
+    some.passes.tensors = (1, 8)
+    for tensor in (1, 2, 4, 8):
+        one = replace(settings, tensor=tensor)
+        same(some.predict(one), every.predict(one))
+    assert some.simulations >= 4
+
+
+@pytest.mark.parametrize("policy", ["full", "norms_and_mlp", "keep_attention"])
+def test_casts_of_all_layers_leave_when_forward_is_over(policy):
+    """Those of the few simulated layers did, and the others stayed for backward."""
+    settings = replace(BASE, micro_batch=2, precision="amp", recompute=policy, layers=12)
+    short, whole = (predictor_of(config_of(layers=12)) for _ in range(2))
+    whole.shapes.facts.uniform = False
+    same(short.predict(settings), whole.predict(settings))
+    assert len(short.traces(settings)[0].body.layers) == 3
+
+
+def test_sums_of_a_layer_that_is_computed_again():
+    """They were taken for sums of gradients: GPT-2 under autocast ended in a CheckpointError."""
+    from transformers import GPT2Config
+
+    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    predictor = predictor_of(config)
+    plain = predictor.predict(replace(BASE, micro_batch=4, precision="amp"))
+    for policy in ("norms", "norms_and_mlp", "keep_attention"):
+        settings = replace(BASE, micro_batch=4, precision="amp", recompute=policy, layers=4)
+        assert predictor.predict(settings).peak_bytes < plain.peak_bytes
+
+
+# --- how many there are ---
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "most"),
+    [
+        (2, {"memory": "80MiB", "sequence": 64}, 84),
+        (2, {"memory": "24GiB", "sequence": 64}, 70),
+        (6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90),
+    ],
+)
+def test_a_plan_needs_few_simulations(layers, options, most):
+    """There were 125, 67 and 114 before layers and heads were told apart."""
+    config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)
+    assert plan(config, **options).simulations <= most
