@@ -17,6 +17,7 @@ from liger_multi.memory import Space, plan
 from liger_multi.memory.planning import store
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.sizes import SIZES, Source
+from tests import harness
 
 LENGTH = 64
 SMALL = Space(
@@ -261,6 +262,6 @@ def test_a_known_plan_does_not_wait_for_transformers(cache, model):
         "sys.exit(code or 7 * ('transformers' in sys.modules))"
     )
     command = [sys.executable, "-c", code, "plan", str(model), *ARGV]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=harness.PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "Ways, the fastest that fits first" in done.stdout

@@ -232,7 +232,7 @@ def test_no_function_of_autograd_is_left_out():
         "bench/peers.py:_PairProducts", "bench/peers.py:_Products",
         "bench/measure.py:Identity",
         "compat/liger_kernel/chunked.py:LigerFusedLinearDistillationBase",
-        "memory/planning/traces.py:_Product", "memory/simulation.py:_Attention",
+        "memory/planning/shapes.py:_Product", "memory/simulation.py:_Attention",
     }  # fmt: skip
     # these mark their gradients themselves, or return those that they get
     differentiable = {
