@@ -134,15 +134,17 @@ def heads_of(first: Tensor, heads: Heads) -> slice:
     return slice(None) if first.shape[0] == 1 else heads.batch
 
 
-def _starts(given: Inputs, heads: Heads, part: slice) -> Optional[Tensor]:
+def _starts(
+    first: Optional[Tensor], heads: Heads, part: slice, chunk: int
+) -> Optional[Tensor]:  # fmt: skip
     """In which row of its chunk the segment of each row begins, -1 if before the chunk.
 
     Of shape (batch or 1, 1, 1, chunks, chunk). The segment of the first token of all has the
     initial state, and counts as one that began before.
     """
-    if given.first is None:
+    if first is None:
         return None
-    begins, chunk = given.first[heads_of(given.first, heads), part], given.chunk
+    begins = first[heads_of(first, heads), part]
     if more := -begins.shape[1] % chunk:
         begins = torch.cat([begins, begins[:, -1:].expand(-1, more)], 1)
     begins = begins.unflatten(1, (-1, chunk))[:, None, None]
@@ -154,6 +156,49 @@ def _starts(given: Inputs, heads: Heads, part: slice) -> Optional[Tensor]:
 def _ends(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the state's segment, rows of the last row's, and chunks of the state's alone."""
     return starts < 0, starts == starts[..., -1:], starts[..., -1] < 0
+
+
+class HeadDecays:
+    """Decays of gates that are numbers, from differences of exact sums.
+
+    Attributes:
+        e: From before the chunk to each row, 0 outside of the segment of the state there.
+        r: From each row to the last one, 0 outside of its segment.
+        z: Over the chunk, 0 if there is a boundary in it.
+    """
+
+    def __init__(self, g: Tensor, starts: Optional[Tensor]) -> None:
+        seen = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+        if starts is not None:
+            seen = seen & (starts.unsqueeze(-1) <= torch.arange(g.shape[-1], device=g.device))
+        self.seen, self.sums = seen, seen.to(g.dtype)  # from the first token of a segment on
+        coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
+        self.coarse, self.fine = coarse, fine
+        self.e = (coarse + fine).exp()
+        self.r = ((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).exp()
+        self.z = self.e[..., -1]
+        if starts is not None:
+            carried, last, whole = _ends(starts)
+            self.e, self.r, self.z = self.e * carried, self.r * last, self.z * whole
+
+    def pairs(self) -> Tensor:
+        """From row j to a row i that is not before it, 0 between segments."""
+        apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (self.coarse, self.fine))
+        return apart.add_(rest).masked_fill_(~self.seen, -math.inf).exp_()
+
+    def gradient(self, through: Tensor, de: Tensor, dr: Tensor, dz: Tensor) -> Tensor:
+        """Gradients of the gates are sums of those of G, without what both sides of a pair have.
+
+        Args:
+            through: Gradient of the logarithm of the pairs' decay, below the diagonal.
+            de: Gradient of the logarithm of e.
+            dr: The same of r.
+            dz: The same of z.
+        """
+        dsums = through.sum(-1) - through.sum(-2) - dr + de
+        dsums[..., -1] += dr.sum(-1) + dz
+        dg: Tensor = (self.sums.mT @ dsums.unsqueeze(-1)).squeeze(-1)
+        return dg
 
 
 # --- a span of chunks ---
@@ -185,7 +230,7 @@ class Span:
             for x in (given.v, given.g, given.beta)
         )
         self.beta = beta.unsqueeze(-1)
-        self.starts = _starts(given, heads, part)
+        self.starts = _starts(given.first, heads, part, chunk)
         self.decays(g)
         eye = torch.eye(chunk, dtype=kind, device=g.device)
         self.inverse = torch.linalg.solve_triangular(

@@ -6,17 +6,14 @@ the first token of the chunk or segment on: P = (Q K') D, and B = (K K') D below
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
-import torch
 from torch import Tensor
 
 from liger_multi.reference.linear_attention.chunks import (
+    HeadDecays,
     Inputs,
     Span,
-    _ends,
-    _split,
     run_backward,
     run_forward,
 )
@@ -31,33 +28,20 @@ class HeadSpan(Span):
         return chunk * (6 * (size + value) + 10 * chunk) + 3 * size * value
 
     def decays(self, g: Tensor) -> None:
-        """From differences of exact sums."""
-        seen = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
-        if self.starts is not None:
-            seen = seen & (self.starts.unsqueeze(-1) <= torch.arange(g.shape[-1], device=g.device))
-        self.sums = seen.to(g.dtype)  # of gates: from the first token of a segment on
-        coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
-        apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (coarse, fine))
-        self.decay = apart.add_(rest).masked_fill_(~seen, -math.inf).exp_()
-        e = (coarse + fine).exp()
-        r = ((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).exp()
-        z = e[..., -1]
-        if self.starts is not None:
-            carried, last, whole = _ends(self.starts)
-            e, r, z = e * carried, r * last, z * whole
-        self.e, self.r, self.z = e.unsqueeze(-1), r.unsqueeze(-1), z[..., None, None]
+        """By pairs of rows."""
+        gates = HeadDecays(g, self.starts)
+        self.gates, self.decay = gates, gates.pairs()
+        self.e, self.r = gates.e.unsqueeze(-1), gates.r.unsqueeze(-1)
+        self.z = gates.z[..., None, None]
         self.scores = (self.q @ self.k.mT) * self.decay
         self.inner = ((self.k @ self.k.mT) * self.decay).tril_(-1)
 
     def through(
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the gates are sums of those of G, without what both sides of a pair have."""
+        """What P and B have of their decays is the product of both with their gradients."""
         through = (dp * self.scores).tril_(-1).addcmul_(db, self.inner)
-        kept = dr.sum(-1)
-        dsums = through.sum(-1) - through.sum(-2) - kept + de.sum(-1)
-        dsums[..., -1] += kept.sum(-1) + dz.sum(-1)
-        dg = (self.sums.mT @ dsums.unsqueeze(-1)).squeeze(-1)
+        dg = self.gates.gradient(through, de.sum(-1), dr.sum(-1), dz.sum(-1))
         dp, db = dp.mul_(self.decay), db.mul_(self.decay)
         return dp @ self.k, dp.mT @ self.q + (db + db.mT) @ self.k, dg
 
