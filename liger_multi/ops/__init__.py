@@ -51,8 +51,10 @@ from liger_multi.ops.rope_multimodal import rope_multimodal as rope_multimodal
 from liger_multi.ops.rope_positions import rope_positions as rope_positions
 from liger_multi.ops.rope_sorted import rope_sorted as rope_sorted
 from liger_multi.ops.selective_log_softmax import selective_log_softmax as selective_log_softmax
+from liger_multi.ops.selective_scan import selective_scan as selective_scan
 from liger_multi.ops.softmax import softmax as softmax
 from liger_multi.ops.sparsemax import sparsemax as sparsemax
+from liger_multi.ops.ssd_scan import ssd_scan as ssd_scan
 from liger_multi.ops.swiglu import swiglu as swiglu
 from liger_multi.ops.swiglu_clamped import swiglu_clamped as swiglu_clamped
 from liger_multi.ops.swiglu_clamped_packed import swiglu_clamped_packed as swiglu_clamped_packed

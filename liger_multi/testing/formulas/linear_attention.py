@@ -1,10 +1,14 @@
-"""Causal convolutions."""
+"""Causal convolutions, and state space models token by token."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_multi.testing.formulas.attention import TOKENS_AT_ONCE
+from liger_multi.testing.formulas.norms import statistics_dtype
 
 
 def _runs(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
@@ -67,3 +71,91 @@ def gated_short_conv(
     b, c, v = x.mT.chunk(3, dim=-2)
     runs = _runs(seq_idx, cu_seqlens, x.shape[1])
     return (c * _convolved(b * v, weight, bias, None, runs)).mT.contiguous()
+
+
+# --- state space models ---
+
+
+def _tokens(
+    dt: Tensor, a: Tensor, rows: Tensor, b: Tensor, c: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a sequence begins."""
+    outs = []
+    for t in range(dt.shape[1]):
+        decay = torch.exp(dt[:, t, :, None, None] * a)
+        decay = torch.where(begins[:, t, None, None, None], 0, decay)
+        state = decay * state + rows[:, t, :, :, None] * b[:, t, :, None]
+        outs.append((state * c[:, t, :, None]).sum(-1))
+    return torch.stack(outs, 1), state
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk: int = 256,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every head; A may have a number for each entry of it."""
+    kind, (batch, length, heads, value) = statistics_dtype(x), x.shape
+    dt = dt.to(kind) if dt_bias is None else dt.to(kind) + dt_bias.to(kind)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    b, c = (t.to(kind).repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
+    a = A.to(kind) if A.ndim == 3 else A.to(kind)[:, None, None]
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
+    runs = _runs(seq_idx, cu_seqlens, length)
+    if runs is not None:
+        begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
+    rows, wide = dt.unsqueeze(-1) * x.to(kind), x.to(kind)
+    state = rows.new_zeros(batch, heads, value, b.shape[3])
+    state = state if initial_state is None else state + initial_state.to(kind)
+    outs = [wide[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = slice(t, t + TOKENS_AT_ONCE)
+        given = (dt[:, part], a, *(v[:, part] for v in (rows, b, c, begins)), state)
+        y, state = checkpoint(_tokens, *given, use_reentrant=False)
+        outs.append(y)
+    y = torch.cat(outs, 1)
+    if D is not None:
+        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(kind) * wide
+    y = y if z is None else y * F.silu(z.to(kind))
+    return (y.to(x.dtype), state) if output_final_state else y.to(x.dtype)
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of heads with one channel, whose decays differ over the state."""
+    made = ssd_scan(
+        u.unsqueeze(-1), delta, A.unsqueeze(1), B.unsqueeze(2), C.unsqueeze(2), D=D,
+        z=None if z is None else z.unsqueeze(-1), dt_bias=delta_bias, dt_softplus=delta_softplus,
+        dt_limit=(-torch.inf, torch.inf),
+        initial_state=None if initial_state is None else initial_state.unsqueeze(2),
+        output_final_state=True, cu_seqlens=cu_seqlens, seq_idx=seq_idx,
+    )  # fmt: skip
+    y, state = made[0].squeeze(-1), made[1].squeeze(2)
+    return (y, state) if output_final_state else y

@@ -1,0 +1,154 @@
+"""Contract of ``selective_scan``."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
+from liger_multi.ops.causal_conv1d import segments_of
+from liger_multi.ops.ssd_scan import first_tokens, shapes_are
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+op = Op("selective_scan", family="linear_attention")
+
+
+@op.forward(returns="y final_state")
+def forward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
+    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    kind = torch.float64 if u.dtype == torch.float64 else torch.float32
+    state = (u.shape[0], *A.shape) if output_final_state else (0,)
+    return u.new_empty(u.shape), u.new_empty(state, dtype=kind)
+
+
+op.backward(
+    reads="dy dfinal_state u delta A B C D z delta_bias initial_state first delta_softplus",
+    returns="du ddelta dA dB dC dD dz ddelta_bias dinitial_state",
+)
+
+
+def selective_scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Selective scan of Mamba, in memory linear in the sequence.
+
+    Math:
+        ``delta = softplus(delta + delta_bias)``, without the softplus unless ``delta_softplus``. A
+        channel has a state h of N numbers, 0 at the first token of a sequence, or initial_state at
+        the first token of all. Token by token, ``h = exp(delta A) h + delta u B`` and ``y = C . h
+        + D u``, times ``silu(z)``. A sequence begins where ``seq_idx`` differs from the token
+        before, or at each of ``cu_seqlens``, as in :func:`causal_conv1d`. A is below 0.
+
+    Shapes:
+        u, delta and z ``(B, T, D)``, B and C ``(B, T, N)``, with any strides: pass the ``(B, D,
+        T)`` of other libraries as ``u.mT``. A ``(D, N)``, D and delta_bias ``(D,)``;
+        initial_state ``(B, D, N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y
+        as u, and with ``output_final_state`` the states after the last token, ``(B, D, N)``.
+
+    Dtypes:
+        In: any floating dtypes, ids int32 or int64. Inside: fp32 (fp64 for u in fp64). Out: that
+        of u, states fp32 (fp64 for fp64).
+
+    Memory:
+        Kept for backward: the arguments. Backward computes the states again, some channels and
+        spans of tokens at a time.
+
+    Raises:
+        TypeError: An argument has not the dtype that it must have.
+        ValueError: Shapes that do not fit together, cu_seqlens of several rows or beside seq_idx,
+            mixed devices.
+
+    Source:
+        Gu and Dao 2023 (arXiv:2312.00752); ``selective_scan_fn`` of mamba-ssm and
+        ``mamba_selective_scan`` of transformers, which take ``(B, D, T)``.
+    """
+    name = op.name
+    checks.floating(
+        name, u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias,
+        initial_state=initial_state, optional=("D", "z", "delta_bias", "initial_state"),
+    )  # fmt: skip
+    if u.ndim != 3:
+        checks.refuse(name, "u must have three axes: batch, tokens and channels", u)
+    batch, length, width = u.shape
+    if A.ndim != 2 or A.shape[0] != width or min(A.shape) < 1:
+        checks.refuse(name, f"A must have shape ({width}, N), sizes at least 1", A)
+    pairs, rows, vector = (batch, length, A.shape[1]), tuple(u.shape), (width,)
+    shapes_are(
+        name,
+        {"delta": delta, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
+         "initial_state": initial_state},
+        {"delta": rows, "B": pairs, "C": pairs, "D": vector, "z": rows, "delta_bias": vector,
+         "initial_state": (batch, *A.shape)},
+    )  # fmt: skip
+    checks.boolean(name, "output_final_state", output_final_state)
+    checks.boolean(name, "delta_softplus", delta_softplus)
+    first = first_tokens(segments_of(name, u, cu_seqlens, seq_idx))
+    y, state = op(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
+                  output_final_state)  # fmt: skip
+    return (y, state) if output_final_state else y
+
+
+def _case(
+    *shape: int, states: int = 4, layout: str = "contiguous", ids: int = 0,
+    dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "",
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of u (B, T, D), all of them but for those named by ``without``."""
+    batch, length, width = shape
+    made = {
+        "u": T(shape, layout=layout),
+        "delta": T(shape, dtype, scale=0.5, layout=layout),
+        "A": T((width, states), dtype, strength, negative=True),
+        "B": T((batch, length, states), layout=layout, scale=states**-0.5),
+        "C": T((batch, length, states), layout=layout),
+        "D": T((width,), dtype),
+        "z": T(shape, layout=layout),
+        "delta_bias": T((width,), dtype),
+        "initial_state": T((batch, width, states), dtype),
+    }
+    if ids:
+        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in made.items() if n not in without.split()}
+
+
+SOFT: dict[str, Any] = {"delta_softplus": True}
+FINAL: dict[str, Any] = {"output_final_state": True}
+SCAN = "D z delta_bias initial_state"
+SAMPLES = (
+    Sample("mamba", _case(2, 35, 12, dtype=torch.float32, without="initial_state"), SOFT),
+    Sample("everything", _case(2, 35, 12, ids=3), SOFT | FINAL),
+    Sample("plain", _case(1, 20, 6, without=SCAN)),
+    Sample("tiny", _case(1, 5, 3, states=2, without="z initial_state"), SOFT),
+    Sample("tiny-everything", _case(1, 6, 3, states=2), SOFT | FINAL),
+    Sample("tiny-packed", _case(2, 8, 2, states=3, ids=2), SOFT | FINAL),
+    Sample("tiny-raw-steps", _case(1, 7, 2, states=2), FINAL),
+    Sample("tiny-state", _case(2, 4, 3, states=1, without="D z"), SOFT | FINAL),
+    Sample("one-token", _case(2, 1, 4), SOFT | FINAL),
+    Sample("no-tokens", _case(2, 0, 4), SOFT | FINAL),
+    Sample("no-sequences", _case(0, 9, 4), SOFT | FINAL),
+    Sample("packed", _case(2, 70, 5, ids=2, without="initial_state"), SOFT),
+    Sample("strong-decay", _case(1, 70, 5, strength=16.0, without="initial_state"), SOFT),
+    Sample("no-decay", _case(1, 70, 5, strength=0.0, without="initial_state"), SOFT),
+    Sample("many-states", _case(1, 33, 3, states=40, without="initial_state"), SOFT),
+    Sample("transposed", _case(2, 20, 8, layout="transposed"), SOFT),
+    Sample("sliced", _case(2, 20, 8, layout="sliced"), SOFT),
+    Sample("expanded", _case(3, 20, 8, layout="expanded"), SOFT | FINAL),
+    *each_frozen(
+        _case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL
+    ),
+    Sample("past-65535-rows", _case(65537, 1, 2, states=2, without=SCAN), SOFT, size="thin"),
+    Sample(
+        "2x8192x8192 N16",
+        _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"), SOFT,
+        "bench",
+    ),
+)  # fmt: skip

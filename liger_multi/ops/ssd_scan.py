@@ -1,0 +1,206 @@
+"""Contract of ``ssd_scan``, and what it shares with ``selective_scan``."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
+from liger_multi.ops.causal_conv1d import segments_of
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+op = Op("ssd_scan", family="linear_attention")
+
+
+@op.forward(returns="y final_state")
+def forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
+    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    state = (x.shape[0], *x.shape[2:], B.shape[3])
+    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=kind)
+
+
+op.backward(
+    reads="dy dfinal_state x dt A B C D z dt_bias initial_state first dt_softplus dt_min dt_max "
+    "chunk",
+    returns="dx ddt dA dB dC dD dz ddt_bias dinitial_state",
+)
+
+
+def ssd_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None, chunk: int = 256,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Scan of Mamba-2 (state space duality), in memory linear in the sequence.
+
+    Math:
+        ``dt = clamp(softplus(dt + dt_bias), *dt_limit)``, without the softplus unless
+        ``dt_softplus``. A head has a state S of shape (P, N), 0 at the first token of a sequence,
+        or initial_state at the first token of all. Token by token, ``S = exp(dt A) S + dt x B'``
+        and ``y = S C + D x``, times ``silu(z)``. Head h uses B and C of group ``h // (H / G)``. A
+        sequence begins where ``seq_idx`` differs from the token before, or at each of
+        ``cu_seqlens``, as in :func:`causal_conv1d`. A is below 0.
+
+    Shapes:
+        x and z ``(B, T, H, P)``, dt ``(B, T, H)``, B and C ``(B, T, G, N)`` with any strides, H a
+        multiple of G; A and dt_bias ``(H,)``, D ``(H,)`` or ``(H, P)``; initial_state ``(B, H, P,
+        N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y as x, and with
+        ``output_final_state`` the states after the last token, ``(B, H, P, N)``. ``chunk`` is the
+        largest number of tokens that a backend takes at once; results agree to rounding.
+
+    Dtypes:
+        In: any floating dtypes, ids int32 or int64. Inside: fp32 (fp64 for x in fp64). Out: that
+        of x, states fp32 (fp64 for fp64).
+
+    Memory:
+        Kept for backward: the arguments. Backward computes the states again, some heads and
+        spans of chunks at a time.
+
+    Raises:
+        TypeError: An argument has not the dtype that it must have.
+        ValueError: Shapes that do not fit together, cu_seqlens of several rows or beside seq_idx,
+            mixed devices, an empty dt_limit, a chunk below 1.
+
+    Source:
+        Dao and Gu 2024 (arXiv:2405.21060); ``mamba_chunk_scan_combined`` of mamba-ssm and
+        ``mamba2_chunk_scan`` of transformers.
+    """
+    name = op.name
+    checks.floating(
+        name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+        optional=("D", "z", "dt_bias", "initial_state"),
+    )  # fmt: skip
+    _shapes_fit(x, B, C)
+    batch, length, heads, value = x.shape
+    shapes_are(
+        name, {"dt": dt, "A": A, "z": z, "dt_bias": dt_bias, "initial_state": initial_state},
+        {"dt": (batch, length, heads), "A": (heads,), "z": tuple(x.shape), "dt_bias": (heads,),
+         "initial_state": (batch, heads, value, B.shape[3])},
+    )  # fmt: skip
+    if D is not None and tuple(D.shape) not in ((heads,), (heads, value)):
+        checks.refuse(name, f"D must have shape ({heads},) or ({heads}, {value})", D)
+    for option, flag in (("output_final_state", output_final_state), ("dt_softplus", dt_softplus)):
+        checks.boolean(name, option, flag)
+    low, high = _limits(dt_limit)
+    if checks.integer(name, "chunk", chunk) < 1:
+        checks.refuse(name, "chunk must be at least 1", f"{chunk}")
+    first = first_tokens(segments_of(name, x, cu_seqlens, seq_idx))
+    y, state = op(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, low, high,
+                  chunk, output_final_state)  # fmt: skip
+    return (y, state) if output_final_state else y
+
+
+def _shapes_fit(x: Tensor, B: Tensor, C: Tensor) -> None:
+    for name, given in (("x", x), ("B", B), ("C", C)):
+        if given.ndim != 4:
+            checks.refuse(op.name, f"{name} must have four axes", given)
+    checks.same_shape(op.name, B=B, C=C)
+    if B.shape[:2] != x.shape[:2] or min(*x.shape[2:], *B.shape[2:]) < 1 or (
+        x.shape[2] % B.shape[2]
+    ):  # fmt: skip
+        checks.refuse(op.name, f"B must have shape (B, T, G, N) for x {tuple(x.shape)}, whose "
+                      "heads are a multiple of G, sizes at least 1", B)  # fmt: skip
+
+
+def _limits(limits: object) -> tuple[float, float]:
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
+        raise TypeError(
+            f"{op.name}: dt_limit must be two numbers, got {checks.describe(limits)}"
+        )  # fmt: skip
+    low = checks.number(op.name, "dt_limit[0]", limits[0])
+    return low, checks.number(op.name, "dt_limit[1]", limits[1], low, infinite=True)
+
+
+def shapes_are(
+    name: str, given: dict[str, Tensor | None], wanted: dict[str, tuple[int, ...]]
+) -> None:
+    """Tensors have the wanted shapes, where they are given."""
+    for argument, x in given.items():
+        if x is not None and tuple(x.shape) != wanted[argument]:
+            checks.refuse(name, f"{argument} must have shape {wanted[argument]}", x)
+
+
+def first_tokens(ids: Tensor | None) -> Tensor | None:
+    """Where the run of equal ids of every token begins, ``(B, T)`` int32."""
+    if ids is None:
+        return None
+    place = torch.arange(ids.shape[1], device=ids.device)
+    change = ids[:, 1:] != ids[:, :-1]
+    edge = change.new_ones(ids.shape[0], 1)
+    begins = torch.cat([edge, change], 1)[:, : ids.shape[1]]
+    return torch.where(begins, place, 0).cummax(-1).values.to(torch.int32)
+
+
+def _case(
+    *shape: int, groups: int = 1, states: int = 8, layout: str = "contiguous", ids: int = 0,
+    dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "", wide: bool = False,
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of x (B, T, H, P), all of them but for those named by ``without``."""
+    batch, length, heads, value = shape
+    made = {
+        "x": T(shape, layout=layout),
+        "dt": T((batch, length, heads), dtype, layout=layout, scale=0.5),
+        "A": T((heads,), dtype, strength, negative=True),
+        "B": T((batch, length, groups, states), layout=layout, scale=states**-0.5),
+        "C": T((batch, length, groups, states), layout=layout),
+        "D": T((heads, value) if wide else (heads,), dtype),
+        "z": T(shape, layout=layout),
+        "dt_bias": T((heads,), dtype),
+        "initial_state": T((batch, heads, value, states), dtype),
+    }
+    if ids:
+        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in made.items() if n not in without.split()}
+
+
+SOFT: dict[str, Any] = {"dt_softplus": True}
+FINAL: dict[str, Any] = {"output_final_state": True}
+MAMBA2, MANY = "z initial_state", (2, 8192, 128, 64)
+LIMITED: dict[str, Any] = {"dt_limit": (0.4, 1.2)}
+SAMPLES = (
+    Sample("mamba2", _case(2, 70, 4, 16, groups=2, dtype=torch.float32, without=MAMBA2), SOFT),
+    Sample("everything", _case(2, 70, 4, 6, groups=2, ids=3), SOFT | FINAL),
+    Sample("plain", _case(1, 40, 2, 8, without="D z dt_bias initial_state")),
+    Sample("tiny", _case(1, 5, 2, 3, states=4, without="D z initial_state"), SOFT),
+    Sample("tiny-everything", _case(1, 6, 2, 3, states=2, wide=True), SOFT | FINAL),
+    Sample("tiny-packed", _case(1, 8, 2, 2, groups=2, states=3, ids=2), SOFT | FINAL),
+    Sample("tiny-limits", _case(2, 4, 3, 2, states=3, without="z"), SOFT | LIMITED),
+    Sample("tiny-raw-steps", _case(1, 7, 1, 2, states=2, without="D"), FINAL | {"chunk": 3}),
+    Sample("one-token", _case(2, 1, 2, 8), SOFT | FINAL),
+    Sample("no-tokens", _case(2, 0, 2, 8), SOFT | FINAL),
+    Sample("no-sequences", _case(0, 9, 2, 8), SOFT | FINAL),
+    Sample("chunk-and-one", _case(1, 65, 2, 8, groups=2), SOFT | FINAL),
+    Sample("several-chunks", _case(1, 200, 6, 20, groups=2, states=24, without="z"), SOFT),
+    Sample("small-chunks", _case(1, 100, 2, 8, without="z"), SOFT | {"chunk": 16}),
+    Sample("packed", _case(2, 150, 4, 8, groups=4, ids=2, without=MAMBA2), SOFT),
+    Sample("strong-decay", _case(1, 130, 2, 8, strength=16.0, without=MAMBA2), SOFT),
+    Sample("no-decay", _case(1, 130, 2, 8, strength=0.0, without=MAMBA2), SOFT),
+    Sample("wide-states", _case(1, 67, 2, 12, states=96, without=MAMBA2), SOFT),
+    Sample("fp32-parameters", _case(1, 20, 2, 8, dtype=torch.float32), SOFT | FINAL),
+    Sample("swapped", _case(2, 40, 2, 8, layout="swapped"), SOFT),
+    Sample("sliced", _case(2, 20, 2, 8, layout="sliced"), SOFT),
+    Sample("expanded", _case(3, 20, 2, 8, layout="expanded"), SOFT | FINAL),
+    *each_frozen(
+        _case(1, 20, 2, 8), "x dt A B C D z dt_bias initial_state", SOFT | FINAL | LIMITED
+    ),
+    Sample("past-65535-rows", _case(65537, 1, 1, 2, states=2, without=MAMBA2), size="thin"),
+    Sample(
+        "2x8192 128x64 G8 N128",
+        _case(*MANY, groups=8, states=128, dtype=torch.float32, without=MAMBA2), SOFT, "bench",
+    ),
+    Sample(
+        "2x8192 128x64 G1 N256",
+        _case(*MANY, states=256, dtype=torch.float32, without=MAMBA2), SOFT, "bench",
+    ),
+)  # fmt: skip

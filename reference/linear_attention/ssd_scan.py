@@ -1,0 +1,375 @@
+"""The scan of Mamba-2 (state space duality, arXiv:2405.21060) by chunks of tokens.
+
+Of one head and chunk: S is the state before it, V = dt x are the rows that are added to the state,
+and e, r and z the decays of :mod:`.chunks`, of the gates dt A. P are the products of C and B with
+the decay between the two tokens:
+
+    y = e C S + P V,  P_ij = (C_i . B_j) exp(G_i - G_j) for i >= j,  S' = z S + (r B)' V
+
+B and C belong to groups of heads. So their products are made once for all heads of a group, and
+the states of these heads stand side by side, (N, heads x P), in each product with B or C. Backward,
+from the gradients dy and dS' (of the state after the chunk), where sums are over heads:
+
+    dV = P' dy + r B dS',  dS = z dS' + C' (e dy),  dP = dy V'
+    dC = (sum of dP D) B + sum of (e dy) S',  dB = (sum of dP D)' C + sum of (r V) dS'
+
+Blocks of heads and spans of chunks bound memory, as in :mod:`.chunks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
+from liger_multi.reference.linear_attention.chunks import (
+    CHUNK,
+    HeadDecays,
+    Heads,
+    _chunked,
+    _starts,
+    _tokens,
+)
+from liger_multi.reference.linear_attention.state_space import StepSizes, gate_gradient, gated
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, and its options."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Optional[Tensor]
+    z: Optional[Tensor]
+    dt_bias: Optional[Tensor]
+    initial_state: Optional[Tensor]
+    first: Optional[Tensor]
+    sizes: StepSizes
+    most: int
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype of all that is computed."""
+        return statistics_dtype(self.x.dtype)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return max(1, min(self.most, CHUNK, self.x.shape[1]))
+
+    def rows(self, x: Tensor, heads: Heads, part: slice) -> Tensor:
+        """A block of a tensor with heads."""
+        return x[heads.batch, part, heads.value].to(self.kind)
+
+    def of_heads(self, x: Tensor, heads: Heads) -> Tensor:
+        """What heads have of a parameter, to be combined with rows ``(..., heads, P)``."""
+        mine = x[heads.value].to(self.kind)
+        return mine.unsqueeze(-1) if mine.ndim == 1 else mine
+
+    def raw(self, heads: Heads, part: slice) -> Tensor:
+        """Step sizes with their bias, ``(batch, tokens, heads)``."""
+        raw = self.rows(self.dt, heads, part)
+        return raw if self.dt_bias is None else raw + self.dt_bias[heads.value].to(self.kind)
+
+    def side_by_side(self, state: Tensor, heads: Heads) -> Tensor:
+        """States of a block ``(batch, heads, P, N)`` as (batch, groups, N, heads of one x P)."""
+        mine = state[heads.batch, heads.value].to(self.kind).transpose(-1, -2)
+        return mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
+
+    def states(self, heads: Heads) -> Tensor:
+        """The states before the first token, side by side."""
+        if self.initial_state is not None:
+            return self.side_by_side(self.initial_state, heads)
+        many = (heads.value.stop - heads.value.start) // _groups(heads)
+        batch = heads.batch.stop - heads.batch.start
+        shape = (batch, _groups(heads), self.B.shape[3], many * self.x.shape[3])
+        return self.x.new_zeros(shape, dtype=self.kind)
+
+    def apart(self, state: Tensor) -> Tensor:
+        """States of a block as (batch, heads, P, N)."""
+        return state.unflatten(3, (-1, self.x.shape[3])).permute(0, 1, 3, 4, 2).flatten(1, 2)
+
+
+def _groups(heads: Heads) -> int:
+    return heads.key.stop - heads.key.start
+
+
+def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
+    """Blocks of heads, and spans of chunks.
+
+    A block has whole groups, or some heads of a group that is too large. A span has as many chunks
+    as fit, and at least about as many as there are spans.
+    """
+    (batch, length, many, value), (groups, size) = given.x.shape, given.B.shape[2:]
+    group, chunk, itemsize = many // groups, given.chunk, given.kind.itemsize
+    head_bytes = itemsize * (chunk * (8 * value + 5 * chunk) + 4 * size * value)
+    shared_bytes = itemsize * chunk * (4 * size + 3 * chunk)
+    chunks = max(1, -(-length // chunk))
+    least = min(chunks, max(8, math.isqrt(chunks)))
+    width = min(group, max(1, (BLOCK_BYTES // least - shared_bytes) // head_bytes))
+    unit = shared_bytes + width * head_bytes
+    steps = min(chunks, max(least, BLOCK_BYTES // unit))
+    steps = -(-chunks // -(-chunks // steps))
+    group_bytes = steps * unit if width == group else BLOCK_BYTES
+    blocks = [
+        Heads(b, g, slice(h, min(h + width * (g.stop - g.start), g.stop * group)))
+        for b in row_blocks(batch, groups * group_bytes, BLOCK_BYTES)
+        for g in row_blocks(groups, (b.stop - b.start) * group_bytes, BLOCK_BYTES)
+        for h in range(g.start * group, g.stop * group, width * (g.stop - g.start))
+    ]
+    spans = [slice(t, min(length, t + steps * chunk)) for t in range(0, length, steps * chunk)]
+    return blocks, spans
+
+
+# --- a span of chunks ---
+
+
+class Span:
+    """The tensors of a span. Axes: batch, groups, heads of a group, chunks, rows."""
+
+    def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
+        kind, self.chunk = given.kind, given.chunk
+        self.length, self.groups = part.stop - part.start, _groups(heads)
+        self.B, self.C = (
+            _chunked(x[heads.batch, part, heads.key], self.chunk, kind) for x in (given.B, given.C)
+        )
+        self.raw = given.raw(heads, part)
+        self.dt = self.chunked(given.sizes.of(self.raw))
+        self.x = self.chunked(given.rows(given.x, heads, part))
+        self.A = given.A[heads.value].to(kind).unflatten(0, (self.groups, -1))[..., None, None]
+        self.values = (self.dt.unsqueeze(-1) * self.x).contiguous()
+        starts = _starts(given.first, heads, part, self.chunk)
+        self.gates = HeadDecays(self.dt * self.A, starts)
+        self.e, self.r = self.gates.e.unsqueeze(-1), self.gates.r.unsqueeze(-1)
+        z = self.gates.z.movedim(2, 3)  # a column of the states for every head
+        self.z = z.repeat_interleave(self.x.shape[-1], 3).unsqueeze(-2)
+
+    def chunked(self, rows: Tensor) -> Tensor:
+        """``(batch, tokens, heads, ...)`` by groups and chunks."""
+        return _chunked(rows, self.chunk, rows.dtype).unflatten(1, (self.groups, -1))
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Back to (batch, tokens, heads, ...)."""
+        return _tokens(x.flatten(1, 2), self.length)
+
+    def beside(self, x: Tensor, by: Tensor) -> Tensor:
+        """Rows times decays, those of all heads of a group side by side."""
+        batch, groups, heads, chunks, rows, size = x.shape
+        made = x.new_empty(batch, groups, chunks, rows, heads, size)
+        torch.mul(x, by, out=made.movedim(4, 2))
+        return made.flatten(-2)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Rows of heads side by side as a view with an axis of heads."""
+        return x.unflatten(-1, (self.x.shape[2], -1)).movedim(4, 2)
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """States before every chunk, and the state after the last one."""
+        states = self.B.mT @ self.beside(self.values, self.r)
+        for i in range(states.shape[2]):
+            after = torch.addcmul(states[:, :, i], self.z[:, :, i], state)
+            states[:, :, i] = state
+            state = after
+        return states, state
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """Make y of all chunks, without skip and gate."""
+        scores = (self.C @ self.B.mT).unsqueeze(2) * self.gates.pairs()
+        y = scores @ self.values
+        return y.addcmul_(self.e, self.split(self.C @ states))
+
+    def reverse(self, own: Tensor, dstate: Tensor) -> Tensor:
+        """From the gradients that states have by y to those of the states after every chunk.
+
+        Returns the gradient of the first state.
+
+        Args:
+            own: What states before every chunk get through y; overwritten.
+            dstate: Gradient of the state after the span.
+        """
+        for i in reversed(range(own.shape[2])):
+            before = torch.addcmul(own[:, :, i], self.z[:, :, i], dstate)
+            own[:, :, i] = dstate
+            dstate = before
+        return dstate
+
+    def gradients(
+        self, dy: Tensor, states: Tensor, dstate: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of V, of the gates, of B and of C by chunks, and of the first state.
+
+        Args:
+            dy: Gradient of y without skip and gate, by chunks.
+            states: The states before every chunk.
+            dstate: Gradient of the state after the span.
+        """
+        pairs, products = self.gates.pairs(), (self.C @ self.B.mT).unsqueeze(2)
+        dvalues = (products * pairs).mT @ dy
+        dproducts = (dy @ self.values.mT).mul_(pairs)
+        shared = dproducts.sum(2)
+        through = dproducts.mul_(products).tril_(-1)
+        read = self.beside(dy, self.e)
+        after = self.C.mT @ read
+        dstate = self.reverse(after, dstate)
+        dc = (shared @ self.B).add_(read @ states.mT)
+        db = (shared.mT @ self.C).add_(self.beside(self.values, self.r) @ after.mT)
+        kept = self.r * self.split(self.B @ after)
+        dvalues += kept
+        de = (dy * self.e).mul_(self.split(self.C @ states)).sum(-1)
+        dz = (self.z * states * after).sum(-2).unflatten(-1, (self.x.shape[2], -1)).sum(-1)
+        dg = self.gates.gradient(through, de, kept.mul_(self.values).sum(-1), dz.movedim(3, 2))
+        return dvalues, dg, db, dc, dstate
+
+
+# --- the operator ---
+
+
+def _given(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
+    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+) -> Inputs:  # fmt: skip
+    sizes = StepSizes(dt_softplus, dt_min, dt_max)
+    return Inputs(x, dt, A, B, C, D, z, dt_bias, initial_state, first, sizes, chunk)
+
+
+def _before_gate(given: Inputs, span: Span, heads: Heads, part: slice, states: Tensor) -> Tensor:
+    y = span.tokens(span.outputs(states))
+    if given.D is not None:
+        y = y + given.of_heads(given.D, heads) * given.rows(given.x, heads, part)
+    return y
+
+
+def forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
+    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Some heads at a time, span after span."""
+    given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
+                   chunk)  # fmt: skip
+    y, (batch, _, many, value) = x.new_empty(x.shape), x.shape
+    shape = (batch, many, value, B.shape[3]) if output_final_state else (0,)
+    final_state = x.new_empty(shape, dtype=given.kind)
+    blocks, spans = _blocks(given)
+    for heads in blocks:
+        state = given.states(heads)
+        for part in spans:
+            span = Span(given, heads, part)
+            states, state = span.forward(state)
+            made = _before_gate(given, span, heads, part, states)
+            gate = None if z is None else given.rows(z, heads, part)
+            y[heads.batch, part, heads.value] = gated(made, gate).to(y.dtype)
+        if output_final_state:
+            final_state[heads.batch, heads.value] = given.apart(state)
+    return y, final_state
+
+
+class Gradients:
+    """What backward fills span by span; sums and gradients of groups are in the wide dtype."""
+
+    def __init__(self, given: Inputs, needs: dict[str, bool]) -> None:
+        self.given, self.made = given, {}
+        for name, needed in needs.items():
+            x = getattr(given, name)
+            if needed and x is not None:
+                summed = name not in ("x", "dt", "z", "initial_state")
+                self.made[name] = (
+                    x.new_zeros(x.shape, dtype=given.kind) if summed else x.new_empty(x.shape)
+                )
+
+    def add_span(
+        self, heads: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor
+    ) -> Tensor:
+        """Add the gradients of a span; return that of the state before it."""
+        given, made = self.given, self.made
+        span = Span(given, heads, part)
+        states, _ = span.forward(state)
+        x = given.rows(given.x, heads, part)
+        up = torch.zeros_like(x) if dy is None else given.rows(dy, heads, part)
+        if given.z is not None:
+            z = given.rows(given.z, heads, part)
+            if "z" in made:
+                y = _before_gate(given, span, heads, part, states)
+                made["z"][heads.batch, part, heads.value] = gate_gradient(up, y, z).to(
+                    made["z"].dtype
+                )
+            up = gated(up, z)
+        dvalues, dg, db, dc, dstate = span.gradients(
+            span.chunked(up).contiguous(), states, dstate
+        )  # fmt: skip
+        for name, found in (("B", db), ("C", dc)):
+            if name in made:
+                made[name][heads.batch, part, heads.key] += _tokens(found, span.length)
+        if "A" in made:
+            made["A"][heads.value] += (span.dt * dg).sum((0, 3, 4)).flatten()
+        self._add_rows(span, heads, part, up, dvalues, dg)
+        return dstate
+
+    def _add_rows(
+        self, span: Span, heads: Heads, part: slice, up: Tensor, dvalues: Tensor, dg: Tensor
+    ) -> None:
+        """Gradients of dt, its bias, x and D."""
+        given, made = self.given, self.made
+        x = given.rows(given.x, heads, part)
+        if "dt" in made or "dt_bias" in made:
+            dsteps = span.tokens((span.x * dvalues).sum(-1) + span.A * dg)
+            raw = given.sizes.gradient(dsteps, span.raw)
+            if "dt" in made:
+                made["dt"][heads.batch, part, heads.value] = raw.to(made["dt"].dtype)
+            if "dt_bias" in made:
+                made["dt_bias"][heads.value] += raw.sum((0, 1))
+        if "x" in made:
+            dx = span.tokens(dvalues.mul_(span.dt.unsqueeze(-1)))
+            if given.D is not None:
+                dx = dx + given.of_heads(given.D, heads) * up
+            made["x"][heads.batch, part, heads.value] = dx.to(made["x"].dtype)
+        if "D" in made:
+            total = (up * x).sum((0, 1))
+            made["D"][heads.value] += total.sum(-1) if made["D"].ndim == 1 else total
+
+    def take(self, name: str) -> Tensor:
+        """A gradient in the dtype of its tensor; empty where there is none."""
+        x = getattr(self.given, name)
+        if name in self.made:
+            return self.made[name].to(x.dtype)
+        return (self.given.x if x is None else x).new_empty(0)
+
+
+def backward(
+    dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
+    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
+    dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
+    needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
+    given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
+                   chunk)  # fmt: skip
+    needs = {
+        "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
+        "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
+    }  # fmt: skip
+    total = Gradients(given, needs)
+    blocks, spans = _blocks(given)
+    for heads in blocks:
+        before = [given.states(heads)]
+        for part in spans[:-1]:
+            before.append(Span(given, heads, part).forward(before[-1])[1])
+        dstate = torch.zeros_like(before[0])
+        if dfinal_state is not None:
+            dstate = given.side_by_side(dfinal_state, heads)
+        for part in reversed(spans):
+            dstate = total.add_span(heads, part, before.pop(), dy, dstate)
+        if "initial_state" in total.made:
+            room = total.made["initial_state"]
+            room[heads.batch, heads.value] = given.apart(dstate).to(room.dtype)
+    x_to_c = [total.take(name) for name in "x dt A B C".split()]
+    rest = [total.take(name) for name in "D z dt_bias initial_state".split()]
+    return x_to_c[0], x_to_c[1], x_to_c[2], x_to_c[3], x_to_c[4], rest[0], rest[1], rest[2], rest[3]
