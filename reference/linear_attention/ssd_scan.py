@@ -33,7 +33,12 @@ from liger_multi.reference.linear_attention.chunks import (
     _starts,
     _tokens,
 )
-from liger_multi.reference.linear_attention.state_space import StepSizes, gate_gradient, gated
+from liger_multi.reference.linear_attention.state_space import (
+    Gradients,
+    StepSizes,
+    gate_gradient,
+    gated,
+)
 
 
 class Inputs(NamedTuple):
@@ -271,75 +276,39 @@ def forward(
     return y, final_state
 
 
-class Gradients:
-    """What backward fills span by span; sums and gradients of groups are in the wide dtype."""
-
-    def __init__(self, given: Inputs, needs: dict[str, bool]) -> None:
-        self.given, self.made = given, {}
-        for name, needed in needs.items():
-            x = getattr(given, name)
-            if needed and x is not None:
-                summed = name not in ("x", "dt", "z", "initial_state")
-                self.made[name] = (
-                    x.new_zeros(x.shape, dtype=given.kind) if summed else x.new_empty(x.shape)
-                )
-
-    def add_span(
-        self, heads: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor
-    ) -> Tensor:
-        """Add the gradients of a span; return that of the state before it."""
-        given, made = self.given, self.made
-        span = Span(given, heads, part)
-        states, _ = span.forward(state)
-        x = given.rows(given.x, heads, part)
-        up = torch.zeros_like(x) if dy is None else given.rows(dy, heads, part)
-        if given.z is not None:
-            z = given.rows(given.z, heads, part)
-            if "z" in made:
-                y = _before_gate(given, span, heads, part, states)
-                made["z"][heads.batch, part, heads.value] = gate_gradient(up, y, z).to(
-                    made["z"].dtype
-                )
-            up = gated(up, z)
-        dvalues, dg, db, dc, dstate = span.gradients(
-            span.chunked(up).contiguous(), states, dstate
-        )  # fmt: skip
-        for name, found in (("B", db), ("C", dc)):
-            if name in made:
-                made[name][heads.batch, part, heads.key] += _tokens(found, span.length)
-        if "A" in made:
-            made["A"][heads.value] += (span.dt * dg).sum((0, 3, 4)).flatten()
-        self._add_rows(span, heads, part, up, dvalues, dg)
-        return dstate
-
-    def _add_rows(
-        self, span: Span, heads: Heads, part: slice, up: Tensor, dvalues: Tensor, dg: Tensor
-    ) -> None:
-        """Gradients of dt, its bias, x and D."""
-        given, made = self.given, self.made
-        x = given.rows(given.x, heads, part)
-        if "dt" in made or "dt_bias" in made:
-            dsteps = span.tokens((span.x * dvalues).sum(-1) + span.A * dg)
-            raw = given.sizes.gradient(dsteps, span.raw)
-            if "dt" in made:
-                made["dt"][heads.batch, part, heads.value] = raw.to(made["dt"].dtype)
-            if "dt_bias" in made:
-                made["dt_bias"][heads.value] += raw.sum((0, 1))
-        if "x" in made:
-            dx = span.tokens(dvalues.mul_(span.dt.unsqueeze(-1)))
-            if given.D is not None:
-                dx = dx + given.of_heads(given.D, heads) * up
-            made["x"][heads.batch, part, heads.value] = dx.to(made["x"].dtype)
-        if "D" in made:
-            total = (up * x).sum((0, 1))
-            made["D"][heads.value] += total.sum(-1) if made["D"].ndim == 1 else total
-
-    def take(self, name: str) -> Tensor:
-        """A gradient in the dtype of its tensor; empty where there is none."""
-        x = getattr(self.given, name)
-        if name in self.made:
-            return self.made[name].to(x.dtype)
-        return (self.given.x if x is None else x).new_empty(0)
+def _add_span(
+    total: Gradients, heads: Heads, part: slice, state: Tensor, dy: Optional[Tensor],
+    dstate: Tensor,
+) -> Tensor:  # fmt: skip
+    """Add the gradients of a span; return that of the state before it."""
+    given: Inputs = total.given
+    span, rows = Span(given, heads, part), (heads.batch, part, heads.value)
+    states, _ = span.forward(state)
+    x = given.rows(given.x, heads, part)
+    up = torch.zeros_like(x) if dy is None else given.rows(dy, heads, part)
+    if given.z is not None:
+        z = given.rows(given.z, heads, part)
+        if total.any("z"):
+            y = _before_gate(given, span, heads, part, states)
+            total.put("z", rows, gate_gradient(up, y, z))
+        up = gated(up, z)
+    dvalues, dg, db, dc, dstate = span.gradients(span.chunked(up).contiguous(), states, dstate)
+    for name, found in (("B", db), ("C", dc)):
+        total.add(name, (heads.batch, part, heads.key), _tokens(found, span.length))
+    total.add("A", heads.value, (span.dt * dg).sum((0, 3, 4)).flatten())
+    if total.any("dt", "dt_bias"):
+        dsteps = span.tokens((span.x * dvalues).sum(-1) + span.A * dg)
+        raw = given.sizes.gradient(dsteps, span.raw)
+        total.put("dt", rows, raw)
+        total.add("dt_bias", heads.value, raw.sum((0, 1)))
+    if total.any("x"):
+        dx = span.tokens(dvalues.mul_(span.dt.unsqueeze(-1)))
+        skip = 0 if given.D is None else given.of_heads(given.D, heads) * up
+        total.put("x", rows, dx + skip)
+    if given.D is not None and total.any("D"):
+        found = (up * x).sum((0, 1))
+        total.add("D", heads.value, found.sum(-1) if given.D.ndim == 1 else found)
+    return dstate
 
 
 def backward(
@@ -348,7 +317,7 @@ def backward(
     initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
     dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
     needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
     given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
                    chunk)  # fmt: skip
@@ -356,7 +325,7 @@ def backward(
         "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
         "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
     }  # fmt: skip
-    total = Gradients(given, needs)
+    total = Gradients(given, needs, "x dt z initial_state")
     blocks, spans = _blocks(given)
     for heads in blocks:
         before = [given.states(heads)]
@@ -366,10 +335,6 @@ def backward(
         if dfinal_state is not None:
             dstate = given.side_by_side(dfinal_state, heads)
         for part in reversed(spans):
-            dstate = total.add_span(heads, part, before.pop(), dy, dstate)
-        if "initial_state" in total.made:
-            room = total.made["initial_state"]
-            room[heads.batch, heads.value] = given.apart(dstate).to(room.dtype)
-    x_to_c = [total.take(name) for name in "x dt A B C".split()]
-    rest = [total.take(name) for name in "D z dt_bias initial_state".split()]
-    return x_to_c[0], x_to_c[1], x_to_c[2], x_to_c[3], x_to_c[4], rest[0], rest[1], rest[2], rest[3]
+            dstate = _add_span(total, heads, part, before.pop(), dy, dstate)
+        total.put("initial_state", (heads.batch, heads.value), given.apart(dstate))
+    return total.results()

@@ -1,8 +1,8 @@
-"""What state space models have around their scans: step sizes, the skip by D, the gate z."""
+"""What state space models have around their scans: step sizes, the gate z, sums of gradients."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -40,3 +40,48 @@ def gate_gradient(dy: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Gradient of z, where y is before the gate."""
     p = torch.sigmoid(z)
     return dy * y * p * (1 + z * (1 - p))
+
+
+class Gradients:
+    """Gradients that are filled in parts, by the names of their tensors.
+
+    Args:
+        given: The tensors of the call; the first is the one that is scanned.
+        needs: Whether the tensors need gradients, in the order of the results.
+        rows: Names of those whose parts are written once. The others are sums, in the wide dtype.
+    """
+
+    def __init__(self, given: Any, needs: dict[str, bool], rows: str) -> None:
+        self.given, self.needs = given, needs
+        self.made: dict[str, Tensor] = {}
+        for name, needed in needs.items():
+            x = getattr(given, name)
+            if needed and x is not None:
+                self.made[name] = (
+                    x.new_empty(x.shape)
+                    if name in rows.split()
+                    else x.new_zeros(x.shape, dtype=given.kind)
+                )
+
+    def put(self, name: str, where: Any, part: Tensor) -> None:
+        """Write a part."""
+        if name in self.made:
+            self.made[name][where] = part.to(self.made[name].dtype)
+
+    def add(self, name: str, where: Any, part: Tensor) -> None:
+        """Add to a sum."""
+        if name in self.made:
+            self.made[name][where] += part
+
+    def any(self, *names: str) -> bool:
+        """Whether one of them is needed."""
+        return not self.made.keys().isdisjoint(names)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """All of them in the dtypes of their tensors; those that are not needed are empty."""
+        found = []
+        for name in self.needs:
+            x = getattr(self.given, name)
+            empty = (self.given[0] if x is None else x).new_empty(0)
+            found.append(self.made[name].to(x.dtype) if name in self.made else empty)
+        return tuple(found)
