@@ -26,6 +26,7 @@ from torch import Tensor
 from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
+    Nine,
     StepSizes,
     gate_gradient,
     gated,
@@ -211,7 +212,7 @@ def backward(
     initial_state: Optional[Tensor], first: Optional[Tensor], delta_softplus: bool, needs_u: bool,
     needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool, needs_z: bool,
     needs_delta_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Nine:  # fmt: skip
     """Some channels at a time: forward for the states before spans, then the spans in reverse."""
     sizes = StepSizes(delta_softplus)
     given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
@@ -231,4 +232,5 @@ def backward(
         for part in reversed(spans):
             dstate = _add_span(total, block, part, before.pop(), dy, dstate)
         total.put("initial_state", block, dstate.mT)
-    return total.results()
+    grads: Nine = total.results()
+    return grads

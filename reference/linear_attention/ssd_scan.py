@@ -35,6 +35,7 @@ from liger_multi.reference.linear_attention.chunks import (
 )
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
+    Nine,
     StepSizes,
     gate_gradient,
     gated,
@@ -317,7 +318,7 @@ def backward(
     initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
     dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
     needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Nine:  # fmt: skip
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
     given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
                    chunk)  # fmt: skip
@@ -337,4 +338,5 @@ def backward(
         for part in reversed(spans):
             dstate = _add_span(total, heads, part, before.pop(), dy, dstate)
         total.put("initial_state", (heads.batch, heads.value), given.apart(dstate))
-    return total.results()
+    grads: Nine = total.results()
+    return grads

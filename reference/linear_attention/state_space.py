@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 class StepSizes(NamedTuple):
     """``clamp(softplus(raw + bias), low, high)``, without the softplus if not asked for."""
@@ -77,8 +79,8 @@ class Gradients:
         """Whether one of them is needed."""
         return not self.made.keys().isdisjoint(names)
 
-    def results(self) -> tuple[Tensor, ...]:
-        """All of them in the dtypes of their tensors; those that are not needed are empty."""
+    def results(self) -> Any:
+        """A tuple of all of them in the dtypes of their tensors, empty if not needed."""
         found = []
         for name in self.needs:
             x = getattr(self.given, name)
