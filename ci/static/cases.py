@@ -7,6 +7,7 @@ Tensors are on the meta device, so sizes cost nothing. A meta-test demands that 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
-from liger_multi.backends.triton.linear_attention import gated_delta_rule
+from liger_multi.backends.triton.linear_attention import gated_delta_rule, ssd_scan
 from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
 from liger_multi.backends.triton.norms import (
     dyt,
@@ -125,6 +126,22 @@ def _delta_rule(dim: int, value: int, dtype: torch.dtype = BF16, everything: boo
     y, final = gated_delta_rule.forward(*given, everything)
     last = final if everything else None
     gated_delta_rule.backward(y, last, *given, *[True] * 6)
+
+
+def _ssd_scan(
+    groups: int, value: int, states: int, dtype: torch.dtype = BF16, everything: bool = False
+) -> None:
+    """Sixteen heads; with documents, states, skip and gate, or without."""
+    x, b = _meta(2, 8192, 16, value, dtype=dtype), _meta(2, 8192, groups, states, dtype=dtype)
+    dt, a = _meta(2, 8192, 16, dtype=FP32), _meta(16, dtype=FP32)
+    state = _meta(2, 16, value, states, dtype=FP32) if everything else None
+    first = _meta(2, 8192, dtype=torch.int32) if everything else None
+    if ssd_scan.supports(x, b, b) is not None:
+        return
+    skip, z, bias = (a, x, a) if everything else (a, None, a)
+    given = (x, dt, a, b, b, skip, z, bias, state, first, True, 0.0, math.inf, 256)
+    y, final = ssd_scan.forward(*given, everything)
+    ssd_scan.backward(y, final if everything else None, *given, *[True] * 9)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -555,6 +572,11 @@ LAYERS = (
         (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
     )),
     Launches("gated_delta_rule {}x{} everything", _delta_rule, ((32, 32), (128, 128)),
+             {"everything": True}),
+    Launches("ssd_scan {} groups {}x{} {}", _ssd_scan, (
+        (1, 64, 128, BF16), (1, 64, 256, BF16), (8, 64, 64, BF16), (4, 64, 64, FP32),
+    )),
+    Launches("ssd_scan {} groups {}x{} everything", _ssd_scan, ((1, 64, 128),),
              {"everything": True}),
     Launches("swiglu_packed 8192x11008", _swiglu_packed),
     Launches("swiglu_clamped_packed 32768x2880 interleaved", _clamped_packed, ((True,),)),

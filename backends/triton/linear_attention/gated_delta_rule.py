@@ -29,7 +29,9 @@ from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
 NARROWEST, FEWEST_STAGES = 16, 2
-"""Columns of v, and stages of loads, of a pass over states; launch tables cannot choose less."""
+"""Columns of v, and stages of loads on large cards, of a pass over states at the least."""
+MOST_KEYS, MOST_STATES = 128, 256
+"""Columns of keys of a tile in the kernels of gradients, and in those that hold a whole state."""
 ALIGNED, SHORTEST = 16, 32
 """What loads in stages take: rows of a multiple of so many bytes, heads of so many elements.
 
@@ -50,8 +52,9 @@ class DeltaConfig:
 def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """A state of up to 32 KiB in registers: programs are serial, and should have a core each."""
     if _is_large(info) and item == 2:
-        return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 3, 4)
-    return DeltaConfig(32, 2, 8 if _is_tight(info, item) else 4)
+        return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 3 if dim <= 128 else 2, 4)
+    block = 32 if value > 64 or item == 4 else 16
+    return DeltaConfig(block, 2 if dim <= 128 else 1, 8 if _is_tight(info, item) else 4)
 
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -60,10 +63,10 @@ def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 
 def queries_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """A sum of the size of the keys is in registers; of short ones, stages are not worth it."""
-    if _is_large(info) and item == 2 and dim > SHORTEST:
+    """A sum of the size of the keys is in registers; stages are for several steps of large ones."""
+    if _is_large(info) and item == 2 and dim > SHORTEST and value > 64:
         return DeltaConfig(64, 2, 4)
-    return DeltaConfig(32 if item == 4 else 64, 1, 8)
+    return DeltaConfig(32 if item == 4 or value <= 64 else 64, 1, 8)
 
 
 def keys_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -109,7 +112,11 @@ def refused(k: Tensor, v: Tensor, corrected: bool) -> str | None:
                 f"takes heads of at least {SHORTEST} elements in multiples of {step} on "
                 f"{info.arch}, got {size} and {v.shape[3]}"
             )
-    widest = 64 if k.element_size() == 4 or INTERPRETED else 128
+    widest = MOST_KEYS if corrected else MOST_STATES
+    if k.element_size() == 4 and not INTERPRETED:
+        widest = 64
+    if corrected and INTERPRETED:
+        widest = 64
     if _is_tight(info, 2) and not INTERPRETED:
         widest = 32
     if size > widest:
@@ -171,20 +178,30 @@ class Call(NamedTuple):
         planes = (self.streams * padded, self.q.shape[0] * self.q.shape[2] * padded)
         return (self.q.shape[1], self.chunks, self.q.shape[2], *planes, self.scale)
 
-    def keys(self) -> tuple[Any, ...]:
-        """Constants that every kernel takes."""
+    def keys(self, most: int = MOST_STATES) -> tuple[Any, ...]:
+        """Constants that every kernel takes; a tile has up to ``most`` columns of keys."""
         size = self.k.shape[3]
-        return self.group, self.normed, size, _padded(size)
+        return self.group, self.normed, size, min(most, _padded(size))
+
+    @property
+    def parts(self) -> int:
+        """Parts of the keys in the last kernels."""
+        return cdiv(self.k.shape[3], MOST_KEYS)
 
     def config(self, name: str, formula: Callable[..., DeltaConfig]) -> DeltaConfig:
         """Launch numbers of a kernel."""
         return _config(name, formula, self.k, self.v, self.corrected)
 
-    def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
+    def passing(self, config: DeltaConfig) -> tuple[Any, ...]:
+        """Constants of a pass over states, whose loads are in stages where they have to be."""
+        fewest = FEWEST_STAGES if _is_large(device_info(self.k.device)) else 1
+        return self.columns(replace(config, stages=max(fewest, config.stages)))
+
+    def columns(self, config: DeltaConfig, most: int = MOST_STATES) -> tuple[Any, ...]:
         """Constants of a kernel that takes blocks of columns."""
         value = self.v.shape[3]
         block = max(NARROWEST, min(config.block, power_of_2(value)))
-        return (*self.keys(), value, block, self.chunk, config.stages)
+        return (*self.keys(most), value, block, self.chunk, config.stages)
 
 
 def _config(
@@ -255,7 +272,7 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
         None if initial is None else initial.contiguous(), c.skip, *room, _steps(c.k),
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    constants = c.passing(k)
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
@@ -352,7 +369,7 @@ def _reverse(
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
         _steps(dy), _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    constants = c.passing(k)
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_reverse_kernel, count, args, constants, k.num_warps)
 
@@ -362,7 +379,7 @@ def _gradients(
 ) -> None:
     """From the states, their gradients, N and Y, which becomes dv."""
     states, dstates, values = passed
-    solved, sums = found.v, torch.empty_like(made.gates[:2])
+    solved, sums = found.v, made.gates.new_empty(1 + c.parts, *made.gates.shape[1:])
     k = c.config("pairs", pairs_config)
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.v, c.beta, c.first, values, solved, made.gates, made.rstd, made.scores,
@@ -376,14 +393,16 @@ def _gradients(
         dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, found.q, _steps(dy),
         _steps(c.k), *c.sizes(),
     )  # fmt: skip
-    launch(_delta_rule_queries_kernel, count // c.group, args, c.columns(k), k.num_warps)
+    constants = c.columns(k, MOST_KEYS)
+    launch(_delta_rule_queries_kernel, count * c.parts // c.group, args, constants, k.num_warps)
     k = c.config("keys", keys_config)
     args = (
         c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
         made.inverse, sums, found.k, dy, c.skip, _steps(c.k), c.beta.stride(), _steps(dy),
         *c.sizes(),
     )  # fmt: skip
-    launch(_delta_rule_keys_kernel, count // c.group, args, c.columns(k), k.num_warps)
+    constants = c.columns(k, MOST_KEYS)
+    launch(_delta_rule_keys_kernel, count * c.parts // c.group, args, constants, k.num_warps)
     many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk
     args = (sums, c.first, found.g, found.beta, c.first_step, c.q.shape[1], c.chunks, many, plane)
-    launch(_delta_rule_gates_kernel, count, args, (c.chunk,), 4)
+    launch(_delta_rule_gates_kernel, count, args, (c.parts, c.chunk), 4)

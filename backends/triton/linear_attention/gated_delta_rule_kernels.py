@@ -510,15 +510,32 @@ def _delta_rule_pairs_kernel(
 
 
 @triton.jit
+def _part_of_keys(sums_ptr, plane, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """The first column of keys of a program, its number among those with it, and its sums for dG.
+
+    Parts have planes of their own, which are summed later; the second plane is for dbeta.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    parts: tl.constexpr = (DIM + SIZE - 1) // SIZE
+    key = 0
+    if parts > 1:
+        part = pid % parts
+        pid //= parts
+        key = (part * SIZE).to(tl.int32)
+        sums_ptr += tl.where(part > 0, part + 1, 0) * plane
+    return key, pid, sums_ptr
+
+
+@triton.jit
 def _times_states(
-    ptr, states, start, stride, tokens, DIM: tl.constexpr, SIZE: tl.constexpr,
+    ptr, states, start, stride, tokens, key, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The product of a chunk's rows of VALUE columns with a state: x S', (CHUNK, SIZE)."""
+    """The product of a chunk's rows of VALUE columns with rows of a state: x S', (CHUNK, SIZE)."""
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
-        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+        s = _tile(states, key, VALUE, DIM, column, SIZE, VALUE, BLOCK)
         found = _plus(found, x, tl.trans(s))
     return found
 
@@ -539,11 +556,12 @@ def _delta_rule_queries_kernel(
 ):  # fmt: skip
     """Gradients of q.
 
-    Program: a chunk of one key head, with the value heads of its group one after another.
+    Program: SIZE columns of keys of a chunk of one key head; the value heads of its group follow
+    one another.
     Reads dy, q, k, S, E and gates. Adds what y takes from states to the sums for dG, and writes dq,
     summed over the group in fp32.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    key, pid, sums_ptr = _part_of_keys(sums_ptr, plane, DIM, SIZE)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
     _assume_heads(heads, GROUP * VALUE)
@@ -560,43 +578,46 @@ def _delta_rule_queries_kernel(
         whole = (batch * many + value_head) * chunks + chunk
         found = _times_states(
             dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2],
-            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, DIM, SIZE, VALUE, BLOCK,
-            CHUNK, STAGES,
+            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, key, DIM, SIZE, VALUE,
+            BLOCK, CHUNK, STAGES,
         )  # fmt: skip
-        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
+        q = _tile(q_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         at = sums_ptr + whole * CHUNK + row
-        tl.store(at, tl.load(at) + e * by * tl.sum(q * found, 1))
+        own = e * by * tl.sum(q * found, 1)
+        if key == 0:
+            own += tl.load(at)
+        tl.store(at, own)
         dq += found * e[:, None]
-        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK), NORMED)
         dq += product(tl.load(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK)), k)
     dq *= scale
     if NORMED:
-        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        q = _tile(q_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
         dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
     dq_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, key, CHUNK, DIM, SIZE)
 
 
 @triton.jit
 def _products_of_states(
-    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    states, dstates, key, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of S dS' over all elements."""
+    """The sum of S dS' over all elements of some rows."""
     kept = tl.zeros([SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK):
-        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
-        ds = _tile(dstates, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        s = _tile(states, key, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        ds = _tile(dstates, key, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
         kept += tl.sum(s * ds, 1)
     return tl.sum(kept, 0)
 
 
 @triton.jit
 def _times_pairs(
-    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
+    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, key, plane, scale,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``E' Q + (M + M') K`` of a chunk, half of its rows at a time; M may be absent.
@@ -607,13 +628,13 @@ def _times_pairs(
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):
-        q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
+        q = _tile(q_ptr, start + part, step, tokens, key, HALF, DIM, SIZE)
         q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
         pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         found = _plus(found, tl.trans(pairs), q)
     if mixed_ptr is not None:
         for part in tl.range(0, CHUNK, HALF):
-            k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
+            k = _tile(k_ptr, start + part, step, tokens, key, HALF, DIM, SIZE)
             k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
             columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
             rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
@@ -632,12 +653,13 @@ def _delta_rule_keys_kernel(
 ):  # fmt: skip
     """Gradients of k and v.
 
-    Program: a chunk of one key head, with the value heads of its group one after another.
+    Program: SIZE columns of keys of a chunk of one key head; the value heads of its group follow
+    one another.
     Reads q, k, S, dS', N, Y, E, M and gates, and dy where skip is given. Adds what states give to
     the sums for dG and dbeta. Writes dv in the place of Y, and at the end dk, summed over the group
     in fp32.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    key, pid, sums_ptr = _part_of_keys(sums_ptr, plane, DIM, SIZE)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
     _assume_heads(heads, GROUP * VALUE)
@@ -662,54 +684,56 @@ def _delta_rule_keys_kernel(
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
         read = tl.zeros([CHUNK], tl.float32)
         if inverse_ptr is not None:
-            found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE,
-                                  BLOCK, CHUNK, STAGES)  # fmt: skip
-            k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+            found = _times_states(room, states, start, many * VALUE, tokens, key, DIM, SIZE,
+                                  VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
+            k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
             read = e * by * tl.sum(k.to(tl.float32) * found, 1)
             dk -= found * (beta * e)[:, None]
         found = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
-                              DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
-        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+                              key, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
+        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
         pushed = r * by * tl.sum(k.to(tl.float32) * found, 1)
         dk += found * r[:, None]
-        last = tl.sum(pushed, 0) + z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
+        last = tl.sum(pushed, 0)
+        last += z * _products_of_states(states, dstates, key, DIM, SIZE, VALUE, BLOCK)
         at = sums_ptr + whole * CHUNK + row
         last = tl.where(row == CHUNK - 1, last, 0.0)
         tl.store(at, tl.load(at) + last - pushed - beta * read)
-        tl.store(at + plane, tl.load(at + plane) - read)
-        for column in tl.range(0, VALUE, BLOCK):
-            y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-            dv = y.to(tl.float32) * beta[:, None]
-            if skip_ptr is not None:
-                col = column + tl.arange(0, BLOCK)
-                skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
-                dy = _tile(dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], start,
-                           dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-                dv += dy.to(tl.float32) * skip[None, :]
-            _store_tile(room, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         mixed = inverse_ptr
         if inverse_ptr is not None:
+            tl.store(at + plane, tl.load(at + plane) - read)
             mixed += whole * CHUNK * CHUNK
+        if key == 0:
+            for column in tl.range(0, VALUE, BLOCK):
+                y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+                dv = y.to(tl.float32) * beta[:, None]
+                if skip_ptr is not None:
+                    col = column + tl.arange(0, BLOCK)
+                    skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
+                    dy = _tile(dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], start,
+                               dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
+                    dv += dy.to(tl.float32) * skip[None, :]
+                _store_tile(room, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK, mixed, start, k_steps[1],
-            tokens, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
+            tokens, key, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
         )  # fmt: skip
     if NORMED:
-        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
         dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
     dk_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, key, CHUNK, DIM, SIZE)
 
 
 @triton.jit
 def _delta_rule_gates_kernel(
     sums_ptr, first_ptr, dg_ptr, dbeta_ptr, first_step, tokens, chunks, many, plane,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gates and beta.
 
     Program: a chunk of one value head.
-    Reads the sums for dG and dbeta. Writes dbeta, and dg, the sum over later tokens of the chunk.
+    Reads the sums for dG of PARTS parts of the keys, and those for dbeta. Writes dbeta, and dg, the sum over later tokens of the chunk.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
@@ -721,6 +745,8 @@ def _delta_rule_gates_kernel(
     seen, _ = _seen(first_ptr, start, tokens, BLOCK)
     dsums = tl.load(sums_ptr + pid * BLOCK + row)
     dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
+    for part in tl.static_range(2, PARTS + 1):
+        dsums += tl.load(sums_ptr + part * plane + pid * BLOCK + row)
     dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
     at, mask = (batch * tokens + start) * many + head + row * many, start + row < tokens
     tl.store(dg_ptr + at, round_to(dg, dg_ptr.dtype.element_ty), mask=mask)

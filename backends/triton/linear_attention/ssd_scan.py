@@ -101,7 +101,7 @@ def backward(
         found["A"] = (made.g * s.call.beta).sum((0, 1))
     if D is not None and made.skip is not None:
         found["D"] = made.skip.sum((0, 2) if D.ndim == 2 else (0, 2, 3))
-    if needs_initial_state:
+    if needs_initial_state and initial_state is not None:
         found["initial_state"] = made.initial_state.mT
 
     def given(name: str, like: Tensor | None, needed: bool) -> Tensor:
