@@ -196,6 +196,26 @@ def _delta_rule(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(forward, forward + 4 * keys + 3 * values + 2 * gates, product, 4 * product)
 
 
+def _ssd_scan(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, groups = math.prod(shapes["x"]) * size, math.prod(shapes["B"]) * size
+    value, states, chunk = shapes["x"][-1], shapes["B"][-1], 64
+    steps = math.prod(shapes["dt"]) * 4
+    # x, B, C and dt read, y written; those and dy read, four gradients written
+    forward = 2 * rows + 2 * groups + steps
+    # of each token a row of a square and of two states, and of a group a row of another square
+    tokens, shared = math.prod(shapes["dt"]), math.prod(shapes["B"][:-1])
+    product = 2.0 * (tokens * (chunk * value + 2 * states * value) + shared * chunk * states)
+    return Work(forward, forward + 2 * rows + 2 * groups + steps, product, 4 * product)
+
+
+def _selective_scan(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, pairs = math.prod(shapes["u"]) * size, math.prod(shapes["B"]) * size
+    steps = math.prod(shapes["delta"]) * 4
+    # u, z, delta, B and C read, y written; those and dy read, five gradients written
+    forward = 3 * rows + steps + 2 * pairs
+    return Work(forward, 2 * forward + 2 * rows + steps + 2 * pairs)
+
+
 def _residuals(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
     # blocks read, y written; dy and blocks read, their gradients written
@@ -232,6 +252,8 @@ WORK: dict[str, Callable[..., Work]] = {
     "attention_residuals": _residuals,
     "gated_delta_rule": _delta_rule,
     "kimi_delta_attention": _delta_rule,
+    "selective_scan": _selective_scan,
+    "ssd_scan": _ssd_scan,
     "multi_token_attention": _multi_token,
     "neighborhood_attention": _neighbors,
     "attention": _attention,

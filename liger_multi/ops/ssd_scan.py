@@ -185,7 +185,10 @@ SAMPLES = (
     Sample("small-chunks", _case(1, 100, 2, 8, without="z"), SOFT | {"chunk": 16}),
     Sample("packed", _case(2, 150, 4, 8, groups=4, ids=2, without=MAMBA2), SOFT),
     Sample("strong-decay", _case(1, 130, 2, 8, strength=16.0, without=MAMBA2), SOFT),
-    Sample("no-decay", _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, without=MAMBA2), SOFT),
+    Sample(
+        "no-decay",
+        _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, without=MAMBA2), SOFT,
+    ),
     Sample("two-parts", _case(1, 20, 4, 8, groups=2, states=136, without="z"), SOFT | FINAL),
     Sample("wide-states", _case(1, 67, 2, 12, states=96, without=MAMBA2), SOFT),
     Sample("fp32-parameters", _case(1, 20, 2, 8, dtype=torch.float32), SOFT | FINAL),

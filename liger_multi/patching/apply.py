@@ -83,7 +83,8 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
             ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``,
-            ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention`` and
+            ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
+            ``selective_scan`` and
             ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
             losses on, ``cross_entropy`` serves the calls that cannot be fused.
 

@@ -187,7 +187,9 @@ class HeadDecays:
         return apart.add_(rest).masked_fill_(~self.seen, -math.inf).exp_()
 
     def gradient(self, through: Tensor, de: Tensor, dr: Tensor, dz: Tensor) -> Tensor:
-        """Gradients of the gates are sums of those of G, without what both sides of a pair have.
+        """Gradients of the gates, each a sum of what decays by it: no sums are subtracted.
+
+        A gate is in the decay from tokens before it to itself and to those after it.
 
         Args:
             through: Gradient of the logarithm of the pairs' decay, below the diagonal.
@@ -195,10 +197,10 @@ class HeadDecays:
             dr: The same of r.
             dz: The same of z.
         """
-        dsums = through.sum(-1) - through.sum(-2) - dr + de
-        dsums[..., -1] += dr.sum(-1) + dz
-        dg: Tensor = (self.sums.mT @ dsums.unsqueeze(-1)).squeeze(-1)
-        return dg
+        after = self.sums.mT
+        dg: Tensor = (after @ through).tril_(-1).sum(-1)
+        dg += (after @ de.unsqueeze(-1)).squeeze(-1) + dz.unsqueeze(-1)
+        return dg.add_(F.pad(dr[..., :-1], (1, 0)).cumsum(-1))
 
 
 # --- a span of chunks ---

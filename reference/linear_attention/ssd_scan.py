@@ -85,7 +85,8 @@ class Inputs(NamedTuple):
     def side_by_side(self, state: Tensor, heads: Heads) -> Tensor:
         """States of a block ``(batch, heads, P, N)`` as (batch, groups, N, heads of one x P)."""
         mine = state[heads.batch, heads.value].to(self.kind).transpose(-1, -2)
-        return mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
+        made: Tensor = mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
+        return made
 
     def states(self, heads: Heads) -> Tensor:
         """The states before the first token, side by side."""
@@ -98,11 +99,12 @@ class Inputs(NamedTuple):
 
     def apart(self, state: Tensor) -> Tensor:
         """States of a block as (batch, heads, P, N)."""
-        return state.unflatten(3, (-1, self.x.shape[3])).permute(0, 1, 3, 4, 2).flatten(1, 2)
+        split: Tensor = state.unflatten(3, (-1, self.x.shape[3]))
+        return split.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
 def _groups(heads: Heads) -> int:
-    return heads.key.stop - heads.key.start
+    return int(heads.key.stop) - int(heads.key.start)
 
 
 def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
@@ -157,7 +159,8 @@ class Span:
 
     def chunked(self, rows: Tensor) -> Tensor:
         """``(batch, tokens, heads, ...)`` by groups and chunks."""
-        return _chunked(rows, self.chunk, rows.dtype).unflatten(1, (self.groups, -1))
+        made: Tensor = _chunked(rows, self.chunk, rows.dtype).unflatten(1, (self.groups, -1))
+        return made
 
     def tokens(self, x: Tensor) -> Tensor:
         """Back to (batch, tokens, heads, ...)."""
@@ -172,7 +175,8 @@ class Span:
 
     def split(self, x: Tensor) -> Tensor:
         """Rows of heads side by side as a view with an axis of heads."""
-        return x.unflatten(-1, (self.x.shape[2], -1)).movedim(4, 2)
+        apart: Tensor = x.unflatten(-1, (self.x.shape[2], -1))
+        return apart.movedim(4, 2)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States before every chunk, and the state after the last one."""

@@ -20,21 +20,33 @@ from liger_multi.patching.replace import mixers  # noqa: E402
 from tests.models import Calls  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
+SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}
 SERVED = {
     "bailing_hybrid": {"causal_conv1d", "kimi_delta_attention"},
+    "bamba": SCAN,
+    "falcon_h1": SCAN,
     "kimi_linear": {"causal_conv1d", "kimi_delta_attention"},
     "lfm2_moe": {"causal_conv1d"},
     "lfm3": {"causal_conv1d"},
+    "nemotron_h": SCAN,
     "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
     "qwen3_5_moe_text": {"causal_conv1d", "gated_delta_rule"},
     "qwen3_5_text": {"causal_conv1d", "gated_delta_rule"},
     "qwen3_next": {"causal_conv1d", "gated_delta_rule"},
     "qwen4_exp_text": {"causal_conv1d", "gated_delta_rule"},
+    "zamba2": SCAN,
 }
-REFUSING = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text"),
-    *("jamba", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2"),
-)
+REFUSING = {
+    "falcon_mamba": CHANNELS,
+    "granitemoehybrid": SCAN,
+    "inkling_text": {"causal_conv1d"},
+    "jamba": CHANNELS,
+    "mamba": CHANNELS,
+    "mamba2": SCAN,
+    "zamba": CHANNELS,
+}
+ROUNDING = {"zamba2": 1e-3}
+"""Relative to the largest number. Unpatched, zamba2 has 5e-5 in fp32 against fp64, bamba 1e-6."""
 LENGTHS = (17, 1, 23)
 KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
 
@@ -82,8 +94,9 @@ def test_equal_to_unpatched(model_type, monkeypatch):
             getattr(m, mode)().zero_grad()
             losses.append(m(input_ids=ids, labels=ids).loss)
             losses[-1].backward()
+        rtol = ROUNDING.get(model_type, 1e-4)
         torch.testing.assert_close(*losses)
-        assert_same_gradients(gradients(model), gradients(stock), rtol=1e-4)
+        assert_same_gradients(gradients(model), gradients(stock), rtol=rtol)
     assert all(calls[op] >= 2 for op in SERVED[model_type])
 
 
@@ -94,8 +107,11 @@ def test_text_is_generated_as_unpatched(model_type):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padding on the left
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
-    made = [m.eval().generate(ids, **options) for m in (stock, model)]
-    assert torch.equal(*made)
+    try:
+        wanted = stock.eval().generate(ids, **options)
+    except KeyError as error:  # 5.23 and zamba2: no cache for layers of its old configurations
+        pytest.skip(f"unpatched it does not generate: {error!r}")
+    assert torch.equal(model.eval().generate(ids, **options), wanted)
 
 
 def test_under_autocast():
@@ -124,8 +140,9 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
     model.zero_grad()
     together = model(input_ids=row, use_cache=False, **told[kind]).logits
     (together * weights).sum().backward()
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients(model), wanted, rtol=1e-4)
+    rtol = ROUNDING.get(model_type, 1e-4)
+    torch.testing.assert_close(together, apart, rtol=rtol, atol=rtol)
+    assert_same_gradients(gradients(model), wanted, rtol=rtol)
     if kind == "position_ids":  # what the patch is for
         leaked = stock(input_ids=row, use_cache=False, **told[kind]).logits
         assert (leaked - apart).abs().max() > 0.1
@@ -177,15 +194,18 @@ def test_threads_with_other_samples():
 
 
 @pytest.mark.parametrize("model_type", REFUSING)
-def test_what_would_mix_samples_raises(model_type):
+def test_what_would_mix_samples_raises(model_type, monkeypatch):
     stock, model = built(model_type)
     _, row, told = packed()
     for kind in told:
         with pytest.raises(ValueError, match=r"got rows of several samples, which it would mix"):
             model(input_ids=row, use_cache=False, **told[kind])
     alone = {"position_ids": torch.arange(row.shape[1])[None], "use_cache": False}
-    got, wanted = (m(input_ids=row, **alone).logits for m in (model, stock))
-    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    calls = Calls(monkeypatch)
+    for mode in ("train", "eval"):
+        got, wanted = (getattr(m, mode)()(input_ids=row, **alone).logits for m in (model, stock))
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert all(calls[op] >= 2 for op in REFUSING[model_type])
 
 
 def test_padding_is_no_sample():

@@ -223,7 +223,13 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
     assert {e.op for e in report.entries} == {
         *("rms_norm", "layer_norm", "gated_rms_norm", "poly_norm", "dyt", "relu_squared"),
         *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "lora"),
-        *("causal_conv1d", "gated_delta_rule", "kimi_delta_attention"),
+        *(
+            "causal_conv1d",
+            "gated_delta_rule",
+            "kimi_delta_attention",
+            "selective_scan",
+            "ssd_scan",
+        ),
         "fused_linear_cross_entropy",
     }
     try:

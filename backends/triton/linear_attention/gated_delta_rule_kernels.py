@@ -733,7 +733,8 @@ def _delta_rule_gates_kernel(
     """Gradients of gates and beta.
 
     Program: a chunk of one value head.
-    Reads the sums for dG of PARTS parts of the keys, and those for dbeta. Writes dbeta, and dg, the sum over later tokens of the chunk.
+    Reads the sums for dG of PARTS parts of the keys, and those for dbeta. Writes dbeta, and dg, the
+    sum over later tokens of the chunk.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks

@@ -252,4 +252,6 @@ ROTARY_FORMS = (
 
 # --- mixers of hybrid models ---
 
-MIXER_OPS = ("causal_conv1d", "gated_delta_rule", "kimi_delta_attention")
+MIXER_OPS = (
+    *("causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "selective_scan", "ssd_scan"),
+)

@@ -22,15 +22,14 @@ SERVED = {
     "causal_conv1d_fn": "causal_conv1d",
     "torch_chunk_gated_delta_rule": "gated_delta_rule",
     "chunk_kimi_delta_attention": "kimi_delta_attention",
+    "mamba2_chunk_scan": "ssd_scan",
+    "mamba2_split_conv1d_scan_combined": "ssd_scan",
+    "mamba_selective_scan": "selective_scan",
+    "mamba_inner_fn": "selective_scan",
 }
 """Operators by the functions that they stand for."""
-OTHERS = (
-    "mamba2_chunk_scan",
-    "mamba2_split_conv1d_scan_combined",
-    "mamba_inner_fn",
-    "mamba_selective_scan",
-)
-"""Functions over all tokens for which there is no operator."""
+WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""Functions that do all of a mixer where some package is installed, and else return None."""
 
 
 def mixer_calls(kind: type, wanted: Any = SERVED) -> list[tuple[str, FunctionType, str, Any]]:
@@ -44,8 +43,7 @@ def mixer_calls(kind: type, wanted: Any = SERVED) -> list[tuple[str, FunctionTyp
 
 def unserved(kind: type) -> list[str]:
     """The functions over all tokens that a class calls and that no operator stands for."""
-    reasons = {call[2] for call in mixer_calls(kind) if refusal(*call[1:])}
-    return sorted(reasons | {call[2] for call in mixer_calls(kind, OTHERS)})
+    return sorted({call[2] for call in mixer_calls(kind) if refusal(*call[1:])})
 
 
 def refusal(function: FunctionType, name: str, called: Any) -> str | None:
@@ -63,7 +61,7 @@ def _differs(name: str, body: FunctionType) -> str | None:
     """Whether a function computes something else than its operator; None where they agree."""
     try:
         with probe_context() as generator:
-            same = _PROBES[SERVED[name]](body, functools.partial(random, generator))
+            same = _PROBES[name](body, functools.partial(random, generator))
     except Exception as error:  # a function of another signature
         return f"{name} cannot be probed: {type(error).__name__}: {error}"
     return None if same else f"{name} computes something else than {SERVED[name]}"
@@ -114,8 +112,50 @@ def _same_rule(
     return all(_close(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]) -> bool:
+    from liger_multi import ops
+
+    x, dt, a, d = draw(2, 37, 4, 6), draw(2, 37, 4), -draw(4).abs(), draw(4)
+    b, c = draw(2, 37, 2, 8), draw(2, 37, 2, 8)
+    options: dict[str, Any] = {
+        "D": d, "dt_bias": draw(4), "dt_softplus": True, "dt_limit": (0.1, 2.0)
+    }  # fmt: skip
+    state = draw(2, 4, 6, 8)
+    theirs = body(
+        x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options
+    )
+    ours = ops.ssd_scan(
+        x, dt, a, b, c, initial_state=state, output_final_state=True, chunk=16, **options
+    )
+    return all(_close(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def _scans_channels(
+    body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
+) -> bool:
+    from liger_multi import ops
+
+    u, delta, z, a = draw(2, 6, 11), draw(2, 6, 11), draw(2, 6, 11), -draw(6, 4).abs()
+    b, c, d, bias = draw(2, 4, 11), draw(2, 4, 11), draw(6), draw(6)
+    options: dict[str, Any] = {"D": d, "delta_bias": bias, "delta_softplus": True}
+    theirs = body(u, delta, a, b, c, z=z, return_last_state=True, **options)
+    ours = ops.selective_scan(
+        u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, output_final_state=True, **options
+    )
+    return _close(ours[0].mT, theirs[0]) and _close(ours[1], theirs[1])
+
+
+def _does_nothing(body: Callable[..., Any], draw: Callable[..., Tensor]) -> bool:
+    taken = inspect.signature(body).parameters.values()
+    needed = [p for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return body(*[draw(2, 2) for _ in needed]) is None
+
+
 _PROBES: dict[str, Callable[[Any, Callable[..., Tensor]], bool]] = {
-    "causal_conv1d": _convolves,
-    "gated_delta_rule": functools.partial(_follows_a_delta_rule, "gated_delta_rule"),
-    "kimi_delta_attention": functools.partial(_follows_a_delta_rule, "kimi_delta_attention"),
+    "causal_conv1d_fn": _convolves,
+    "torch_chunk_gated_delta_rule": functools.partial(_follows_a_delta_rule, "gated_delta_rule"),
+    "chunk_kimi_delta_attention": functools.partial(_follows_a_delta_rule, "kimi_delta_attention"),
+    "mamba2_chunk_scan": _scans_heads,
+    "mamba_selective_scan": _scans_channels,
+    **dict.fromkeys(WHOLE, _does_nothing),
 }

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.mixers import (
-    OTHERS,
     SERVED,
+    WHOLE,
     mixer_calls,
     refusal,
     unserved,
@@ -41,6 +41,8 @@ class MixerSettings:
     causal_conv1d: Options | None
     gated_delta_rule: Options | None
     kimi_delta_attention: Options | None
+    selective_scan: Options | None
+    ssd_scan: Options | None
 
 
 class FusedMixer(Calling):
@@ -58,7 +60,7 @@ class FusedMixer(Calling):
         options = getattr(settings, op)
         if options is None:
             return named(_left(called), f"stock_{name}", Options())
-        return named(_MADE[op](op, called, options), name, options)
+        return named(_MADE[name](op, called, options), name, options)
 
 
 def _left(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,10 +127,65 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     return served
 
 
+def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    from liger_multi import ops
+
+    def served(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+        D: Tensor | None = None, dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+        z: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        call = functools.partial(
+            ops.ssd_scan, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=tuple(dt_limit), initial_state=initial_states, chunk=chunk_size,
+            output_final_state=return_final_states, cu_seqlens=None if seq_idx is not None
+            else cu_seqlens, seq_idx=_ids(seq_idx, hidden_states.shape[1]),
+        )  # fmt: skip
+        return run_bound(options, (op,), call, hidden_states, dt, A, B, C)
+
+    return served
+
+
+def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    from liger_multi import ops
+
+    def served(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+        delta_softplus: bool = False, return_last_state: bool = False,
+        seq_idx: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        call = functools.partial(
+            ops.selective_scan, D=D, z=None if z is None else z.mT, delta_bias=delta_bias,
+            delta_softplus=delta_softplus, output_final_state=return_last_state,
+            seq_idx=_ids(seq_idx, hidden_states.shape[2]),
+        )  # fmt: skip
+        rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
+        made = run_bound(options, (op,), call, *rows)
+        return (made[0].mT, made[1]) if return_last_state else made.mT
+
+    return served
+
+
+def _nothing(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """In place of a function that does all of a mixer: the mixer then goes on by its parts."""
+
+    def served(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return served
+
+
 _MADE: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., Any]]] = {
-    "causal_conv1d": _convolution,
-    "gated_delta_rule": _delta_rule,
-    "kimi_delta_attention": _delta_rule,
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _heads_scan,
+    "mamba_selective_scan": _channels_scan,
+    **dict.fromkeys(WHOLE, _nothing),
 }
 
 
@@ -262,6 +319,7 @@ def packing(model: nn.Module) -> dict[str, Swap]:
         if not any(_holds(base, [path]) and _passes_on(model, base, path) for base in bases)
     }
     lacking |= {name for base in bases for name in _convolutions(model, base)}
+    lacking |= {name for base in bases for name in _deaf(model, base)}
     if lacking:
         settings = PackedSettings(tuple(sorted(lacking)))
         return {"": Swap("packing", unpatched_class(model), SeparateModel, settings)}
@@ -282,16 +340,69 @@ def _convolutions(model: nn.Module, base: str) -> set[str]:
     return found
 
 
+def _deaf(model: nn.Module, base: str) -> set[str]:
+    """Classes that tell a model in them nothing of samples, or its layers of attention."""
+    names = base.split(".") if base else []
+    outer = [(model.get_submodule(".".join(names[:n])), name) for n, name in enumerate(names)]
+    found = {
+        type(module).__name__
+        for module, name in outer
+        if not isinstance(module, _HOLDERS) and not _hands_on(unpatched_class(module).forward, name)
+    }
+    stock = unpatched_class(model.get_submodule(base))
+    if not _masks_by_positions(stock.forward):
+        found.add(f"the attention of {stock.__name__}")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _masks_by_positions(forward: Callable[..., Any]) -> bool:
+    """Whether every causal mask that a forward makes is made of the positions too."""
+    tree = _tree(forward)
+    if tree is None:
+        return False
+    masks = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call)
+        and isinstance(n.func, ast.Name)
+        and n.func.id == "create_causal_mask"
+    ]
+    dicts = {
+        target.id: [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def told(call: ast.Call) -> bool:
+        inner = [
+            k.value.id for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)
+        ]
+        return any(k.arg == "position_ids" for k in call.keywords) or any(
+            "position_ids" in dicts.get(name, ()) for name in inner
+        )
+
+    return all(told(call) for call in masks)
+
+
 def _mixes(kind: type) -> bool:
-    return bool(mixer_calls(kind) or mixer_calls(kind, OTHERS))
+    return bool(mixer_calls(kind))
 
 
 def _lacking(module: nn.Module) -> list[str]:
     """The functions of a mixer that know nothing of samples."""
     found = unserved(unpatched_class(module))
-    calls = mixer_calls(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
-    return found + [n for *_, n, _ in calls if getattr(settings, SERVED[n], None) is None]
+    for _, function, name, _ in mixer_calls(unpatched_class(module)):
+        told = name in WHOLE or _hands_on(function, name)
+        if getattr(settings, SERVED[name], None) is None or not told:
+            found.append(name)
+    return found
+
+
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _holds(path: str, others: Iterable[str]) -> bool:
@@ -307,8 +418,7 @@ def _passes_on(model: nn.Module, base: str, path: str) -> bool:
     names = path.split(".")
     depth = base.count(".") + 1 if base else 0
     at = [(names[n], model.get_submodule(".".join(names[:n]))) for n in range(depth, len(names))]
-    held = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    calls = [(name, module) for name, module in at if not isinstance(module, held)]
+    calls = [(name, module) for name, module in at if not isinstance(module, _HOLDERS)]
     return _takes_any(model.get_submodule(path)) and all(
         _takes_any(module) and _hands_on(unpatched_class(module).forward, name)
         for name, module in calls
@@ -320,12 +430,26 @@ def _takes_any(module: nn.Module) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def _tree(forward: Callable[..., Any]) -> ast.AST | None:
+    """The source of a method; None where there is none, and nobody can tell what it does."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, SyntaxError):
+        return None
+
+
 @functools.lru_cache(maxsize=1024)
 def _hands_on(forward: Callable[..., Any], name: str) -> bool:
-    """Whether a forward calls a submodule, or what it loops over of it, with ``**kwargs``."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, SyntaxError):  # no source: nobody can tell
+    """Whether a method calls something, or what it loops over of it, with ``**kwargs``.
+
+    Beside such a call, one with nothing but a tensor is for what does not mix tokens.
+
+    Args:
+        forward: The method.
+        name: An attribute of the module, or a function.
+    """
+    tree = _tree(forward)
+    if tree is None:
         return False
 
     def mentions(node: ast.AST) -> bool:
@@ -338,6 +462,7 @@ def _hands_on(forward: Callable[..., Any], name: str) -> bool:
         call
         for call in calls
         if (isinstance(call.func, ast.Attribute) and call.func.attr == name)
-        or (isinstance(call.func, ast.Name) and call.func.id in items)
+        or (isinstance(call.func, ast.Name) and call.func.id in {name, *items})
     ]
-    return bool(mine) and all(any(k.arg is None for k in call.keywords) for call in mine)
+    told = [call for call in mine if any(k.arg is None for k in call.keywords)]
+    return bool(told) and all(c in told or (len(c.args) == 1 and not c.keywords) for c in mine)
