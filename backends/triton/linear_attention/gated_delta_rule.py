@@ -29,9 +29,7 @@ from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
 NARROWEST, FEWEST_STAGES = 16, 2
-"""Columns of v, and stages of loads on large cards, of a pass over states at the least."""
-MOST_KEYS, MOST_STATES = 128, 256
-"""Columns of keys of a tile in the kernels of gradients, and in those that hold a whole state."""
+"""Columns of v, and stages of loads, of a pass over states; launch tables cannot choose less."""
 ALIGNED, SHORTEST = 16, 32
 """What loads in stages take: rows of a multiple of so many bytes, heads of so many elements.
 
@@ -52,9 +50,8 @@ class DeltaConfig:
 def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """A state of up to 32 KiB in registers: programs are serial, and should have a core each."""
     if _is_large(info) and item == 2:
-        return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 3 if dim <= 128 else 2, 4)
-    block = 32 if value > 64 or item == 4 else 16
-    return DeltaConfig(block, 2 if dim <= 128 else 1, 8 if _is_tight(info, item) else 4)
+        return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 3, 4)
+    return DeltaConfig(32, 2, 8 if _is_tight(info, item) else 4)
 
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -63,10 +60,10 @@ def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 
 def queries_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """A sum of the size of the keys is in registers; stages are for several steps of large ones."""
-    if _is_large(info) and item == 2 and dim > SHORTEST and value > 64:
+    """A sum of the size of the keys is in registers; of short ones, stages are not worth it."""
+    if _is_large(info) and item == 2 and dim > SHORTEST:
         return DeltaConfig(64, 2, 4)
-    return DeltaConfig(32 if item == 4 or value <= 64 else 64, 1, 8)
+    return DeltaConfig(32 if item == 4 else 64, 1, 8)
 
 
 def keys_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -99,11 +96,6 @@ def _padded(size: int) -> int:
 
 def supports(k: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
-    return refused(k, v, True)
-
-
-def refused(k: Tensor, v: Tensor, corrected: bool) -> str | None:
-    """Why there are no kernels for these heads, or None."""
     info, size = device_info(k.device), k.shape[3]
     if _is_large(info) and k.element_size() == 2 and not INTERPRETED:
         step = ALIGNED // 2
@@ -112,11 +104,7 @@ def refused(k: Tensor, v: Tensor, corrected: bool) -> str | None:
                 f"takes heads of at least {SHORTEST} elements in multiples of {step} on "
                 f"{info.arch}, got {size} and {v.shape[3]}"
             )
-    widest = MOST_KEYS if corrected else MOST_STATES
-    if k.element_size() == 4 and not INTERPRETED:
-        widest = 64
-    if corrected and INTERPRETED:
-        widest = 64
+    widest = 64 if k.element_size() == 4 or INTERPRETED else 128
     if _is_tight(info, 2) and not INTERPRETED:
         widest = 32
     if size > widest:
@@ -154,8 +142,6 @@ class Call(NamedTuple):
     normed: bool
     chunk: int
     chunks: int
-    corrected: bool = True  # by what the state already holds; without, a state space model
-    skip: Tensor | None = None  # (value heads, V) in fp32: y has ``skip v`` added
 
     @property
     def group(self) -> int:
@@ -178,61 +164,46 @@ class Call(NamedTuple):
         planes = (self.streams * padded, self.q.shape[0] * self.q.shape[2] * padded)
         return (self.q.shape[1], self.chunks, self.q.shape[2], *planes, self.scale)
 
-    def keys(self, most: int = MOST_STATES) -> tuple[Any, ...]:
-        """Constants that every kernel takes; a tile has up to ``most`` columns of keys."""
+    def keys(self) -> tuple[Any, ...]:
+        """Constants that every kernel takes."""
         size = self.k.shape[3]
-        return self.group, self.normed, size, min(most, _padded(size))
-
-    @property
-    def parts(self) -> int:
-        """Parts of the keys in the last kernels."""
-        return cdiv(self.k.shape[3], MOST_KEYS)
+        return self.group, self.normed, size, _padded(size)
 
     def config(self, name: str, formula: Callable[..., DeltaConfig]) -> DeltaConfig:
         """Launch numbers of a kernel."""
-        return _config(name, formula, self.k, self.v, self.corrected)
+        return _config(name, formula, self.k, self.v)
 
-    def passing(self, config: DeltaConfig) -> tuple[Any, ...]:
-        """Constants of a pass over states, whose loads are in stages where they have to be."""
-        fewest = FEWEST_STAGES if _is_large(device_info(self.k.device)) else 1
-        return self.columns(replace(config, stages=max(fewest, config.stages)))
-
-    def columns(self, config: DeltaConfig, most: int = MOST_STATES) -> tuple[Any, ...]:
+    def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
         """Constants of a kernel that takes blocks of columns."""
         value = self.v.shape[3]
         block = max(NARROWEST, min(config.block, power_of_2(value)))
-        return (*self.keys(most), value, block, self.chunk, config.stages)
+        return (*self.keys(), value, block, self.chunk, config.stages)
 
 
-def _config(
-    name: str, formula: Callable[..., DeltaConfig], k: Tensor, v: Tensor, corrected: bool
-) -> DeltaConfig:
-    op = "gated_delta_rule" if corrected else "ssd_scan"
+def _config(name: str, formula: Callable[..., DeltaConfig], k: Tensor, v: Tensor) -> DeltaConfig:
     return launch_config(
-        f"{op}.{name}", formula, k.device, tokens=k.shape[1], dim=k.shape[3],
+        f"gated_delta_rule.{name}", formula, k.device, tokens=k.shape[1], dim=k.shape[3],
         value=v.shape[3], item=k.element_size(),
     )  # fmt: skip
 
 
-def call_of(
+def _call(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, scale: float,
-    normed: bool, corrected: bool = True, skip: Tensor | None = None, most: int = 64,
+    normed: bool,
 ) -> Call:  # fmt: skip
-    """A call as kernels take it, in chunks of at most ``most`` tokens, but of 16 or more."""
-    chunk = _config("chunk", chunk_config, k, v, corrected).block
-    chunk = min(chunk, max(16, power_of_2(most + 1) // 2))
+    chunk = _config("chunk", chunk_config, k, v).block
     first = None if first is None else first.contiguous()
     chunks = cdiv(q.shape[1], chunk)
     q, k = _rows(q), _rows(k)
     if q.stride() != k.stride():
         q, k = (_rows(x.contiguous()) for x in (q, k))
-    return Call(q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks, corrected, skip)
+    return Call(q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks)
 
 
 class Prepared(NamedTuple):
     """A and P of every chunk, gates and norms."""
 
-    inverse: Tensor | None
+    inverse: Tensor
     scores: Tensor
     gates: Tensor
     rstd: Tensor | None
@@ -241,8 +212,7 @@ class Prepared(NamedTuple):
 def _prepare(c: Call) -> Prepared:
     """What needs no state."""
     padded = c.chunks * c.chunk
-    scores = c.q.new_empty(c.streams, padded, c.chunk)
-    inverse = torch.empty_like(scores) if c.corrected else None
+    inverse, scores = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
     gates = c.q.new_empty(4, c.streams, padded, dtype=torch.float32)
     heads = c.q.shape[0] * c.q.shape[2]
     rstd = c.q.new_empty(2, heads, padded, dtype=torch.float32) if c.normed else None
@@ -269,10 +239,10 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
         c.q, c.k, c.v, c.beta, made.inverse, made.scores, made.gates, made.rstd,
-        None if initial is None else initial.contiguous(), c.skip, *room, _steps(c.k),
+        None if initial is None else initial.contiguous(), *room, _steps(c.k),
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.passing(k)
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
@@ -286,15 +256,10 @@ def forward(
         return reference.forward(
             q, k, v, g, beta, initial_state, first, scale, qk_l2norm, output_final_state
         )
-    c = call_of(q, k, v, g, beta, first, scale, qk_l2norm)
-    return scan(c, initial_state, output_final_state)
-
-
-def scan(c: Call, initial_state: Tensor | None, output_final_state: bool) -> tuple[Tensor, Tensor]:
-    """Make y, and the states after the last token."""
-    y = c.v.new_empty(c.v.shape)
-    shape = (c.v.shape[0], c.v.shape[2], c.k.shape[3], c.v.shape[3]) if output_final_state else (0,)
-    final = c.v.new_empty(shape, dtype=torch.float32)
+    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    y = v.new_empty(v.shape)
+    shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if output_final_state else (0,)
+    final = v.new_empty(shape, dtype=torch.float32)
     _pass(c, _prepare(c), initial_state, States(y, final if output_final_state else None))
     return y, final
 
@@ -311,47 +276,22 @@ def backward(
             dy, dfinal_state, q, k, v, g, beta, initial_state, first, scale, qk_l2norm, needs_q,
             needs_k, needs_v, needs_g, needs_beta, needs_initial_state,
         )  # fmt: skip
-    c = call_of(q, k, v, g, beta, first, scale, qk_l2norm)
-    made = gradients(c, dy, dfinal_state, initial_state, needs_initial_state)
-    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
-    dq, dk, dv, dg, dbeta = (
-        x if needed else x.new_empty(0) for x, needed in zip(made[:5], needs, strict=True)
-    )
-    return dq, dk, dv, dg, dbeta, made.initial_state
-
-
-class Gradients(NamedTuple):
-    """Those of a call's tensors; that of skip by sequences, heads and chunks."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor
-    skip: Tensor | None
-
-
-def gradients(
-    c: Call, dy: Tensor | None, dfinal_state: Tensor | None, initial_state: Tensor | None,
-    needs_initial_state: bool,
-) -> Gradients:  # fmt: skip
-    """Gradients of everything, of the initial state where it is needed."""
-    dy = torch.zeros_like(c.v) if dy is None else _rows(dy)
-    made, key, value = _prepare(c), c.k.shape[3], c.v.shape[3]
-    states, dstates = (c.v.new_empty(c.streams, c.chunks, key, value) for _ in range(2))
-    values = c.v.new_empty(c.streams, c.v.shape[1], value)
-    _pass(c._replace(skip=None), made, initial_state, States(states=states, values=values))
-    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (c.q, c.k, c.v, c.g, c.beta))
-    dinitial = c.q.new_empty(0)
+    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    dy = torch.zeros_like(v) if dy is None else _rows(dy)
+    made = _prepare(c)
+    states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))
+    values = v.new_empty(c.streams, *v.shape[1::2])
+    _pass(c, made, initial_state, States(states=states, values=values))
+    dq, dk, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, g, beta))
+    dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
     if initial_state is not None:
         dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
-    shape = (c.v.shape[0], c.v.shape[2], c.chunks, value)
-    dskips = None if c.skip is None else c.skip.new_empty(shape)
-    found = Gradients(dq, dk, dv, dg, dbeta, dinitial, dskips)
     _reverse(c, made, dy, dfinal_state, dv, dstates, dinitial)
-    _gradients(c, made, dy, (states, dstates, values), found)
-    return found
+    _gradients(c, made, dy, (states, dstates, values, dv), (dq, dk, dg, dbeta))
+    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
+    found = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
+    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in found)
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 def _given(x: Tensor | None) -> Tensor | None:
@@ -369,40 +309,38 @@ def _reverse(
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
         _steps(dy), _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.passing(k)
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_delta_rule_reverse_kernel, count, args, constants, k.num_warps)
 
 
 def _gradients(
-    c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...], found: Gradients
+    c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...], grads: tuple[Tensor, ...]
 ) -> None:
     """From the states, their gradients, N and Y, which becomes dv."""
-    states, dstates, values = passed
-    solved, sums = found.v, made.gates.new_empty(1 + c.parts, *made.gates.shape[1:])
+    states, dstates, values, solved = passed
+    dq, dk, dg, dbeta = grads
+    sums = torch.empty_like(made.gates[:2])
     k = c.config("pairs", pairs_config)
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.v, c.beta, c.first, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, found.skip, _steps(dy), _steps(c.k), _steps(c.v), c.beta.stride(),
+        made.inverse, sums, _steps(dy), _steps(c.k), _steps(c.v), c.beta.stride(),
         c.first_step, *c.sizes(),
     )  # fmt: skip
     count = c.streams * c.chunks
     launch(_delta_rule_pairs_kernel, count, args, c.columns(k), k.num_warps)
     k = c.config("queries", queries_config)
     args = (
-        dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, found.q, _steps(dy),
+        dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, dq, _steps(dy),
         _steps(c.k), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(k, MOST_KEYS)
-    launch(_delta_rule_queries_kernel, count * c.parts // c.group, args, constants, k.num_warps)
+    launch(_delta_rule_queries_kernel, count // c.group, args, c.columns(k), k.num_warps)
     k = c.config("keys", keys_config)
     args = (
         c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, found.k, dy, c.skip, _steps(c.k), c.beta.stride(), _steps(dy),
-        *c.sizes(),
+        made.inverse, sums, dk, _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(k, MOST_KEYS)
-    launch(_delta_rule_keys_kernel, count * c.parts // c.group, args, constants, k.num_warps)
+    launch(_delta_rule_keys_kernel, count // c.group, args, c.columns(k), k.num_warps)
     many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk
-    args = (sums, c.first, found.g, found.beta, c.first_step, c.q.shape[1], c.chunks, many, plane)
-    launch(_delta_rule_gates_kernel, count, args, (c.parts, c.chunk), 4)
+    args = (sums, c.first, dg, dbeta, c.first_step, c.q.shape[1], c.chunks, many, plane)
+    launch(_delta_rule_gates_kernel, count, args, (c.chunk,), 4)

@@ -16,10 +16,6 @@ and with dS' the gradient of S':
     dG = rows of T - columns of T + e Q (dy S')' - r K (N dS'')' - beta e K (Y S')', and of the
     last token the sums of r K (N dS'')' and of z S dS'; dg sums dG over later tokens
 
-Without the correction (no ``inverse_ptr``) L is 0 and so is K S: N = beta V, which makes the rule a
-state space model (arXiv:2405.21060) with C, B, x and dt for q, k, v and beta. y may have ``skip v``
-added to it.
-
 e is 0 outside of the document that S belongs to, r outside of the last token's, z where the chunk
 has a boundary. No difference of large sums is formed for dg: T leaves out the diagonal.
 
@@ -254,14 +250,13 @@ def _delta_rule_chunks_kernel(
     tl.store(at + 2 * plane, coarse)
     tl.store(at + 3 * plane, fine)
     decay = _decays(coarse, fine, seen)
-    kind = scores_ptr.dtype.element_ty
+    kind = inverse_ptr.dtype.element_ty
     p = product(q, tl.trans(k)) * decay * q_scale[:, None] * k_scale[None, :]
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
-    if inverse_ptr is not None:
-        lower = product(k, tl.trans(k)) * decay * (beta * k_scale)[:, None] * k_scale[None, :]
-        lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
-        a = _unit_inverse(lower, kind == tl.float32, CHUNK)
-        tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+    lower = product(k, tl.trans(k)) * decay * (beta * k_scale)[:, None] * k_scale[None, :]
+    lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
+    a = _unit_inverse(lower, kind == tl.float32, CHUNK)
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
 
 
 # --- states ---
@@ -270,7 +265,7 @@ def _delta_rule_chunks_kernel(
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_forward_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, initial_ptr,
-    skip_ptr, y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps, tokens,
+    y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps, tokens,
     chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -278,9 +273,8 @@ def _delta_rule_forward_kernel(
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
-    Reads k, v, A and gates, and for y also q, P and skip (heads, VALUE). Writes what it is given
-    room for: y (batch, tokens, heads, VALUE) and the last state; or the state before every chunk,
-    and N.
+    Reads k, v, A and gates, and for y also q and P. Writes what it is given room for: y (batch,
+    tokens, heads, VALUE) and the last state; or the state before every chunk, and N.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -294,13 +288,9 @@ def _delta_rule_forward_kernel(
     v_ptr += batch * v_steps[0] + value_head * v_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     gates_ptr += stream * chunks * CHUNK
-    if inverse_ptr is not None:
-        inverse_ptr += stream * chunks * CHUNK * CHUNK
+    inverse_ptr += stream * chunks * CHUNK * CHUNK
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
-    if skip_ptr is not None:
-        col = column + tl.arange(0, BLOCK)
-        skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
     if y_ptr is not None:
         q_ptr += batch * k_steps[0] + head * k_steps[2]
         scores_ptr += stream * chunks * CHUNK * CHUNK
@@ -318,6 +308,7 @@ def _delta_rule_forward_kernel(
         place = tl.cast(start, tl.int64)
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
+        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
         beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
         e, r = tl.load(gates_ptr + start + row), tl.load(gates_ptr + plane + start + row)
         z = tl.load(gates_ptr + start + CHUNK - 1)
@@ -327,12 +318,8 @@ def _delta_rule_forward_kernel(
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
-        if inverse_ptr is not None:
-            a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
-            right = (v - product(k, narrow) * (e * by)[:, None]) * beta[:, None]
-            n = product(a, round_to(right, kind))
-        else:
-            n = v * beta[:, None]
+        right = (v - product(k, narrow) * (e * by)[:, None]) * beta[:, None]
+        n = product(a, round_to(right, kind))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if y_ptr is not None:
@@ -341,8 +328,6 @@ def _delta_rule_forward_kernel(
             q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
             y = product(q, narrow) * (e * q_by)[:, None]
             y = _plus(y, p, round_to(n, kind))
-            if skip_ptr is not None:
-                y += v * skip[None, :]
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         state = _plus(state * z, tl.trans(k), round_to(n * (r * by)[:, None], kind))
     if final_ptr is not None:
@@ -377,8 +362,7 @@ def _delta_rule_reverse_kernel(
     dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     gates_ptr += stream * chunks * CHUNK
-    if inverse_ptr is not None:
-        inverse_ptr += stream * chunks * CHUNK * CHUNK
+    inverse_ptr += stream * chunks * CHUNK * CHUNK
     scores_ptr += stream * chunks * CHUNK * CHUNK
     dstates_ptr += stream * chunks * DIM * VALUE
     solved_ptr += (batch * tokens * many + value_head) * VALUE
@@ -398,6 +382,7 @@ def _delta_rule_reverse_kernel(
         q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
         p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
         beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
         e, r = tl.load(gates_ptr + start + row), tl.load(gates_ptr + plane + start + row)
@@ -410,13 +395,10 @@ def _delta_rule_reverse_kernel(
         own = dy.to(tl.float32) * (e * q_by)[:, None]
         dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
         dn = _plus(dn, tl.trans(p), dy)
-        y = dn
-        if inverse_ptr is not None:
-            a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
-            y = product(tl.trans(a), round_to(dn, kind))
-            x = y * (beta * e * by)[:, None]
-            dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
+        y = product(tl.trans(a), round_to(dn, kind))
         _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        x = y * (beta * e * by)[:, None]
+        dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -431,17 +413,16 @@ def _delta_rule_reverse_kernel(
 @triton.jit
 def _delta_rule_pairs_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dskips_ptr, dy_steps, k_steps, v_steps, beta_steps,
-    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    scores_ptr, inverse_ptr, sums_ptr, dy_steps, k_steps, v_steps, beta_steps, first_step,
+    tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of pairs of tokens.
 
     Program: a chunk of one value head. It sums dP and Y N' over blocks of value columns.
-    Reads dy, N, Y, q, k, v and gates. Writes E in the place of P, M in that of A, in two planes of
-    ``sums_ptr`` what pairs and v give to dG and to dbeta, and what a chunk gives to the gradient of
-    skip (chunks, VALUE).
+    Reads dy, N, Y, q, k, v and gates. Writes E in the place of P, M in that of A, and in two planes
+    of ``sums_ptr`` what pairs and v give to dG and to dbeta.
     """
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
@@ -466,14 +447,8 @@ def _delta_rule_pairs_kernel(
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         y = _tile(solved_ptr, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         dp = _plus(dp, dy, tl.trans(n))
-        if inverse_ptr is not None:
-            dlower = _plus(dlower, y, tl.trans(n))
+        dlower = _plus(dlower, y, tl.trans(n))
         from_v += tl.sum(y.to(tl.float32) * v.to(tl.float32), 1)
-        if dskips_ptr is not None:
-            col = column + tl.arange(0, BLOCK)
-            at = dskips_ptr + (stream * chunks + chunk) * VALUE + col
-            given = tl.sum(dy.to(tl.float32) * v.to(tl.float32), 0)
-            tl.store(at, given, mask=col < VALUE)
     k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
     if NORMED:
@@ -489,15 +464,13 @@ def _delta_rule_pairs_kernel(
     at = gates_ptr + whole * CHUNK + row
     decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), seen)
     below = row[:, None] > row[None, :]
-    kind = scores_ptr.dtype.element_ty
-    through = tl.zeros([CHUNK, CHUNK], tl.float32)
-    if inverse_ptr is not None:
-        dlower = tl.where(below, -dlower, 0.0)
-        inner = product(k, tl.trans(k)) * decay * by[:, None] * by[None, :]
-        from_v += tl.sum(dlower * inner, 1)
-        through = dlower * inner * beta[:, None]
-        mixed = dlower * decay * beta[:, None]
-        tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
+    dlower = tl.where(below, -dlower, 0.0)
+    inner = product(k, tl.trans(k)) * decay * by[:, None] * by[None, :]
+    from_pairs = tl.sum(dlower * inner, 1)
+    through = dlower * inner * beta[:, None]
+    mixed = dlower * decay * beta[:, None]
+    kind = inverse_ptr.dtype.element_ty
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
     dp *= decay
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
@@ -506,36 +479,19 @@ def _delta_rule_pairs_kernel(
     through += tl.where(below, dp * scores, 0.0)
     at = sums_ptr + whole * CHUNK + row
     tl.store(at, tl.sum(through, 1) - tl.sum(through, 0))
-    tl.store(at + plane, from_v)
-
-
-@triton.jit
-def _part_of_keys(sums_ptr, plane, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """The first column of keys of a program, its number among those with it, and its sums for dG.
-
-    Parts have planes of their own, which are summed later; the second plane is for dbeta.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    parts: tl.constexpr = (DIM + SIZE - 1) // SIZE
-    key = 0
-    if parts > 1:
-        part = pid % parts
-        pid //= parts
-        key = (part * SIZE).to(tl.int32)
-        sums_ptr += tl.where(part > 0, part + 1, 0) * plane
-    return key, pid, sums_ptr
+    tl.store(at + plane, from_v + from_pairs)
 
 
 @triton.jit
 def _times_states(
-    ptr, states, start, stride, tokens, key, DIM: tl.constexpr, SIZE: tl.constexpr,
+    ptr, states, start, stride, tokens, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The product of a chunk's rows of VALUE columns with rows of a state: x S', (CHUNK, SIZE)."""
+    """The product of a chunk's rows of VALUE columns with a state: x S', (CHUNK, SIZE)."""
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
-        s = _tile(states, key, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
         found = _plus(found, x, tl.trans(s))
     return found
 
@@ -556,12 +512,11 @@ def _delta_rule_queries_kernel(
 ):  # fmt: skip
     """Gradients of q.
 
-    Program: SIZE columns of keys of a chunk of one key head; the value heads of its group follow
-    one another.
+    Program: a chunk of one key head, with the value heads of its group one after another.
     Reads dy, q, k, S, E and gates. Adds what y takes from states to the sums for dG, and writes dq,
     summed over the group in fp32.
     """
-    key, pid, sums_ptr = _part_of_keys(sums_ptr, plane, DIM, SIZE)
+    pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
     _assume_heads(heads, GROUP * VALUE)
@@ -578,49 +533,46 @@ def _delta_rule_queries_kernel(
         whole = (batch * many + value_head) * chunks + chunk
         found = _times_states(
             dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2],
-            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, key, DIM, SIZE, VALUE,
-            BLOCK, CHUNK, STAGES,
+            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, DIM, SIZE, VALUE, BLOCK,
+            CHUNK, STAGES,
         )  # fmt: skip
-        q = _tile(q_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE).to(tl.float32)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         at = sums_ptr + whole * CHUNK + row
-        own = e * by * tl.sum(q * found, 1)
-        if key == 0:
-            own += tl.load(at)
-        tl.store(at, own)
+        tl.store(at, tl.load(at) + e * by * tl.sum(q * found, 1))
         dq += found * e[:, None]
-        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK), NORMED)
         dq += product(tl.load(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK)), k)
     dq *= scale
     if NORMED:
-        q = _tile(q_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
+        q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
     dq_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, key, CHUNK, DIM, SIZE)
+    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
 
 
 @triton.jit
 def _products_of_states(
-    states, dstates, key, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of S dS' over all elements of some rows."""
+    """The sum of S dS' over all elements."""
     kept = tl.zeros([SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK):
-        s = _tile(states, key, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
-        ds = _tile(dstates, key, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        ds = _tile(dstates, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
         kept += tl.sum(s * ds, 1)
     return tl.sum(kept, 0)
 
 
 @triton.jit
 def _times_pairs(
-    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, key, plane, scale,
+    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """``E' Q + (M + M') K`` of a chunk, half of its rows at a time; M may be absent.
+    """``E' Q + (M + M') K`` of a chunk, half of its rows at a time.
 
     A loop for each: Triton gives the first of two GEMMs with one sum to fewer warps.
     """
@@ -628,38 +580,35 @@ def _times_pairs(
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):
-        q = _tile(q_ptr, start + part, step, tokens, key, HALF, DIM, SIZE)
+        q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
         pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         found = _plus(found, tl.trans(pairs), q)
-    if mixed_ptr is not None:
-        for part in tl.range(0, CHUNK, HALF):
-            k = _tile(k_ptr, start + part, step, tokens, key, HALF, DIM, SIZE)
-            k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
-            columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
-            rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
-            mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
-            found = _plus(found, round_to(mixed, k.dtype), k)
+    for part in tl.range(0, CHUNK, HALF):
+        k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
+        k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
+        columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
+        rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
+        mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
+        found = _plus(found, round_to(mixed, k.dtype), k)
     return found
 
 
 @triton.jit
 def _delta_rule_keys_kernel(
     q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, dy_ptr, skip_ptr, k_steps, beta_steps, dy_steps,
-    tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, tokens, chunks, heads,
+    plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of k and v.
 
-    Program: SIZE columns of keys of a chunk of one key head; the value heads of its group follow
-    one another.
-    Reads q, k, S, dS', N, Y, E, M and gates, and dy where skip is given. Adds what states give to
-    the sums for dG and dbeta. Writes dv in the place of Y, and at the end dk, summed over the group
-    in fp32.
+    Program: a chunk of one key head, with the value heads of its group one after another.
+    Reads q, k, S, dS', N, Y, E, M and gates. Adds what states give to the sums for dG and dbeta.
+    Writes dv in the place of Y, and at the end dk, summed over the group in fp32.
     """
-    key, pid, sums_ptr = _part_of_keys(sums_ptr, plane, DIM, SIZE)
+    pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
     _assume_heads(heads, GROUP * VALUE)
@@ -682,59 +631,46 @@ def _delta_rule_keys_kernel(
         at = gates_ptr + whole * CHUNK
         e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
-        read = tl.zeros([CHUNK], tl.float32)
-        if inverse_ptr is not None:
-            found = _times_states(room, states, start, many * VALUE, tokens, key, DIM, SIZE,
-                                  VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
-            k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
-            read = e * by * tl.sum(k.to(tl.float32) * found, 1)
-            dk -= found * (beta * e)[:, None]
+        found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK,
+                              CHUNK, STAGES)  # fmt: skip
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        read = e * by * tl.sum(k.to(tl.float32) * found, 1)
+        dk -= found * (beta * e)[:, None]
         found = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
-                              key, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
-        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
+                              DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         pushed = r * by * tl.sum(k.to(tl.float32) * found, 1)
         dk += found * r[:, None]
-        last = tl.sum(pushed, 0)
-        last += z * _products_of_states(states, dstates, key, DIM, SIZE, VALUE, BLOCK)
+        last = tl.sum(pushed, 0) + z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
         at = sums_ptr + whole * CHUNK + row
         last = tl.where(row == CHUNK - 1, last, 0.0)
         tl.store(at, tl.load(at) + last - pushed - beta * read)
-        mixed = inverse_ptr
-        if inverse_ptr is not None:
-            tl.store(at + plane, tl.load(at + plane) - read)
-            mixed += whole * CHUNK * CHUNK
-        if key == 0:
-            for column in tl.range(0, VALUE, BLOCK):
-                y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-                dv = y.to(tl.float32) * beta[:, None]
-                if skip_ptr is not None:
-                    col = column + tl.arange(0, BLOCK)
-                    skip = tl.load(skip_ptr + value_head * VALUE + col, mask=col < VALUE, other=0.0)
-                    dy = _tile(dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], start,
-                               dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-                    dv += dy.to(tl.float32) * skip[None, :]
-                _store_tile(room, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        tl.store(at + plane, tl.load(at + plane) - read)
+        for column in tl.range(0, VALUE, BLOCK):
+            y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            _store_tile(room, y.to(tl.float32) * beta[:, None], start, many * VALUE, tokens,
+                        column, CHUNK, VALUE, BLOCK)  # fmt: skip
         dk += _times_pairs(
-            q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK, mixed, start, k_steps[1],
-            tokens, key, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
+            q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
+            inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, rstd_plane,
+            scale, NORMED, DIM, SIZE, CHUNK,
         )  # fmt: skip
     if NORMED:
-        k = _tile(k_ptr, start, k_steps[1], tokens, key, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
     dk_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, key, CHUNK, DIM, SIZE)
+    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
 
 
 @triton.jit
 def _delta_rule_gates_kernel(
     sums_ptr, first_ptr, dg_ptr, dbeta_ptr, first_step, tokens, chunks, many, plane,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gates and beta.
 
     Program: a chunk of one value head.
-    Reads the sums for dG of PARTS parts of the keys, and those for dbeta. Writes dbeta, and dg, the
-    sum over later tokens of the chunk.
+    Reads the sums for dG and dbeta. Writes dbeta, and dg, the sum over later tokens of the chunk.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
@@ -746,8 +682,6 @@ def _delta_rule_gates_kernel(
     seen, _ = _seen(first_ptr, start, tokens, BLOCK)
     dsums = tl.load(sums_ptr + pid * BLOCK + row)
     dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
-    for part in tl.static_range(2, PARTS + 1):
-        dsums += tl.load(sums_ptr + part * plane + pid * BLOCK + row)
     dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
     at, mask = (batch * tokens + start) * many + head + row * many, start + row < tokens
     tl.store(dg_ptr + at, round_to(dg, dg_ptr.dtype.element_ty), mask=mask)

@@ -1,57 +1,233 @@
-"""The scan of Mamba-2 (arXiv:2405.21060) by the kernels of the delta rule, without its correction.
+"""The scan of Mamba-2 by Triton kernels, in chunks of tokens.
 
-C, B, x and dt stand for q, k, v and beta, dt A for the gates. Step sizes and the gate z are around
-the scan; backward makes y again where z needs a gradient.
+Source: Dao and Gu 2024 (arXiv:2405.21060); the kernels are in ssd_scan_kernels.py. Backward makes
+the states again; nothing but the arguments is kept between forward and backward. The gate z is a
+launch of its own around the scan.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.activations.operators import SwiGLU
-from liger_multi.backends.triton.linear_attention import gated_delta_rule as rule
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2, tile_rows
+from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
+    ALIGNED,
+    FEWEST_STAGES,
+    NARROWEST,
+    SHORTEST,
+    DeltaConfig,
+    _is_large,
+    _is_tight,
+    _padded,
+    _rows,
+    _steps,
+)
+from liger_multi.backends.triton.linear_attention.ssd_scan_kernels import (
+    _ssd_gates_kernel,
+    _ssd_groups_kernel,
+    _ssd_outputs_kernel,
+    _ssd_pairs_kernel,
+    _ssd_reverse_kernel,
+    _ssd_states_kernel,
+    _ssd_steps_kernel,
+)
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import ssd_scan as reference
-from liger_multi.reference.linear_attention.state_space import Nine, StepSizes
+from liger_multi.reference.linear_attention.state_space import Nine
+
+PLANES = 5  # of numbers of tokens: e, r, two parts of G, step sizes
+ROWS_OF_STATES = 128  # of a program for the gradients of B and C
+
+
+def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """A state of up to 32 KiB in registers: programs are serial, and should have a core each."""
+    if _is_large(info) and item == 2:
+        return DeltaConfig(max(NARROWEST, min(64, 8192 // _padded(dim))), 3, 4)
+    return DeltaConfig(32, 2, 8 if _is_tight(info, item) else 4)
+
+
+def outputs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """``block`` columns of x a step; one square of a chunk is kept from head to head."""
+    return DeltaConfig(64, 1, 4)
+
+
+def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """Two squares of a chunk are kept from head to head."""
+    return DeltaConfig(64, 1, 8)
+
+
+def groups_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """The gradients of B and C are in registers."""
+    return DeltaConfig(64, 1, 8)
+
+
+def chunk_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """``block`` tokens make a chunk, in all kernels: 64 where registers hold its squares."""
+    if _is_tight(info, item):
+        return DeltaConfig(16, 1, 2)
+    return DeltaConfig(64 if _is_large(info) or info.warp_size == 64 else 32, 1, 4)
 
 
 def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Why a call is refused, or None."""
     if not x.dtype == B.dtype == C.dtype:
         return f"takes x, B and C of one dtype, got {x.dtype}, {B.dtype} and {C.dtype}"
-    return rule.refused(B, x, False)
+    info, size, value = device_info(x.device), B.shape[3], x.shape[3]
+    if not INTERPRETED:
+        step = ALIGNED // 2
+        short = any(n < SHORTEST or n % step for n in (size, value))
+        if _is_large(info) and x.element_size() == 2 and short:
+            return (
+                f"takes heads and states of at least {SHORTEST} elements in multiples of {step} "
+                f"on {info.arch}, got {value} and {size}"
+            )
+        widest = 64 if x.element_size() == 4 else 256 if _is_large(info) else 128
+        widest = 32 if _is_tight(info, 2) else widest
+        if size > widest:
+            kind = str(x.dtype).removeprefix("torch.")
+            return f"takes {kind} states of up to {widest} on {info.arch} (registers), got {size}"
+    if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
+        return "takes tokens of less than 8 MiB"  # what the results are stored by
+    return None
 
 
-class Scan(NamedTuple):
-    """A call, and the step sizes that it was made of."""
+class StepOptions(NamedTuple):
+    """How raw step sizes become step sizes."""
 
-    call: rule.Call
-    sizes: StepSizes
-    raw: Tensor
-    initial_state: Tensor | None
-
-    def back(self, dbeta: Tensor, dg: Tensor, A: Tensor) -> Tensor:
-        """Gradient of the raw step sizes, which are factors of rows and of gates."""
-        return self.sizes.gradient(torch.addcmul(dbeta, dg, A.to(dg.dtype)), self.raw)
+    softplus: bool
+    low: float
+    high: float
 
 
-def _scan(
+class Call(NamedTuple):
+    """The tensors of a call as kernels take them, and what its kernels share."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    skip: Tensor | None
+    bias: Tensor | None
+    first: Tensor | None
+    options: StepOptions
+    chunk: int
+    chunks: int
+
+    @property
+    def groups(self) -> int:
+        """Heads of B and C."""
+        return self.B.shape[2]
+
+    @property
+    def streams(self) -> int:
+        """Heads of all sequences."""
+        return self.x.shape[0] * self.x.shape[2]
+
+    @property
+    def plane(self) -> int:
+        """Numbers of one kind for all tokens."""
+        return self.streams * self.chunks * self.chunk
+
+    @property
+    def first_step(self) -> int:
+        """From where the runs of a sequence begin to those of the next."""
+        return 0 if self.first is None or self.first.shape[0] == 1 else self.first.stride(0)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the rows of states for the gradients of B and C."""
+        return cdiv(self.B.shape[3], ROWS_OF_STATES)
+
+    def empty_states(self) -> Tensor:
+        """Room for a state of every chunk."""
+        return self.x.new_empty(self.streams, self.chunks, self.B.shape[3], self.x.shape[3])
+
+    def tokens(self) -> tuple[Any, ...]:
+        """Numbers that the kernels of step sizes take."""
+        return (
+            self.first_step, self.x.shape[1], self.chunks, self.x.shape[2], self.plane,
+            self.options.low, self.options.high,
+        )  # fmt: skip
+
+    def sizes(self) -> tuple[Any, ...]:
+        """Numbers that the other kernels take last."""
+        return self.x.shape[1], self.chunks, self.groups, self.plane
+
+    def config(
+        self, name: str, formula: Callable[..., DeltaConfig], most: int = 256, fewest: int = 1
+    ) -> tuple[tuple[Any, ...], int]:
+        """Constants of a kernel, with up to ``most`` rows of states in a tile, and its warps."""
+        k = _config(name, formula, self.x, self.B)
+        size, value = self.B.shape[3], self.x.shape[3]
+        block = max(NARROWEST, min(k.block, power_of_2(value)))
+        stages = max(fewest, k.stages)
+        group = self.x.shape[2] // self.groups
+        tile = min(most, _padded(size))
+        return (group, size, tile, value, block, self.chunk, stages), k.num_warps
+
+
+def _config(name: str, formula: Callable[..., DeltaConfig], x: Tensor, B: Tensor) -> DeltaConfig:
+    return launch_config(
+        f"ssd_scan.{name}", formula, x.device, tokens=x.shape[1], dim=B.shape[3],
+        value=x.shape[3], item=x.element_size(),
+    )  # fmt: skip
+
+
+def _call(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    dt_bias: Tensor | None, initial_state: Tensor | None, first: Tensor | None, sizes: StepSizes,
-    most: int,
-) -> Scan:  # fmt: skip
-    raw = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    steps = sizes.of(raw)
+    dt_bias: Tensor | None, first: Tensor | None, options: StepOptions, most: int,
+) -> Call:  # fmt: skip
+    """Chunks have at most ``most`` tokens, but 16 or more."""
+    chunk = min(_config("chunk", chunk_config, x, B).block, max(16, power_of_2(most + 1) // 2))
+    skip = D
     if D is not None:
         skip = (D if D.ndim == 2 else D[:, None]).float().expand(x.shape[2:]).contiguous()
-    call = rule.call_of(
-        C, B, x, steps * A.float(), steps, first, 1.0, False, corrected=False,
-        skip=None if D is None else skip, most=most,
+    return Call(
+        _rows(x), dt, A.contiguous(), _rows(B), _rows(C), skip,
+        None if dt_bias is None else dt_bias.contiguous(),
+        None if first is None else first.contiguous(), options, chunk, cdiv(x.shape[1], chunk),
     )  # fmt: skip
-    state = None if initial_state is None else initial_state.mT
-    return Scan(call, sizes, raw, state)
+
+
+def _gates(c: Call) -> Tensor:
+    gates = c.x.new_empty(PLANES, c.plane, dtype=torch.float32)
+    args = (c.dt, c.A, c.bias, c.first, gates, c.dt.stride(), *c.tokens())
+    warps = _config("chunk", chunk_config, c.x, c.B).num_warps
+    launch(_ssd_gates_kernel, c.streams * c.chunks, args, (c.options.softplus, c.chunk), warps)
+    return gates
+
+
+def _states(
+    c: Call, gates: Tensor, initial: Tensor | None, final: Tensor | None
+) -> Tensor:  # fmt: skip
+    states = c.empty_states()
+    args = (c.x, c.B, gates, initial, states, final, _steps(c.x), _steps(c.B), *c.sizes())
+    constants, warps = c.config("states", states_config, fewest=FEWEST_STAGES)
+    count = c.streams * cdiv(c.x.shape[3], constants[4])
+    launch(_ssd_states_kernel, count, args, constants, warps)
+    return states
+
+
+def _outputs(c: Call, gates: Tensor, states: Tensor) -> Tensor:
+    y = c.x.new_empty(c.x.shape)
+    args = (
+        c.x, c.B, c.C, c.skip, c.first, gates, states, y, _steps(c.x), _steps(c.B), _steps(c.C),
+        c.first_step, *c.sizes(),
+    )  # fmt: skip
+    constants, warps = c.config("outputs", outputs_config)
+    launch(_ssd_outputs_kernel, c.x.shape[0] * c.groups * c.chunks, args, constants, warps)
+    return y
+
+
+def _transposed(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.mT.contiguous()
 
 
 def forward(
@@ -60,18 +236,23 @@ def forward(
     first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The passes over chunks, and the gate in a launch of its own."""
+    """Step sizes, the pass over states, and y for all chunks at once."""
     if not x.numel():
         return reference.forward(
             x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
             chunk, output_final_state,
         )  # fmt: skip
-    sizes = StepSizes(dt_softplus, dt_min, dt_max)
-    s = _scan(x, dt, A, B, C, D, dt_bias, initial_state, first, sizes, chunk)
-    y, final = rule.scan(s.call, s.initial_state, output_final_state)
+    options = StepOptions(dt_softplus, dt_min, dt_max)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
+    final = None
     if output_final_state:
-        final = final.mT.contiguous()
-    return y if z is None else SwiGLU.forward(z, y, 1.0, 1.0).to(y.dtype), final
+        shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3])
+        final = x.new_empty(shape, dtype=torch.float32)
+    gates = _gates(c)
+    y = _outputs(c, gates, _states(c, gates, _transposed(initial_state), final))
+    last = _transposed(final)
+    last = x.new_empty(0, dtype=torch.float32) if last is None else last
+    return y if z is None else SwiGLU.forward(z, y, 1.0, 1.0).to(y.dtype), last
 
 
 def backward(
@@ -81,28 +262,26 @@ def backward(
     dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
     needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
 ) -> Nine:  # fmt: skip
-    """The passes of the delta rule; sums over tokens of what they give to dt, A, D and the bias."""
+    """The states again, their gradients in reverse, and the rest for all chunks at once."""
     if not x.numel():
         return reference.backward(
             dy, dfinal_state, x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus,
             dt_min, dt_max, chunk, needs_x, needs_dt, needs_A, needs_B, needs_C, needs_D, needs_z,
             needs_dt_bias, needs_initial_state,
         )  # fmt: skip
-    sizes = StepSizes(dt_softplus, dt_min, dt_max)
-    s = _scan(x, dt, A, B, C, D, dt_bias, initial_state, first, sizes, chunk)
-    dy, dz = _through_gate(s, dy, z)
-    dfinal = None if dfinal_state is None else dfinal_state.mT
-    made = rule.gradients(s.call, dy, dfinal, s.initial_state, needs_initial_state)
-    found = {"B": made.k, "C": made.q, "x": made.v, "z": dz}
-    if needs_dt or needs_dt_bias:
-        found["dt"] = s.back(made.beta, made.g, A)
-        found["dt_bias"] = found["dt"].sum((0, 1))
-    if needs_A:
-        found["A"] = (made.g * s.call.beta).sum((0, 1))
-    if D is not None and made.skip is not None:
-        found["D"] = made.skip.sum((0, 2) if D.ndim == 2 else (0, 2, 3))
-    if needs_initial_state and initial_state is not None:
-        found["initial_state"] = made.initial_state.mT
+    options = StepOptions(dt_softplus, dt_min, dt_max)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
+    gates = _gates(c)
+    states = _states(c, gates, _transposed(initial_state), None)
+    dy, dz = _through_gate(c, gates, states, dy, z)
+    needs_state = needs_initial_state and initial_state is not None
+    dinitial = x.new_empty(x.shape[0], x.shape[2], B.shape[3], x.shape[3],
+                           dtype=torch.float32) if needs_state else None  # fmt: skip
+    dstates = _reverse(c, gates, dy, _transposed(dfinal_state), dinitial)
+    found = _gradients(c, gates, dy, states, dstates)
+    found |= {"z": dz, "initial_state": None if dinitial is None else dinitial.mT}
+    if D is not None:
+        found["D"] = found["D"].sum((0, 2) if D.ndim == 2 else (0, 2, 3))
 
     def given(name: str, like: Tensor | None, needed: bool) -> Tensor:
         """The gradient of a tensor, empty where nobody needs it."""
@@ -119,13 +298,54 @@ def backward(
 
 
 def _through_gate(
-    s: Scan, dy: Tensor | None, z: Tensor | None
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of y before the gate, and of z."""
-    if z is None:
-        return dy, s.raw.new_empty(0)
+    c: Call, gates: Tensor, states: Tensor, dy: Tensor | None, z: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of y before the gate, as kernels take it, and of z."""
     if dy is None:
-        return None, torch.zeros_like(z)
-    y, _ = rule.scan(s.call, s.initial_state, False)
-    dz, dy = SwiGLU.backward(dy, z, y, 1.0, 1.0, True, True)
-    return dy, dz
+        return torch.zeros_like(c.x), None if z is None else torch.zeros_like(z)
+    if z is None:
+        return _rows(dy), None
+    dz, dy = SwiGLU.backward(dy, z, _outputs(c, gates, states), 1.0, 1.0, True, True)
+    return _rows(dy.to(c.x.dtype)), dz
+
+
+def _reverse(
+    c: Call, gates: Tensor, dy: Tensor, dfinal: Tensor | None, dinitial: Tensor | None
+) -> Tensor:
+    dstates = c.empty_states()
+    args = (c.C, gates, dfinal, dstates, dinitial, _steps(dy), _steps(c.C), *c.sizes())
+    constants, warps = c.config("reverse", states_config, fewest=FEWEST_STAGES)
+    count = c.streams * cdiv(c.x.shape[3], constants[4])
+    launch(_ssd_reverse_kernel, count, (dy, *args), constants, warps)
+    return dstates
+
+
+def _gradients(
+    c: Call, gates: Tensor, dy: Tensor, states: Tensor, dstates: Tensor
+) -> dict[str, Any]:
+    """Those of x, B, C and dt; and of A, D and the bias by sequences and chunks."""
+    x, (batch, length, many, value) = c.x, c.x.shape
+    dx, db, dc, ddt = (t.new_empty(t.shape) for t in (x, c.B, c.C, c.dt))
+    dskips = None if c.skip is None else c.skip.new_empty(batch, many, c.chunks, value)
+    pairs = x.new_empty(batch * c.groups * c.chunks, c.chunk, c.chunk)
+    sums = gates.new_empty(2 + c.parts, c.plane)
+    count = batch * c.groups * c.chunks
+    args: tuple[Any, ...] = (
+        dy, x, c.B, c.C, c.skip, c.first, gates, dstates, dx, pairs, sums, dskips, _steps(dy),
+        _steps(x), _steps(c.B), _steps(c.C), c.first_step, *c.sizes(),
+    )  # fmt: skip
+    launch(_ssd_pairs_kernel, count, args, *c.config("pairs", pairs_config))
+    args = (
+        dy, x, c.B, c.C, gates, states, dstates, pairs, sums, db, dc, _steps(dy), _steps(x),
+        _steps(c.B), _steps(c.C), *c.sizes(),
+    )  # fmt: skip
+    constants = c.config("groups", groups_config, ROWS_OF_STATES)
+    launch(_ssd_groups_kernel, count * c.parts, args, *constants)
+    of_heads = gates.new_empty(2, batch, many, c.chunks)
+    args = (
+        c.dt, c.A, c.bias, c.first, gates, sums, ddt, of_heads, c.dt.stride(), *c.tokens(),
+    )  # fmt: skip
+    constants = (c.parts, c.options.softplus, c.chunk)
+    launch(_ssd_steps_kernel, c.streams * c.chunks, args, constants, 4)
+    da, dbias = of_heads.sum((1, 3))
+    return {"x": dx, "dt": ddt, "A": da, "B": db, "C": dc, "D": dskips, "dt_bias": dbias}
