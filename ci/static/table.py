@@ -353,7 +353,7 @@ ADDRESSED = {
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
-NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_")
+NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", "_ssd_steps_")
 
 
 # --- judging ---

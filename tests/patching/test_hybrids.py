@@ -114,8 +114,9 @@ def test_text_is_generated_as_unpatched(model_type):
     assert torch.equal(model.eval().generate(ids, **options), wanted)
 
 
-def test_under_autocast():
-    stock, model = built("qwen3_next")
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+def test_under_autocast(model_type):
+    stock, model = built(model_type)
     ids = torch.randint(10, 60, (2, 40))
     with torch.autocast("cpu", torch.bfloat16):
         got, wanted = (m(input_ids=ids, labels=ids).loss for m in (model, stock))
@@ -149,8 +150,9 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_samples_stay_apart_when_layers_run_again(reentrant):
-    _, model = built("qwen3_next")
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
+def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
+    _, model = built(model_type)
     _, row, told = packed()
     found = []
     for checkpointing in (False, True):
@@ -163,8 +165,9 @@ def test_samples_stay_apart_when_layers_run_again(reentrant):
     assert_same_gradients(found[1], found[0])
 
 
-def test_a_compiled_model_keeps_samples_apart():
-    _, model = built("lfm3")
+@pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
+def test_a_compiled_model_keeps_samples_apart(model_type):
+    _, model = built(model_type)
     samples, row, told = packed()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
@@ -206,6 +209,49 @@ def test_what_would_mix_samples_raises(model_type, monkeypatch):
         got, wanted = (getattr(m, mode)()(input_ids=row, **alone).logits for m in (model, stock))
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     assert all(calls[op] >= 2 for op in REFUSING[model_type])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mamba2", "Mamba2ForCausalLM"), ("zamba", "mamba_selective_scan"),
+     ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
+)  # fmt: skip
+def test_the_message_says_what_mixes_samples(model_type, reason):
+    _, model = built(model_type)
+    _, row, told = packed()
+    with pytest.raises(ValueError, match=reason):
+        model(input_ids=row, use_cache=False, **told["position_ids"])
+
+
+def test_a_backbone_that_is_called_alone_keeps_samples_apart():
+    """Mamba2ForCausalLM hands it nothing."""
+    stock, _ = built("mamba2")
+    model = stock.backbone
+    liger_multi.patch(model)
+    samples, row, told = packed()
+    apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
+    together = model(input_ids=row, use_cache=False, **told["position_ids"])[0]
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
+def test_adapters(model_type):
+    """LoRA on the projections of mixers: its gradients are those of the unpatched model."""
+    peft = pytest.importorskip("peft")
+    names = {"qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}
+    names = names.get(model_type, ["in_proj", "out_proj"])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False)
+    stock, _ = built(model_type)
+    torch.manual_seed(2)
+    stock = peft.get_peft_model(stock, config)
+    model = copy.deepcopy(stock)
+    liger_multi.patch(model)
+    ids = torch.randint(10, 60, (2, 40))
+    for m in (stock, model):
+        m.train()(input_ids=ids, labels=ids).loss.backward()
+    found = gradients(model)
+    assert any("lora_A" in name and gradient is not None for name, gradient in found.items())
+    assert_same_gradients(found, gradients(stock), rtol=1e-4)
 
 
 def test_padding_is_no_sample():
@@ -277,13 +323,21 @@ class Layer(torch.nn.Module):
             x = block(x, **kwargs)
         for part in self.parts:
             x = part(x)
-        return self.other(self.mixer(x, mask=None, **kwargs))
+        x = self.either(self.either(x, **kwargs))
+        x = self.half(self.half(x, **kwargs), mask=None)
+        return self.other(self.mixer(mixes(x, **kwargs), mask=None, **kwargs))
+
+
+def mixes(x, **kwargs):
+    """A function that a layer calls."""
+    return x
 
 
 @pytest.mark.parametrize(
     ("name", "hands_on"),
-    [("blocks", True), ("mixer", True), ("other", False), ("parts", False), ("absent", False)],
-)
+    [("blocks", True), ("mixer", True), ("either", True), ("mixes", True), ("other", False),
+     ("parts", False), ("half", False), ("absent", False)],
+)  # fmt: skip
 def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
     assert mixers._hands_on(Layer.forward, name) is hands_on
 

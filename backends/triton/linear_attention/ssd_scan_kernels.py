@@ -61,7 +61,7 @@ def _raw_steps(dt_ptr, bias_ptr, start, stride, tokens, head, CHUNK: tl.constexp
 @triton.jit
 def _ssd_gates_kernel(
     dt_ptr, a_ptr, bias_ptr, first_ptr, gates_ptr, dt_steps, first_step, tokens, chunks, many,
-    plane, low, high, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+    plane, low, high, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step sizes and decays.
 
@@ -72,13 +72,13 @@ def _ssd_gates_kernel(
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     batch, head = stream // many, stream % many
-    start = (chunk * CHUNK).to(tl.int32)
-    row = tl.arange(0, CHUNK)
+    start = (chunk * BLOCK).to(tl.int32)
+    row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, begins = _seen(first_ptr, start, tokens, CHUNK)
+    seen, begins = _seen(first_ptr, start, tokens, BLOCK)
     raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
-                     dt_steps[1], tokens, head, CHUNK)  # fmt: skip
+                     dt_steps[1], tokens, head, BLOCK)  # fmt: skip
     steps = _softplus(raw) if SOFTPLUS else raw
     steps = tl.where(start + row < tokens, tl.minimum(tl.maximum(steps, low), high), 0.0)
     g = steps * tl.load(a_ptr + head).to(tl.float32)
@@ -86,14 +86,14 @@ def _ssd_gates_kernel(
     large = tl.floor(g * STEPS) * (1.0 / STEPS)
     coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
     fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
-    end = row == CHUNK - 1
+    end = row == BLOCK - 1
     rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
     rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
     e, r = tl.exp2((coarse + fine) * LOG2E), tl.exp2(rest * LOG2E)
     if first_ptr is not None:
         e = tl.where(begins < tl.maximum(start, 1), e, 0.0)
         r = tl.where(begins == tl.sum(tl.where(end, begins, 0), 0), r, 0.0)
-    at = gates_ptr + pid * CHUNK + row
+    at = gates_ptr + pid * BLOCK + row
     tl.store(at, e)
     tl.store(at + plane, r)
     tl.store(at + 2 * plane, coarse)
@@ -105,7 +105,7 @@ def _ssd_gates_kernel(
 def _ssd_steps_kernel(
     dt_ptr, a_ptr, bias_ptr, first_ptr, gates_ptr, sums_ptr, ddt_ptr, of_heads_ptr, dt_steps,
     first_step, tokens, chunks, many, plane, low, high, PARTS: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of raw step sizes, of A and of the bias.
 
@@ -117,26 +117,26 @@ def _ssd_steps_kernel(
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     batch, head = stream // many, stream % many
-    start = (chunk * CHUNK).to(tl.int32)
-    row = tl.arange(0, CHUNK)
+    start = (chunk * BLOCK).to(tl.int32)
+    row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-    at = sums_ptr + pid * CHUNK + row
+    seen, _ = _seen(first_ptr, start, tokens, BLOCK)
+    at = sums_ptr + pid * BLOCK + row
     dsteps, dsums = tl.load(at), tl.load(at + plane)
     for part in tl.static_range(2, PARTS + 2):
         dsums += tl.load(at + part * plane)
     dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
     dsteps += dg * tl.load(a_ptr + head).to(tl.float32)
     raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
-                     dt_steps[1], tokens, head, CHUNK)  # fmt: skip
+                     dt_steps[1], tokens, head, BLOCK)  # fmt: skip
     free = _softplus(raw) if SOFTPLUS else raw
     dsteps = tl.where((start + row < tokens) & (free >= low) & (free <= high), dsteps, 0.0)
     if SOFTPLUS:
         dsteps *= tl.sigmoid(raw)
     given = (batch * tokens + start) * many + head + row * many
     tl.store(ddt_ptr + given, round_to(dsteps, ddt_ptr.dtype.element_ty), mask=start + row < tokens)
-    steps = tl.load(gates_ptr + 4 * plane + pid * CHUNK + row)
+    steps = tl.load(gates_ptr + 4 * plane + pid * BLOCK + row)
     tl.store(of_heads_ptr + pid, tl.sum(dg * steps, 0))
     tl.store(of_heads_ptr + tl.num_programs(0) + pid, tl.sum(dsteps, 0))
 
@@ -251,11 +251,11 @@ def _skipped(skip_ptr, head, column, VALUE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.load(skip_ptr + head * VALUE + col, mask=col < VALUE, other=0.0)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_outputs_kernel(
     x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, states_ptr, y_ptr, x_steps, b_steps,
-    c_steps, first_step, tokens, chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    c_steps, first_step, tokens, chunks, groups, plane, members, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """y.
@@ -277,7 +277,7 @@ def _ssd_outputs_kernel(
     c = _tile(c_ptr + batch * c_steps[0] + group * c_steps[2], start, c_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
     scores = product(c, tl.trans(b))
-    for member in tl.range(0, GROUP, num_stages=STAGES, disable_licm=True):
+    for member in tl.range(0, members, num_stages=STAGES, disable_licm=True):
         head = group * GROUP + member
         whole = (batch * many + head) * chunks + chunk
         at = gates_ptr + whole * CHUNK
@@ -299,11 +299,11 @@ def _ssd_outputs_kernel(
                         tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_pairs_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, dstates_ptr, dx_ptr, pairs_ptr,
     sums_ptr, dskips_ptr, dy_steps, x_steps, b_steps, c_steps, first_step, tokens, chunks, groups,
-    plane, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    plane, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, and of pairs of tokens.
@@ -328,13 +328,13 @@ def _ssd_pairs_kernel(
               CHUNK, DIM, SIZE)  # fmt: skip
     scores = product(b, tl.trans(c))
     shared = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for member in tl.range(0, GROUP, num_stages=STAGES, disable_licm=True):
+    for member in tl.range(0, members, num_stages=STAGES, disable_licm=True):
         head = group * GROUP + member
         whole = (batch * many + head) * chunks + chunk
         at = gates_ptr + whole * CHUNK
         r, steps = tl.load(at + plane + row), tl.load(at + 4 * plane + row)
         decay = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)
-        p = scores * decay
+        p = round_to(scores * decay, b_ptr.dtype.element_ty)
         dpairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         dsteps = tl.zeros([CHUNK], tl.float32)
         for column in tl.static_range(0, VALUE, BLOCK):
@@ -345,7 +345,7 @@ def _ssd_pairs_kernel(
             ds = _tile(dstates_ptr + whole * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
             b = _tile(b_ptr, start, b_steps[1], tokens, 0, CHUNK, DIM, SIZE)
             drows = product(b, ds) * r[:, None]
-            drows = _plus(drows, round_to(p, b.dtype), dy)
+            drows = _plus(drows, p, dy)
             dsteps += tl.sum(drows * x, 1)
             dpairs = _plus(dpairs, round_to(x * steps[:, None], b.dtype), tl.trans(dy))
             dx, wide = drows * steps[:, None], dy.to(tl.float32)
@@ -356,8 +356,9 @@ def _ssd_pairs_kernel(
                 tl.store(dskips_ptr + whole * VALUE + col, tl.sum(wide * x, 0), mask=col < VALUE)
             _store_tile(dx_ptr + (batch * tokens * many + head) * VALUE, dx, start, many * VALUE,
                         tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-        through = tl.where(row[:, None] < row[None, :], dpairs * p, 0.0)
-        shared += dpairs * decay
+        dpairs *= _decays_of(at, plane, first_ptr, start, tokens, CHUNK)  # not kept: registers
+        shared += dpairs
+        through = tl.where(row[:, None] < row[None, :], dpairs * scores, 0.0)
         at = sums_ptr + whole * CHUNK + row
         tl.store(at, dsteps)
         tl.store(at + plane, tl.sum(through, 0) - tl.sum(through, 1))
@@ -377,11 +378,11 @@ def _part_of_states(sums_ptr, plane, DIM: tl.constexpr, SIZE: tl.constexpr):
     return (part * SIZE).to(tl.int32), pid // parts, sums_ptr + (2 + part) * plane
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_groups_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, gates_ptr, states_ptr, dstates_ptr, pairs_ptr, sums_ptr, db_ptr,
     dc_ptr, dy_steps, x_steps, b_steps, c_steps, tokens, chunks, groups, plane,
-    GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of B and C.
@@ -400,7 +401,7 @@ def _ssd_groups_kernel(
     b_ptr += batch * b_steps[0] + group * b_steps[2]
     c_ptr += batch * c_steps[0] + group * c_steps[2]
     db, dc = tl.zeros([CHUNK, SIZE], tl.float32), tl.zeros([CHUNK, SIZE], tl.float32)
-    for member in tl.range(0, GROUP, num_stages=STAGES, disable_licm=True):
+    for member in tl.range(0, members, num_stages=STAGES, disable_licm=True):
         head = group * GROUP + member
         whole = (batch * many + head) * chunks + chunk
         at = gates_ptr + whole * CHUNK
