@@ -58,13 +58,8 @@ def outputs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: in
 
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """Two squares of a chunk are kept from head to head.
-
-    H200, Triton 3.6, 2x8192, 128 heads of 64: 0.87 ms by 4 warps, which spill 112 bytes a thread,
-    and 1.70 by 8, which do not (2026-11).
-    """
-    few = info.warp_size == 64 or (info.arch == "sm90" and value > 32)
-    return DeltaConfig(64, 2 if _is_large(info) else 1, 4 if few else 8)
+    """Two squares of a chunk are kept from head to head."""
+    return DeltaConfig(64, 2 if _is_large(info) else 1, 4 if info.warp_size == 64 else 8)
 
 
 def groups_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -335,7 +330,7 @@ def _gradients(
     c: Call, gates: Tensor, dy: Tensor, states: Tensor, dstates: Tensor
 ) -> dict[str, Any]:
     """Those of x, B, C and dt; and of A, D and the bias by sequences and chunks."""
-    x, (batch, length, many, value) = c.x, c.x.shape
+    x, (batch, _, many, value) = c.x, c.x.shape
     dx, db, dc, ddt = (t.new_empty(t.shape) for t in (x, c.B, c.C, c.dt))
     dskips = None if c.skip is None else c.skip.new_empty(batch, many, c.chunks, value)
     pairs = x.new_empty(batch * c.groups * c.chunks, c.chunk, c.chunk)
@@ -356,7 +351,7 @@ def _gradients(
     args = (
         c.dt, c.A, c.bias, c.first, gates, sums, ddt, of_heads, c.dt.stride(), *c.tokens(),
     )  # fmt: skip
-    constants = (c.parts, c.options.softplus, c.chunk)
-    launch(_ssd_steps_kernel, c.streams * c.chunks, args, constants, 4)
+    flags = (c.parts, c.options.softplus, c.chunk)
+    launch(_ssd_steps_kernel, c.streams * c.chunks, args, flags, 4)
     da, dbias = of_heads.sum((1, 3))
     return {"x": dx, "dt": ddt, "A": da, "B": db, "C": dc, "D": dskips, "dt_bias": dbias}
