@@ -15,9 +15,9 @@ and with dS' the gradient of S', where sums are over the heads of a group:
     later tokens
 
 e is 0 outside of the sequence that S belongs to, r outside of the last token's, z where the chunk
-has a boundary. Only the states are passed from chunk to chunk; all else runs for all chunks at once,
+has a boundary. Only states are passed from chunk to chunk; all else runs for all chunks at once,
 with the products of B and C made once for the heads of a group. Pairs are held as (j, i), so that
-no GEMM takes a transposed result of another: on Hopper, Triton up to 3.7.0 multiplies wrongly by it.
+no GEMM takes a transposed result of another: on Hopper, Triton up to 3.7.0 multiplies it wrongly.
 """
 
 import triton
