@@ -255,10 +255,10 @@ def _skipped(skip_ptr, head, column, VALUE: tl.constexpr, BLOCK: tl.constexpr):
 def _ssd_outputs_kernel(
     x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, states_ptr, y_ptr, x_steps, b_steps,
     c_steps, first_step, tokens, chunks, groups, plane, members, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y.
+    """Results of all tokens.
 
     Program: a chunk of one group, its heads one after another.
     Reads x, B, C, gates and states. Writes y (batch, tokens, heads, VALUE).
