@@ -50,7 +50,9 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "sizes": ("12", 1, (1.5, 2), (True, True), ("1", "1")),
     "chunk": (True, 0, -1, 1.5, "", "512 parrots", "0MiB", NAN, HUGE),
     "window": (True, 1.5, "1", (1,), (1, 2, 3), (1.5, 1), (True, 1), NAN),
-}
+    "interval": (True, 1.5, "01", (0.0,), (0.0, 1.0, 2.0), (1.0, 0.5), (NAN, 1.0), (0.0, NAN),
+                 (True, 1.0), ("0", "1"), (INFINITY, INFINITY), (0.0, 1j)),
+}  # fmt: skip
 RANGES: dict[str, tuple[Any, ...]] = {
     "eps": (-1e-6, -1),
     "rms_eps": (-1e-6,),
@@ -82,6 +84,7 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
         "tuple[str, ...]": "names",
         "Sequence[int]": "sizes",
         "tuple[int, int]": "window",
+        "tuple[float, float]": "interval",
     }
     found = next((kind for part, kind in compound.items() if part in text), None)
     plain = text.removesuffix(" | None").rsplit(".", 1)[-1]

@@ -144,6 +144,7 @@ def test_long_sequences(op, length):
     run, formula, made, options = scan(op)
     tensors = made(length)
     steps(tensors).sub_(3)
+    tensors["A"] -= 0.1  # errors are those of sums over the tokens that a state remembers
     with torch.no_grad():
         right = formula(**tensors, **options, **FINAL)
         near(run(**tensors, **options, **FINAL), right)
