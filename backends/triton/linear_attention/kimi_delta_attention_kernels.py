@@ -1,0 +1,641 @@
+"""Kimi delta attention by chunks of tokens: its kernels.
+
+Of one value head and chunk, S the state before it, Q = scale q and all of the shape (tokens, ...),
+gates of every channel:
+
+    G_i = the gates summed from the first token of the chunk on,  e = exp(G),  z = e_last
+    r = exp(G_last - G),  P_ij = sum_c Q_ic K_jc exp(G_ic - G_jc) for i >= j of one document
+    B_ij = the same of K_ic for i > j,  A = (I + beta B)^-1
+    N = A beta (V - (e K) S),  y = (e Q) S + P N,  S' = z S + (r K)' N
+
+and with dS' the gradient of S':
+
+    Y = A' (P' dy + (r K) dS'),  dV = beta Y,  dS = z dS' + (e Q)' dy - (e K)' beta Y
+    dP = dy N',  M = -beta Y N' below the diagonal
+    dbeta = rows of Y (V - (e K) S) - rows of (Y N') B
+
+e is 0 outside of the document that S belongs to, r outside of the last token's, z where the chunk
+has a boundary.
+
+exp(-G_j) alone leaves the range of numbers. So blocks of 2, 4, 8 rows and so on are halved, and a
+token i of the lower half meets a token j of the upper half by the sum at the upper half's last row:
+
+    P_ij = sum_c X_ic Y_jc,  X = Q D,  Y = K D,  D = exp(-|G - G_middle|)
+
+No factor is above 1, and the levels' pairs make up all pairs below the diagonal. Back through one
+level, dP, M of its pairs alone, and X and Y as they were rounded:
+
+    dQ += D (dP Y),  dK += D (M Y + dP' X + M' Y),  dG += X (dP Y) + Y (M Y - dP' X - M' Y)
+
+and dg sums dG over later tokens. What a pair of tokens adds for one of them it takes for the other,
+to the last bit of each term, so that the sum before both is 0 in fp32, however large the pair's
+score is; the diagonal takes no part. dG of e Q and e K is summed likewise, that of r K over earlier
+tokens.
+
+G is kept on a grid on which differences are exact in fp32, in units of log 2: strong gates take no
+digits from others. For fp32 tensors a second plane keeps the rests.
+
+One kernel prepares gates and e Q, e K, r K; one P and A; one passes over the chunks of a block of
+value columns with S in registers, one in reverse with dS. Two others run for all chunks at once.
+As in gated_delta_rule_kernels.py, operands that are read the other way round come from memory.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_multi.backends.triton.attention.attention_kernels import product
+from liger_multi.backends.triton.common.rows import LOG2E, round_to
+from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
+    NORM_EPS,
+    _assume_heads,
+    _norm_gradient,
+    _numbers,
+    _plus,
+    _rstds,
+    _seen,
+    _square,
+    _store_tile,
+    _tile,
+    _times_states,
+    _unit_inverse,
+)
+
+# gates below are as good as -infinity, and 1 / the grid of their sums, of 64 rows below 2^24 steps
+GONE: tl.constexpr = tl.constexpr(-64.0)
+STEPS: tl.constexpr = tl.constexpr(4096.0)
+EXACT_GONE: tl.constexpr = tl.constexpr(-160.0)  # fp32 has no smaller power of 2
+EXACT_STEPS: tl.constexpr = tl.constexpr(1024.0)
+
+# --- gates ---
+
+
+@triton.jit
+def _sums(g, EXACT: tl.constexpr):
+    """Both parts of the sums of gates over the rows, in units of log 2; on the grid and rests."""
+    gone: tl.constexpr = EXACT_GONE if EXACT else GONE
+    steps: tl.constexpr = EXACT_STEPS if EXACT else STEPS
+    g = g * LOG2E
+    g = tl.where(g < gone, gone, g)
+    large = tl.floor(g * steps) * (1.0 / steps)
+    return tl.cumsum(large, 0), tl.cumsum(g - large, 0)
+
+
+@triton.jit
+def _last(x, CHUNK: tl.constexpr):
+    """The last row of a tile, or the last of a row of numbers."""
+    row = tl.arange(0, CHUNK)
+    if len(x.shape) == 1:
+        return tl.sum(tl.where(row == CHUNK - 1, x, 0), 0)
+    return tl.sum(tl.where((row == CHUNK - 1)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def _near_ends(first_ptr, start, tokens, CHUNK: tl.constexpr):
+    """Rows of the document of the state before the chunk, and of the chunk's last row."""
+    _, begins = _seen(first_ptr, start, tokens, CHUNK)
+    return begins < tl.maximum(start, 1), begins == _last(begins, CHUNK)
+
+
+@triton.jit
+def _total(sums_ptr, plane, row, EXACT: tl.constexpr, SIZE: tl.constexpr):
+    """Sums of gates up to the given rows, and the rests that fp32 tensors have."""
+    at = sums_ptr + (row[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    coarse = tl.load(at)
+    if EXACT:
+        return coarse, tl.load(at + plane)
+    return coarse, coarse * 0.0
+
+
+@triton.jit
+def _apart(sums_ptr, plane, later, earlier, EXACT: tl.constexpr, SIZE: tl.constexpr):
+    """Gates between rows: two vectors of rows, of which each has its counterpart."""
+    coarse, fine = _total(sums_ptr, plane, later, EXACT, SIZE)
+    other, rest = _total(sums_ptr, plane, earlier, EXACT, SIZE)
+    return (coarse - other) + (fine - rest)
+
+
+@triton.jit
+def _decay(
+    sums_ptr, plane, level, EXACT: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """D of a level: the decay between each row and the middle of its block."""
+    row = tl.arange(0, CHUNK)
+    middle = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    apart = _apart(sums_ptr, plane, row, middle, EXACT, SIZE)
+    return tl.exp2(tl.where((row > middle)[:, None], apart, -apart))
+
+
+@triton.jit
+def _meet(i, j, level):
+    """Pairs of a level: row i in the lower half of a block, j in its upper half."""
+    return ((i ^ j) >> level == 1) & (i > j)
+
+
+@triton.jit
+def _scaled(
+    ptr, rstd_ptr, start, step, tokens, factor, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Rows of q or k in fp32, over their norm where NORMED, times a factor."""
+    x = _tile(ptr, start, step, tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
+    return x * _rstds(rstd_ptr, start, factor, NORMED, CHUNK)[:, None]
+
+
+# --- what needs no state ---
+
+
+@triton.jit
+def _kimi_delta_gates_kernel(
+    q_ptr, k_ptr, g_ptr, first_ptr, sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr,
+    k_steps, g_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
+    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Gates of every chunk, and q and k with them.
+
+    Program: a chunk of one value head; those of a key head are neighbors.
+    Reads q, k and g. Writes G in planes of ``sums_ptr``; e Q, e K and r K, each (CHUNK, DIM); z
+    (SIZE); and, in the first head of a group, 1 / norm of the rows of q and of k.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    member, chunk = pid % GROUP, (pid // GROUP) % chunks
+    key_head = pid // GROUP // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * DIM)
+    value_head = head * GROUP + member
+    start = (chunk * CHUNK).to(tl.int32)
+    row, col = tl.arange(0, CHUNK), tl.arange(0, SIZE)
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    whole = (batch * heads * GROUP + value_head) * chunks + chunk
+    g = _tile(g_ptr + batch * g_steps[0] + value_head * g_steps[2], start, g_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
+    coarse, fine = _sums(g, EXACT)
+    at = sums_ptr + whole * CHUNK * SIZE + (row[:, None] * SIZE + col[None, :])
+    if EXACT:
+        tl.store(at, coarse)
+        tl.store(at + plane * SIZE, fine)
+    else:
+        tl.store(at, coarse + tl.floor(fine * STEPS + 0.5) * (1.0 / STEPS))
+    end, rest = _last(coarse, CHUNK), _last(fine, CHUNK)
+    e, z = tl.exp2(coarse + fine), tl.exp2(end + rest)
+    r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
+    if first_ptr is not None:
+        begun, last = _near_ends(first_ptr + batch * first_step, start, tokens, CHUNK)
+        e, r = tl.where(begun[:, None], e, 0.0), tl.where(last[:, None], r, 0.0)
+        z = tl.where(_last(begun.to(tl.int32), CHUNK) > 0, z, 0.0)
+    tl.store(z_ptr + whole * SIZE + col, z)
+    q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
+    k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
+              CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
+    if NORMED:
+        q_rstd = tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS)
+        k_rstd = tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)
+        if member == 0:
+            at = rstd_ptr + key_head * chunks * CHUNK + start + row
+            tl.store(at, q_rstd)
+            tl.store(at + rstd_plane, k_rstd)
+        q *= q_rstd[:, None]
+        k *= k_rstd[:, None]
+    at = whole * CHUNK * DIM
+    _store_tile(queries_ptr + at, q * scale * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    _store_tile(keys_ptr + at, k * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    _store_tile(kept_ptr + at, k * r, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+
+
+@triton.jit
+def _kimi_delta_scores_kernel(
+    q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, inverse_ptr, scores_ptr, inner_ptr,
+    k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
+    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """A and P of every chunk.
+
+    Program: a chunk of one value head; those of a key head are neighbors.
+    Reads q, k, beta and G. Writes A and P, and B where there is room for it, (CHUNK, CHUNK) each.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    member, chunk = pid % GROUP, (pid // GROUP) % chunks
+    key_head = pid // GROUP // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * DIM)
+    value_head = head * GROUP + member
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    i, j = row[:, None], row[None, :]
+    kind = q_ptr.dtype.element_ty
+    whole = (batch * heads * GROUP + value_head) * chunks + chunk
+    sums_ptr += whole * CHUNK * SIZE
+    if NORMED:
+        rstd_ptr += key_head * chunks * CHUNK
+    at = batch * k_steps[0] + head * k_steps[2]
+    q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, scale, NORMED, DIM, SIZE, CHUNK)
+    k = _scaled(k_ptr + at, rstd_ptr + rstd_plane if NORMED else rstd_ptr, start, k_steps[1],
+                tokens, 1.0, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
+    p = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+    b = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for level in tl.static_range(LEVELS):
+        decay = _decay(sums_ptr, plane * SIZE, level, kind == tl.float32, SIZE, CHUNK)
+        x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+        p = tl.where(_meet(i, j, level), product(x, tl.trans(y)), p)
+        b = tl.where(_meet(i, j, level), product(y, tl.trans(y)), b)
+    if first_ptr is not None:
+        seen, _ = _seen(first_ptr + batch * first_step, start, tokens, CHUNK)
+        p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
+    if inner_ptr is not None:
+        tl.store(_square(inner_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(b, kind))
+    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    a = _unit_inverse(b * beta[:, None], kind == tl.float32, CHUNK)
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+
+
+# --- states ---
+
+
+@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
+def _kimi_delta_forward_kernel(
+    v_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, inverse_ptr, scores_ptr, initial_ptr,
+    y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps, tokens, chunks, heads, plane,
+    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pass over the chunks with the state in registers.
+
+    Program: BLOCK columns of v of one value head, chunk after chunk.
+    Reads v, beta, e K, r K, z and A, and for y also e Q and P. Writes what it is given room for: y
+    (batch, tokens, heads, VALUE) and the last state; or the state before every chunk, and N.
+    """
+    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    v_ptr += batch * v_steps[0] + value_head * v_steps[2]
+    beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
+    keys_ptr += stream * chunks * CHUNK * DIM
+    kept_ptr += stream * chunks * CHUNK * DIM
+    inverse_ptr += stream * chunks * CHUNK * CHUNK
+    z_ptr += stream * chunks * SIZE
+    if y_ptr is not None:
+        queries_ptr += stream * chunks * CHUNK * DIM
+        scores_ptr += stream * chunks * CHUNK * CHUNK
+        y_ptr += (batch * tokens * many + value_head) * VALUE
+    if values_ptr is not None:
+        values_ptr += stream * tokens * VALUE
+        states_ptr += stream * chunks * DIM * VALUE
+    kind = v_ptr.dtype.element_ty
+    padded = chunks * CHUNK
+    state = tl.zeros([SIZE, BLOCK], tl.float32)
+    if initial_ptr is not None:
+        state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
+                       BLOCK).to(tl.float32)  # fmt: skip
+    for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
+        start = chunk * CHUNK
+        place = tl.cast(start, tl.int64)
+        keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+        v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
+        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+        beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
+        kept = _tile(kept_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+        z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
+        narrow = round_to(state, kind)
+        if values_ptr is not None:
+            _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
+                        column, SIZE, VALUE, BLOCK)  # fmt: skip
+        right = (v - product(keys, narrow)) * beta[:, None]
+        n = product(a, round_to(right, kind))
+        if values_ptr is not None:
+            _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        n = round_to(n, kind)
+        if y_ptr is not None:
+            queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+            p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
+            y = _plus(product(queries, narrow), p, n)
+            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        state = _plus(state * z[:, None], tl.trans(kept), n)
+    if final_ptr is not None:
+        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
+                    BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
+def _kimi_delta_reverse_kernel(
+    dy_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, inverse_ptr, scores_ptr, dfinal_ptr,
+    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, beta_steps, tokens, chunks, heads, plane,
+    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pass over the chunks in reverse with the gradient of the state in registers.
+
+    Program: BLOCK columns of v of one value head, from the last chunk to the first.
+    Reads dy, beta, e Q, e K, r K, z, A and P. Writes the gradient of the state after every chunk; Y
+    (batch, tokens, heads, VALUE); and at the end the gradient of the first state.
+    """
+    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
+    beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
+    queries_ptr += stream * chunks * CHUNK * DIM
+    keys_ptr += stream * chunks * CHUNK * DIM
+    kept_ptr += stream * chunks * CHUNK * DIM
+    inverse_ptr += stream * chunks * CHUNK * CHUNK
+    scores_ptr += stream * chunks * CHUNK * CHUNK
+    z_ptr += stream * chunks * SIZE
+    dstates_ptr += stream * chunks * DIM * VALUE
+    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    kind = dy_ptr.dtype.element_ty
+    padded = chunks * CHUNK
+    dstate = tl.zeros([SIZE, BLOCK], tl.float32)
+    if dfinal_ptr is not None:
+        dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
+                        BLOCK).to(tl.float32)  # fmt: skip
+    dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
+    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+    for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
+        chunk = chunks - 1 - step
+        start = chunk * CHUNK
+        place = tl.cast(start, tl.int64)
+        kept = _tile(kept_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+        dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
+        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+        beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
+        z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
+        queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+        keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
+        dn = _plus(product(kept, round_to(dstate, kind)), tl.trans(p), dy)
+        y = product(tl.trans(a), round_to(dn, kind))
+        _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        dstate = _plus(dstate * z[:, None], tl.trans(queries), dy)
+        dstate = _plus(dstate, tl.trans(keys), round_to(y * -beta[:, None], kind))
+        dstates_ptr -= DIM * VALUE
+        rows = tl.where(chunk > 0, DIM, 0)
+        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+    if dinitial_ptr is not None:
+        _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
+                    VALUE, BLOCK)  # fmt: skip
+
+
+# --- gradients, all chunks at once ---
+
+
+@triton.jit
+def _kimi_delta_pairs_kernel(
+    dy_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, scores_ptr, inverse_ptr, inner_ptr,
+    dbeta_ptr, dy_steps, v_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of pairs of tokens.
+
+    Program: a chunk of one value head. It sums dP and Y N' over blocks of value columns.
+    Reads dy, N, Y, v, beta and B. Writes dP in the place of P, M in that of A, and to
+    ``dbeta_ptr``, in fp32, what pairs and v give to dbeta.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, stream = pid % chunks, pid // chunks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
+    v_ptr += batch * v_steps[0] + value_head * v_steps[2]
+    values_ptr += stream * tokens * VALUE
+    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    dp = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dlower = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dbeta = tl.zeros([CHUNK], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
+        dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
+        n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        y = _tile(solved_ptr, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        dp = _plus(dp, dy, tl.trans(n))
+        dlower = _plus(dlower, y, tl.trans(n))
+        dbeta += tl.sum(y.to(tl.float32) * v.to(tl.float32), 1)
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
+    whole = stream * chunks + chunk
+    kind = scores_ptr.dtype.element_ty
+    dp = tl.where(seen, dp, 0.0)
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
+    dlower = tl.where(seen & (row[:, None] > row[None, :]), -dlower, 0.0)
+    inner = tl.load(_square(inner_ptr + whole * CHUNK * CHUNK, CHUNK)).to(tl.float32)
+    dbeta += tl.sum(dlower * inner, 1)
+    tl.store(dbeta_ptr + whole * CHUNK + row, dbeta)
+    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    mixed = round_to(dlower * beta[:, None], kind)
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), mixed)
+
+
+@triton.jit
+def _of_pairs(ptr, level, CHUNK: tl.constexpr):
+    """A square of the pairs of a level, 0 elsewhere, and the same the other way round."""
+    row = tl.arange(0, CHUNK)
+    i, j = row[:, None], row[None, :]
+    down, across = tl.load(ptr + (i * CHUNK + j)), tl.load(ptr + (j * CHUNK + i))
+    return tl.where(_meet(i, j, level), down, 0.0), tl.where(_meet(j, i, level), across, 0.0)
+
+
+@triton.jit
+def _through_levels(
+    dq, dk, dsums, q_ptr, k_ptr, rstd_ptr, sums_ptr, pairs_ptr, mixed_ptr, start, step, tokens,
+    plane, rstd_plane, scale, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Add what pairs give to the gradients of Q, K and G: the diagonal, and level by level.
+
+    X and Y enter the gradient of G as they enter the GEMMs, so that a pair's two terms agree.
+    """
+    kind = q_ptr.dtype.element_ty
+    k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
+    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, scale, NORMED, DIM, SIZE, CHUNK)
+    k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, 1.0, NORMED, DIM, SIZE, CHUNK)
+    own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)[:, None]
+    dq += own * k
+    dk += own * q
+    for level in tl.static_range(LEVELS):
+        decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, CHUNK)
+        x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+        pairs, pairs_across = _of_pairs(pairs_ptr, level, CHUNK)
+        mixed, mixed_across = _of_pairs(mixed_ptr, level, CHUNK)
+        found = product(pairs, y)
+        dq += found * decay
+        dsums += found * x.to(tl.float32)
+        found = product(mixed, y)
+        dk += found * decay
+        dsums += found * y.to(tl.float32)
+        found = _plus(product(pairs_across, x), mixed_across, y)
+        dk += found * decay
+        dsums -= found * y.to(tl.float32)
+    return dq, dk, dsums
+
+
+@triton.jit
+def _gathered(pairs, x, kind: tl.constexpr):
+    """``pairs @ x`` of a matrix of zeros and ones, and fp32 numbers; to 16 bits but for fp32."""
+    if kind == tl.float32:
+        return tl.dot(pairs.to(tl.float32), x, input_precision="ieee")
+    else:
+        near = round_to(x, tl.bfloat16)
+        ones = pairs.to(tl.bfloat16)
+        return _plus(product(ones, round_to(x - near.to(tl.float32), tl.bfloat16)), ones, near)
+
+
+@triton.jit
+def _rows_of_states(
+    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of S dS' over the columns."""
+    kept = tl.zeros([SIZE], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK):
+        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        ds = _tile(dstates, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        kept += tl.sum(s * ds, 1)
+    return kept
+
+
+@triton.jit
+def _scale_rows(
+    ptr, by, start, stride, tokens, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Multiply the rows of a chunk in memory."""
+    for column in tl.range(0, VALUE, BLOCK):
+        x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
+        _store_tile(ptr, x * by[:, None], start, stride, tokens, column, CHUNK, VALUE, BLOCK)
+
+
+@triton.jit
+def _to_ends(
+    sums_ptr, first_ptr, start, tokens, plane, EXACT: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The decays e and r."""
+    row = tl.arange(0, CHUNK)
+    coarse, fine = _total(sums_ptr, plane, row, EXACT, SIZE)
+    e = tl.exp2(coarse + fine)
+    r = tl.exp2(_apart(sums_ptr, plane, row * 0 + CHUNK - 1, row, EXACT, SIZE))
+    if first_ptr is not None:
+        begun, last = _near_ends(first_ptr, start, tokens, CHUNK)
+        e, r = tl.where(begun[:, None], e, 0.0), tl.where(last[:, None], r, 0.0)
+    return e, r
+
+
+@triton.jit
+def _gate_gradient(
+    dsums, dlast, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """dg: dG summed over later tokens of the document, and that of r K over earlier ones."""
+    row = tl.arange(0, CHUNK)
+    i, j = row[:, None], row[None, :]
+    after = i <= j
+    if first_ptr is not None:
+        begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
+        after = after & (begins[None, :] <= start + i)
+    return _gathered(after, dsums, kind) + _gathered(i > j, dlast, kind)
+
+
+@triton.jit
+def _store_gradient(
+    ptr, dx, x_ptr, rstd_ptr, start, step, x_step, tokens, NORMED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of q or k from that of its rows, which are over their norm if NORMED."""
+    if NORMED:
+        x = _tile(x_ptr, start, x_step, tokens, 0, CHUNK, DIM, SIZE)
+        dx = _norm_gradient(dx, x, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
+    _store_tile(ptr, dx, start, step, tokens, 0, CHUNK, DIM, SIZE)
+
+
+@triton.jit
+def _kimi_delta_gradients_kernel(
+    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr,
+    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, partial_ptr,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, dy_steps, k_steps, beta_steps, first_step, tokens, chunks,
+    heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, k, g, beta and v.
+
+    Program: a chunk of one key head, with the value heads of its group one after another.
+    Reads dy, q, k, S, dS', N, Y, G, e Q, e K, r K, z, dP, M and what else goes to dbeta. Writes dg
+    and dbeta, dv in the place of Y, and at the end dq and dk, summed over the group in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, key_head = pid % chunks, pid // chunks
+    batch, head = key_head // heads, key_head % heads
+    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    many = heads * GROUP
+    start = (chunk * CHUNK).to(tl.int32)
+    row = tl.arange(0, CHUNK)
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    if NORMED:
+        rstd_ptr += key_head * chunks * CHUNK
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    dq = tl.zeros([CHUNK, SIZE], tl.float32)
+    dk = tl.zeros([CHUNK, SIZE], tl.float32)
+    for member in tl.range(0, GROUP, disable_licm=True):
+        value_head = head * GROUP + member
+        stream = batch * many + value_head
+        whole = stream * chunks + chunk
+        states, at = states_ptr + whole * DIM * VALUE, whole * CHUNK * DIM
+        sums, pairs = sums_ptr + whole * CHUNK * SIZE, pairs_ptr + whole * CHUNK * CHUNK
+        room = solved_ptr + (batch * tokens * many + value_head) * VALUE
+        e, r = _to_ends(sums, first_ptr, start, tokens, plane * SIZE, kind == tl.float32, SIZE,
+                        CHUNK)  # fmt: skip
+        found = _times_states(
+            dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], states, start, dy_steps[1],
+            tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES,
+        )  # fmt: skip
+        dq += found * e
+        dsums = found * _tile(queries_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+        found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK,
+                              CHUNK, STAGES)  # fmt: skip
+        beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                        beta_steps[1], tokens, CHUNK)  # fmt: skip
+        _scale_rows(room, beta, start, many * VALUE, tokens, VALUE, BLOCK, CHUNK)
+        dk -= found * e * beta[:, None]
+        found *= _tile(keys_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+        dsums -= found * beta[:, None]
+        dbeta = tl.load(partial_ptr + whole * CHUNK + row) - tl.sum(found, 1)
+        dbeta_at = dbeta_ptr + (batch * tokens + start + row) * many + value_head
+        tl.store(dbeta_at, round_to(dbeta, dbeta_ptr.dtype.element_ty), mask=start + row < tokens)
+        dq, dk, dsums = _through_levels(
+            dq, dk, dsums, q_ptr, k_ptr, rstd_ptr, sums, pairs, mixed_ptr + whole * CHUNK * CHUNK,
+            start, k_steps[1], tokens, plane * SIZE, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
+            LEVELS,
+        )  # fmt: skip
+        found = _times_states(
+            values_ptr + stream * tokens * VALUE, dstates_ptr + whole * DIM * VALUE, start, VALUE,
+            tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES,
+        )  # fmt: skip
+        dk += found * r
+        found *= _tile(kept_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+        dg = _gate_gradient(dsums, found, first_ptr, start, tokens, kind, CHUNK)
+        z = tl.load(z_ptr + whole * SIZE + tl.arange(0, SIZE))
+        z *= _rows_of_states(states, dstates_ptr + whole * DIM * VALUE, DIM, SIZE, VALUE, BLOCK)
+        _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg + z[None, :], start,
+                    many * DIM, tokens, 0, CHUNK, DIM, SIZE)  # fmt: skip
+    at = (batch * tokens * heads + head) * DIM
+    _store_gradient(dq_ptr + at, dq * scale, q_ptr, rstd_ptr, start, heads * DIM, k_steps[1],
+                    tokens, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
+    _store_gradient(dk_ptr + at, dk, k_ptr, rstd_ptr + rstd_plane if NORMED else rstd_ptr, start,
+                    heads * DIM, k_steps[1], tokens, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
