@@ -192,9 +192,9 @@ def _kimi_delta_gates_kernel(
         q_rstd = tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS)
         k_rstd = tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)
         if member == 0:
-            at = rstd_ptr + key_head * chunks * CHUNK + start + row
-            tl.store(at, q_rstd)
-            tl.store(at + rstd_plane, k_rstd)
+            rstd_ptr += key_head * chunks * CHUNK + start
+            tl.store(rstd_ptr + row, q_rstd)
+            tl.store(rstd_ptr + rstd_plane + row, k_rstd)
         q *= q_rstd[:, None]
         k *= k_rstd[:, None]
     at = whole * CHUNK * DIM
@@ -235,7 +235,7 @@ def _kimi_delta_scores_kernel(
                 tokens, 1.0, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
     p = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
     b = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for level in tl.static_range(LEVELS):
+    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         decay = _decay(sums_ptr, plane * SIZE, level, kind == tl.float32, SIZE, CHUNK)
         x, y = round_to(q * decay, kind), round_to(k * decay, kind)
         p = tl.where(_meet(i, j, level), product(x, tl.trans(y)), p)
@@ -467,8 +467,10 @@ def _through_levels(
     own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)[:, None]
     dq += own * k
     dk += own * q
-    for level in tl.static_range(LEVELS):
+    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, CHUNK)
+        q = _scaled(q_ptr, rstd_ptr, start, step, tokens, scale, NORMED, DIM, SIZE, CHUNK)
+        k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, 1.0, NORMED, DIM, SIZE, CHUNK)
         x, y = round_to(q * decay, kind), round_to(k * decay, kind)
         pairs, pairs_across = _of_pairs(pairs_ptr, level, CHUNK)
         mixed, mixed_across = _of_pairs(mixed_ptr, level, CHUNK)
@@ -491,7 +493,7 @@ def _gathered(pairs, x, kind: tl.constexpr):
         return tl.dot(pairs.to(tl.float32), x, input_precision="ieee")
     else:
         near = round_to(x, tl.bfloat16)
-        ones = pairs.to(tl.bfloat16)
+        ones = round_to(pairs.to(tl.float32), tl.bfloat16)
         return _plus(product(ones, round_to(x - near.to(tl.float32), tl.bfloat16)), ones, near)
 
 
