@@ -7,7 +7,7 @@ forward and backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -36,6 +36,7 @@ from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels i
     _kimi_delta_forward_kernel,
     _kimi_delta_gates_kernel,
     _kimi_delta_gradients_kernel,
+    _kimi_delta_norms_kernel,
     _kimi_delta_pairs_kernel,
     _kimi_delta_reverse_kernel,
     _kimi_delta_scores_kernel,
@@ -48,15 +49,32 @@ __all__ = ["backward", "forward", "supports"]
 RULE = "kimi_delta_attention"
 
 
+@dataclass(frozen=True)
+class ChannelConfig(DeltaConfig):
+    """``channels`` of a key a program."""
+
+    channels: int
+
+
 def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """Several tiles of a chunk's keys are in registers, 32 numbers a thread each at most."""
     chunk = chunk_config(info, tokens, dim, value, item).block
     warps = max(2, min(8, chunk * _padded(dim) // (32 * info.warp_size)))
-    return DeltaConfig(32 if _is_tight(info, item) else 128, 1, warps)
+    return DeltaConfig(chunk, 1, warps)
+
+
+def gradients_config(
+    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
+) -> ChannelConfig:  # fmt: skip
+    """Sums for q, k and gates are in registers. Warps divide the rows: more would do them twice."""
+    chunk = chunk_config(info, tokens, dim, value, item).block
+    channels = min(64, _padded(dim))
+    warps = max(2, min(4, chunk * channels // (32 * info.warp_size)))
+    return ChannelConfig(32 if item == 4 else 128, 1, warps, channels)
 
 
 class Prepared(NamedTuple):
-    """Gates, rows of q and k with gates, norms, and A, P and B of every chunk."""
+    """Gates, rows of q and k with gates, norms, and P, C and A of every chunk."""
 
     sums: Tensor
     queries: Tensor
@@ -64,14 +82,9 @@ class Prepared(NamedTuple):
     kept: Tensor
     last: Tensor
     rstd: Tensor | None
-    inverse: Tensor
     scores: Tensor
-    inner: Tensor | None
-
-    @property
-    def passed(self) -> tuple[Tensor, ...]:
-        """What the passes over states read."""
-        return self.queries, self.keys, self.kept, self.last, self.inverse, self.scores
+    solve: Tensor
+    adjoint: Tensor | None
 
 
 def _levels(c: Call) -> int:
@@ -79,7 +92,7 @@ def _levels(c: Call) -> int:
 
 
 def _prepare(c: Call, backward: bool) -> Prepared:
-    """What needs no state; B for backward."""
+    """What needs no state; A for backward."""
     (batch, _, heads, dim), padded = c.k.shape, c.chunks * c.chunk
     size, wide = _padded(dim), {"dtype": torch.float32}
     sums = c.q.new_empty(2 if c.q.element_size() == 4 else 1, c.streams, padded, size, **wide)
@@ -105,7 +118,7 @@ def _prepare(c: Call, backward: bool) -> Prepared:
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
-        c.v, c.beta, *made.passed, None if initial is None else initial.contiguous(), *room,
+        c.v, c.beta, *made[1:5], made.scores, made.solve, None if initial is None else initial.contiguous(), *room,
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
@@ -159,9 +172,9 @@ def backward(
     dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
     if initial_state is not None:
         dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
-    _reverse(c, made, dy, dfinal_state, dv, dstates, dinitial)
-    dq, dk, dg, dbeta = _gradients(c, made, dy, (states, dstates, values, dv))
-    dg = dg.view(g.shape)
+    partial = _reverse(c, made, dy, dfinal_state, values, dv, dstates, dinitial)
+    dbeta = _pairs(c, made, dy, values, dv, partial)
+    dq, dk, dg = _gradients(c, made, dy, (states, dstates, values, dv))
     needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
     found = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
     dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in found)
@@ -169,38 +182,55 @@ def backward(
 
 
 def _reverse(
-    c: Call, made: Prepared, dy: Tensor, dfinal: Tensor | None, solved: Tensor, dstates: Tensor,
-    dinitial: Tensor,
-) -> None:  # fmt: skip
+    c: Call, made: Prepared, dy: Tensor, dfinal: Tensor | None, values: Tensor, dv: Tensor,
+    dstates: Tensor, dinitial: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write dv and gradients of states; return the parts of dbeta."""
     k = c.config("reverse", states_config)
-    args = (
-        dy, c.beta, *made.passed, None if dfinal is None else dfinal.contiguous(), solved,
-        dstates, _given(dinitial), _steps(dy), c.beta.stride(), *c.sizes(),
-    )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
-    count = c.streams * cdiv(c.v.shape[3], constants[5])
-    launch(_kimi_delta_reverse_kernel, count, args, constants, k.num_warps)
+    blocks = cdiv(c.v.shape[3], constants[5])
+    partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
+    args = (
+        dy, c.beta, *made[1:5], made.scores, made.adjoint, values,
+        None if dfinal is None else dfinal.contiguous(), dv, dstates, partial, _given(dinitial),
+        _steps(dy), c.beta.stride(), *c.sizes(),
+    )  # fmt: skip
+    launch(_kimi_delta_reverse_kernel, c.streams * blocks, args, constants, k.num_warps)
+    return partial
+
+
+def _pairs(
+    c: Call, made: Prepared, dy: Tensor, values: Tensor, dv: Tensor, partial: Tensor
+) -> Tensor:
+    """Write dP in the place of P and M in that of A; return dbeta."""
+    dbeta = c.beta.new_empty(c.beta.shape)
+    k = c.config("pairs", pairs_config)
+    args = (
+        dy, c.beta, c.first, values, dv, made.scores, made.adjoint, partial, dbeta, len(partial),
+        _steps(dy), c.beta.stride(), c.first_step, *c.sizes(),
+    )  # fmt: skip
+    count = c.streams * c.chunks
+    launch(_kimi_delta_pairs_kernel, count, args, c.columns(k), k.num_warps)
+    return dbeta
 
 
 def _gradients(
     c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """From the states, their gradients, N and Y, which becomes dv."""
-    _, _, values, solved = passed
-    grads = tuple(x.new_empty(x.shape) for x in (c.q, c.k, c.g, c.beta))
-    partial = made.sums.new_empty(c.streams, c.chunks * c.chunk)
-    count = c.streams * c.chunks
-    k = c.config("pairs", pairs_config)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dg, from the states, their gradients, N and dv."""
+    dq, dk, dg = (x.new_empty(x.shape) for x in (c.q, c.k, c.g))
+    rows = torch.empty_like(made.sums[0])
+    k = c.config("gradients", gradients_config)
     args: tuple[Any, ...] = (
-        dy, c.v, c.beta, c.first, values, solved, made.scores, made.inverse, made.inner, partial,
-        _steps(dy), _steps(c.v), c.beta.stride(), c.first_step, *c.sizes(),
+        dy, c.q, c.k, c.beta, c.first, *passed, *made[:6], made.scores, made.adjoint, rows, dg,
+        _steps(dy), _steps(c.k), c.beta.stride(), c.first_step, *c.sizes(),
     )  # fmt: skip
-    launch(_kimi_delta_pairs_kernel, count, args, c.columns(k), k.num_warps)
-    k = c.config("gradients", tiles_config)
-    args = (
-        dy, c.q, c.k, c.beta, c.first, *passed, *made[:6], made.scores, made.inverse, partial,
-        *grads, _steps(dy), _steps(c.k), c.beta.stride(), c.first_step, *c.sizes(),
-    )  # fmt: skip
-    constants = (*c.columns(k), _levels(c))
-    launch(_kimi_delta_gradients_kernel, count // c.group, args, constants, k.num_warps)
-    return grads
+    width = min(k.channels, rows.shape[2])
+    count = c.streams * c.chunks * (rows.shape[2] // width)
+    constants = (*c.columns(k), width, _levels(c))
+    launch(_kimi_delta_gradients_kernel, count, args, constants, k.num_warps)
+    args = (c.q, c.k, made.rstd, made.sums, rows, dq, dk, _steps(c.k), *c.sizes())
+    warps = c.config("tiles", tiles_config).num_warps
+    count = c.streams * c.chunks // c.group
+    launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)
+    return dq, dk, dg

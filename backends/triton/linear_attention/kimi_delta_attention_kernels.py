@@ -5,14 +5,13 @@ gates of every channel:
 
     G_i = the gates summed from the first token of the chunk on,  e = exp(G),  z = e_last
     r = exp(G_last - G),  P_ij = sum_c Q_ic K_jc exp(G_ic - G_jc) for i >= j of one document
-    B_ij = the same of K_ic for i > j,  A = (I + beta B)^-1
-    N = A beta (V - (e K) S),  y = (e Q) S + P N,  S' = z S + (r K)' N
+    B_ij = the same of K_ic for i > j,  A = (I + beta B)^-1,  C = (I + B beta)^-1 = I - B A beta
+    N = C (V - (e K) S),  y = (e Q) S + P beta N,  S' = z S + (r K)' beta N
 
 and with dS' the gradient of S':
 
-    Y = A' (P' dy + (r K) dS'),  dV = beta Y,  dS = z dS' + (e Q)' dy - (e K)' beta Y
-    dP = dy N',  M = -beta Y N' below the diagonal
-    dbeta = rows of Y (V - (e K) S) - rows of (Y N') B
+    Y = A' (P' dy + (r K) dS'),  dV = beta Y,  dS = z dS' + (e Q)' dy - (e K)' dV
+    dP = dy N' beta,  M = -dV N' beta below the diagonal,  dbeta = rows of Y N
 
 e is 0 outside of the document that S belongs to, r outside of the last token's, z where the chunk
 has a boundary.
@@ -53,10 +52,10 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _plus,
     _rstds,
     _seen,
+    _solve_product,
     _square,
     _store_tile,
     _tile,
-    _times_states,
     _unit_inverse,
 )
 
@@ -97,9 +96,9 @@ def _near_ends(first_ptr, start, tokens, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _total(sums_ptr, plane, row, EXACT: tl.constexpr, SIZE: tl.constexpr):
+def _total(sums_ptr, plane, row, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Sums of gates up to the given rows, and the rests that fp32 tensors have."""
-    at = sums_ptr + (row[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    at = sums_ptr + (row[:, None] * SIZE + tl.arange(0, WIDTH)[None, :])
     coarse = tl.load(at)
     if EXACT:
         return coarse, tl.load(at + plane)
@@ -107,21 +106,24 @@ def _total(sums_ptr, plane, row, EXACT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _apart(sums_ptr, plane, later, earlier, EXACT: tl.constexpr, SIZE: tl.constexpr):
+def _apart(
+    sums_ptr, plane, later, earlier, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Gates between rows: two vectors of rows, of which each has its counterpart."""
-    coarse, fine = _total(sums_ptr, plane, later, EXACT, SIZE)
-    other, rest = _total(sums_ptr, plane, earlier, EXACT, SIZE)
+    coarse, fine = _total(sums_ptr, plane, later, EXACT, SIZE, WIDTH)
+    other, rest = _total(sums_ptr, plane, earlier, EXACT, SIZE, WIDTH)
     return (coarse - other) + (fine - rest)
 
 
 @triton.jit
 def _decay(
-    sums_ptr, plane, level, EXACT: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr
+    sums_ptr, plane, level, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """D of a level: the decay between each row and the middle of its block."""
     row = tl.arange(0, CHUNK)
     middle = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    apart = _apart(sums_ptr, plane, row, middle, EXACT, SIZE)
+    apart = _apart(sums_ptr, plane, row, middle, EXACT, SIZE, WIDTH)
     return tl.exp2(tl.where((row > middle)[:, None], apart, -apart))
 
 
@@ -133,11 +135,11 @@ def _meet(i, j, level):
 
 @triton.jit
 def _scaled(
-    ptr, rstd_ptr, start, step, tokens, factor, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Rows of q or k in fp32, over their norm where NORMED, times a factor."""
-    x = _tile(ptr, start, step, tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
+    x = _tile(ptr, start, step, tokens, channel, CHUNK, DIM, WIDTH).to(tl.float32)
     return x * _rstds(rstd_ptr, start, factor, NORMED, CHUNK)[:, None]
 
 
@@ -173,7 +175,7 @@ def _kimi_delta_gates_kernel(
     at = sums_ptr + whole * CHUNK * SIZE + (row[:, None] * SIZE + col[None, :])
     if EXACT:
         tl.store(at, coarse)
-        tl.store(at + plane * SIZE, fine)
+        tl.store(at + tl.cast(plane, tl.int64) * SIZE, fine)
     else:
         tl.store(at, coarse + tl.floor(fine * STEPS + 0.5) * (1.0 / STEPS))
     end, rest = _last(coarse, CHUNK), _last(fine, CHUNK)
@@ -205,15 +207,15 @@ def _kimi_delta_gates_kernel(
 
 @triton.jit
 def _kimi_delta_scores_kernel(
-    q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, inverse_ptr, scores_ptr, inner_ptr,
+    q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, scores_ptr, solve_ptr, adjoint_ptr,
     k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
     GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """A and P of every chunk.
+    """P and C of every chunk.
 
     Program: a chunk of one value head; those of a key head are neighbors.
-    Reads q, k, beta and G. Writes A and P, and B where there is room for it, (CHUNK, CHUNK) each.
+    Reads q, k, beta and G. Writes P and C, and A where there is room for it, (CHUNK, CHUNK) each.
     """
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
@@ -230,13 +232,15 @@ def _kimi_delta_scores_kernel(
     if NORMED:
         rstd_ptr += key_head * chunks * CHUNK
     at = batch * k_steps[0] + head * k_steps[2]
-    q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, scale, NORMED, DIM, SIZE, CHUNK)
+    q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, 0, scale, NORMED, DIM, SIZE,
+                CHUNK)  # fmt: skip
     k = _scaled(k_ptr + at, rstd_ptr + rstd_plane if NORMED else rstd_ptr, start, k_steps[1],
-                tokens, 1.0, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
+                tokens, 0, 1.0, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
     p = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
     b = tl.zeros([CHUNK, CHUNK], tl.float32)
+    rest = tl.cast(plane, tl.int64) * SIZE
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-        decay = _decay(sums_ptr, plane * SIZE, level, kind == tl.float32, SIZE, CHUNK)
+        decay = _decay(sums_ptr, rest, level, kind == tl.float32, SIZE, SIZE, CHUNK)
         x, y = round_to(q * decay, kind), round_to(k * decay, kind)
         p = tl.where(_meet(i, j, level), product(x, tl.trans(y)), p)
         b = tl.where(_meet(i, j, level), product(y, tl.trans(y)), b)
@@ -244,12 +248,13 @@ def _kimi_delta_scores_kernel(
         seen, _ = _seen(first_ptr + batch * first_step, start, tokens, CHUNK)
         p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
-    if inner_ptr is not None:
-        tl.store(_square(inner_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(b, kind))
     beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                     beta_steps[1], tokens, CHUNK)  # fmt: skip
     a = _unit_inverse(b * beta[:, None], kind == tl.float32, CHUNK)
-    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+    if adjoint_ptr is not None:
+        tl.store(_square(adjoint_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+    c = tl.where(i == j, 1.0, 0.0) - _solve_product(b, a, kind == tl.float32) * beta[None, :]
+    tl.store(_square(solve_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(c, kind))
 
 
 # --- states ---
@@ -257,7 +262,7 @@ def _kimi_delta_scores_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_forward_kernel(
-    v_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, inverse_ptr, scores_ptr, initial_ptr,
+    v_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, solve_ptr, initial_ptr,
     y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps, tokens, chunks, heads, plane,
     rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -266,7 +271,7 @@ def _kimi_delta_forward_kernel(
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
-    Reads v, beta, e K, r K, z and A, and for y also e Q and P. Writes what it is given room for: y
+    Reads v, beta, e K, r K, z and C, and for y also e Q and P. Writes what it is given room for: y
     (batch, tokens, heads, VALUE) and the last state; or the state before every chunk, and N.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
@@ -279,7 +284,7 @@ def _kimi_delta_forward_kernel(
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     keys_ptr += stream * chunks * CHUNK * DIM
     kept_ptr += stream * chunks * CHUNK * DIM
-    inverse_ptr += stream * chunks * CHUNK * CHUNK
+    solve_ptr += stream * chunks * CHUNK * CHUNK
     z_ptr += stream * chunks * SIZE
     if y_ptr is not None:
         queries_ptr += stream * chunks * CHUNK * DIM
@@ -299,7 +304,7 @@ def _kimi_delta_forward_kernel(
         place = tl.cast(start, tl.int64)
         keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
-        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+        c = tl.load(_square(solve_ptr + place * CHUNK, CHUNK))
         beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
         kept = _tile(kept_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
@@ -307,11 +312,10 @@ def _kimi_delta_forward_kernel(
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
-        right = (v - product(keys, narrow)) * beta[:, None]
-        n = product(a, round_to(right, kind))
+        n = product(c, round_to(v - product(keys, narrow), kind))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-        n = round_to(n, kind)
+        n = round_to(n * beta[:, None], kind)
         if y_ptr is not None:
             queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
@@ -325,8 +329,8 @@ def _kimi_delta_forward_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_reverse_kernel(
-    dy_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, inverse_ptr, scores_ptr, dfinal_ptr,
-    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, beta_steps, tokens, chunks, heads, plane,
+    dy_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr, values_ptr,
+    dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps, beta_steps, tokens, chunks, heads, plane,
     rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -334,8 +338,9 @@ def _kimi_delta_reverse_kernel(
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of v of one value head, from the last chunk to the first.
-    Reads dy, beta, e Q, e K, r K, z, A and P. Writes the gradient of the state after every chunk; Y
-    (batch, tokens, heads, VALUE); and at the end the gradient of the first state.
+    Reads dy, beta, e Q, e K, r K, z, P, A and N. Writes the gradient of the state after every
+    chunk; dv; what these columns give to dbeta, in fp32; and at the end the gradient of the first
+    state.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -348,11 +353,13 @@ def _kimi_delta_reverse_kernel(
     queries_ptr += stream * chunks * CHUNK * DIM
     keys_ptr += stream * chunks * CHUNK * DIM
     kept_ptr += stream * chunks * CHUNK * DIM
-    inverse_ptr += stream * chunks * CHUNK * CHUNK
+    adjoint_ptr += stream * chunks * CHUNK * CHUNK
     scores_ptr += stream * chunks * CHUNK * CHUNK
     z_ptr += stream * chunks * SIZE
     dstates_ptr += stream * chunks * DIM * VALUE
-    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    values_ptr += stream * tokens * VALUE
+    dbeta_ptr += (pid % blocks) * plane + stream * chunks * CHUNK
+    dv_ptr += (batch * tokens * many + value_head) * VALUE
     kind = dy_ptr.dtype.element_ty
     padded = chunks * CHUNK
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
@@ -368,16 +375,19 @@ def _kimi_delta_reverse_kernel(
         kept = _tile(kept_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
-        a = tl.load(_square(inverse_ptr + place * CHUNK, CHUNK))
+        a = tl.load(_square(adjoint_ptr + place * CHUNK, CHUNK))
         beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
         queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         dn = _plus(product(kept, round_to(dstate, kind)), tl.trans(p), dy)
         y = product(tl.trans(a), round_to(dn, kind))
-        _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        tl.store(dbeta_ptr + start + tl.arange(0, CHUNK), tl.sum(y * n.to(tl.float32), 1))
+        dv = y * beta[:, None]
+        _store_tile(dv_ptr, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         dstate = _plus(dstate * z[:, None], tl.trans(queries), dy)
-        dstate = _plus(dstate, tl.trans(keys), round_to(y * -beta[:, None], kind))
+        dstate = _plus(dstate, tl.trans(keys), round_to(-dv, kind))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -391,16 +401,15 @@ def _kimi_delta_reverse_kernel(
 
 @triton.jit
 def _kimi_delta_pairs_kernel(
-    dy_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, scores_ptr, inverse_ptr, inner_ptr,
-    dbeta_ptr, dy_steps, v_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
-    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    dy_ptr, beta_ptr, first_ptr, values_ptr, dv_ptr, pairs_ptr, mixed_ptr, partial_ptr, dbeta_ptr,
+    parts, dy_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
+    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of pairs of tokens.
+    """Gradients of pairs of tokens, and of beta.
 
-    Program: a chunk of one value head. It sums dP and Y N' over blocks of value columns.
-    Reads dy, N, Y, v, beta and B. Writes dP in the place of P, M in that of A, and to
-    ``dbeta_ptr``, in fp32, what pairs and v give to dbeta.
+    Program: a chunk of one value head. It sums dy N' and dV N' over blocks of value columns.
+    Reads dy, N, dv, beta and the parts of dbeta. Writes dP, M and dbeta.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
@@ -410,35 +419,32 @@ def _kimi_delta_pairs_kernel(
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
-    v_ptr += batch * v_steps[0] + value_head * v_steps[2]
     values_ptr += stream * tokens * VALUE
-    solved_ptr += (batch * tokens * many + value_head) * VALUE
+    dv_ptr += (batch * tokens * many + value_head) * VALUE
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dlower = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dbeta = tl.zeros([CHUNK], tl.float32)
+    mixed = tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
-        v = _tile(v_ptr, start, v_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-        y = _tile(solved_ptr, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        dv = _tile(dv_ptr, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         dp = _plus(dp, dy, tl.trans(n))
-        dlower = _plus(dlower, y, tl.trans(n))
-        dbeta += tl.sum(y.to(tl.float32) * v.to(tl.float32), 1)
+        mixed = _plus(mixed, dv, tl.trans(n))
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-    whole = stream * chunks + chunk
-    kind = scores_ptr.dtype.element_ty
-    dp = tl.where(seen, dp, 0.0)
-    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
-    dlower = tl.where(seen & (row[:, None] > row[None, :]), -dlower, 0.0)
-    inner = tl.load(_square(inner_ptr + whole * CHUNK * CHUNK, CHUNK)).to(tl.float32)
-    dbeta += tl.sum(dlower * inner, 1)
-    tl.store(dbeta_ptr + whole * CHUNK + row, dbeta)
     beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                     beta_steps[1], tokens, CHUNK)  # fmt: skip
-    mixed = round_to(dlower * beta[:, None], kind)
-    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), mixed)
+    whole = (stream * chunks + chunk) * CHUNK
+    kind = pairs_ptr.dtype.element_ty
+    dp = tl.where(seen, dp * beta[None, :], 0.0)
+    tl.store(_square(pairs_ptr + whole * CHUNK, CHUNK), round_to(dp, kind))
+    mixed = tl.where(seen & (row[:, None] > row[None, :]), mixed * -beta[None, :], 0.0)
+    tl.store(_square(mixed_ptr + whole * CHUNK, CHUNK), round_to(mixed, kind))
+    dbeta = tl.zeros([CHUNK], tl.float32)
+    for part in range(parts):
+        dbeta += tl.load(partial_ptr + part * plane + whole + row)
+    at = dbeta_ptr + (batch * tokens + start + row) * many + value_head
+    tl.store(at, round_to(dbeta, dbeta_ptr.dtype.element_ty), mask=start + row < tokens)
 
 
 @triton.jit
@@ -453,8 +459,8 @@ def _of_pairs(ptr, level, CHUNK: tl.constexpr):
 @triton.jit
 def _through_levels(
     dq, dk, dsums, q_ptr, k_ptr, rstd_ptr, sums_ptr, pairs_ptr, mixed_ptr, start, step, tokens,
-    plane, rstd_plane, scale, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    channel, plane, rstd_plane, scale, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Add what pairs give to the gradients of Q, K and G: the diagonal, and level by level.
 
@@ -462,16 +468,17 @@ def _through_levels(
     """
     kind = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
-    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, scale, NORMED, DIM, SIZE, CHUNK)
-    k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, 1.0, NORMED, DIM, SIZE, CHUNK)
+    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
+    k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
     own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)[:, None]
     dq += own * k
     dk += own * q
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-        decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, CHUNK)
-        q = _scaled(q_ptr, rstd_ptr, start, step, tokens, scale, NORMED, DIM, SIZE, CHUNK)
-        k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, 1.0, NORMED, DIM, SIZE, CHUNK)
-        x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+        decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
+        k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
+        y = round_to(k * decay, kind)
+        q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
+        x = round_to(q * decay, kind)
         pairs, pairs_across = _of_pairs(pairs_ptr, level, CHUNK)
         mixed, mixed_across = _of_pairs(mixed_ptr, level, CHUNK)
         found = product(pairs, y)
@@ -498,43 +505,59 @@ def _gathered(pairs, x, kind: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_states(
-    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+def _products_of_states(
+    states, dstates, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of S dS' over the columns."""
-    kept = tl.zeros([SIZE], tl.float32)
+    """The sum of S dS' over the columns, of each of WIDTH channels."""
+    kept = tl.zeros([WIDTH], tl.float32)
     for column in tl.range(0, VALUE, BLOCK):
-        s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
-        ds = _tile(dstates, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK).to(tl.float32)
+        s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK).to(tl.float32)
+        ds = _tile(dstates, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK).to(tl.float32)
         kept += tl.sum(s * ds, 1)
     return kept
 
 
 @triton.jit
-def _scale_rows(
-    ptr, by, start, stride, tokens, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+def _times_states(
+    ptr, states, start, stride, tokens, channel, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows of a chunk in memory."""
-    for column in tl.range(0, VALUE, BLOCK):
-        x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK).to(tl.float32)
-        _store_tile(ptr, x * by[:, None], start, stride, tokens, column, CHUNK, VALUE, BLOCK)
+    """The product of a chunk's rows of VALUE columns with channels of a state: x S'."""
+    found = tl.zeros([CHUNK, WIDTH], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
+        x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
+        s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
+        found = _plus(found, x, tl.trans(s))
+    return found
 
 
 @triton.jit
-def _to_ends(
+def _to_start(
     sums_ptr, first_ptr, start, tokens, plane, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The decays e and r."""
-    row = tl.arange(0, CHUNK)
-    coarse, fine = _total(sums_ptr, plane, row, EXACT, SIZE)
+    """The decays e."""
+    coarse, fine = _total(sums_ptr, plane, tl.arange(0, CHUNK), EXACT, SIZE, WIDTH)
     e = tl.exp2(coarse + fine)
-    r = tl.exp2(_apart(sums_ptr, plane, row * 0 + CHUNK - 1, row, EXACT, SIZE))
     if first_ptr is not None:
-        begun, last = _near_ends(first_ptr, start, tokens, CHUNK)
-        e, r = tl.where(begun[:, None], e, 0.0), tl.where(last[:, None], r, 0.0)
-    return e, r
+        begun, _ = _near_ends(first_ptr, start, tokens, CHUNK)
+        e = tl.where(begun[:, None], e, 0.0)
+    return e
+
+
+@triton.jit
+def _to_end(
+    sums_ptr, first_ptr, start, tokens, plane, EXACT: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The decays r."""
+    row = tl.arange(0, CHUNK)
+    r = tl.exp2(_apart(sums_ptr, plane, row * 0 + CHUNK - 1, row, EXACT, SIZE, WIDTH))
+    if first_ptr is not None:
+        _, last = _near_ends(first_ptr, start, tokens, CHUNK)
+        r = tl.where(last[:, None], r, 0.0)
+    return r
 
 
 @triton.jit
@@ -552,92 +575,105 @@ def _gate_gradient(
 
 
 @triton.jit
-def _store_gradient(
-    ptr, dx, x_ptr, rstd_ptr, start, step, x_step, tokens, NORMED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+def _kimi_delta_gradients_kernel(
+    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr,
+    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr,
+    dg_ptr, dy_steps, k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of q or k from that of its rows, which are over their norm if NORMED."""
+    """Gradients of g, and of the rows of q and k of a value head, scaled and over their norm.
+
+    Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
+    Reads dy, q, k, S, dS', N, dv, G, e Q, e K, r K, z, dP and M. Writes dg; the gradient of Q in
+    the place of G, and that of K, both in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
+    chunk, stream = whole % chunks, whole // chunks
+    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    head = value_head // GROUP
+    start = (chunk * CHUNK).to(tl.int32)
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    EXACT: tl.constexpr = kind == tl.float32
+    at = batch * k_steps[0] + head * k_steps[2]
     if NORMED:
-        x = _tile(x_ptr, start, x_step, tokens, 0, CHUNK, DIM, SIZE)
-        dx = _norm_gradient(dx, x, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
-    _store_tile(ptr, dx, start, step, tokens, 0, CHUNK, DIM, SIZE)
+        rstd_ptr += (batch * heads + head) * chunks * CHUNK
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    states_ptr += whole * DIM * VALUE
+    dstates_ptr += whole * DIM * VALUE
+    sums_ptr += whole * CHUNK * SIZE + channel
+    queries_ptr += whole * CHUNK * DIM
+    keys_ptr += whole * CHUNK * DIM
+    kept_ptr += whole * CHUNK * DIM
+    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
+    dv_ptr += (batch * tokens * many + value_head) * VALUE
+    values_ptr += stream * tokens * VALUE
+    plane = tl.cast(plane, tl.int64) * SIZE
+    e = _to_start(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
+    dq = _times_states(dy_ptr, states_ptr, start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE,
+                       BLOCK, CHUNK, STAGES)  # fmt: skip
+    dsums = dq * _tile(queries_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dk = _times_states(dv_ptr, states_ptr, start, many * VALUE, tokens, channel, DIM, WIDTH, VALUE,
+                       BLOCK, CHUNK, STAGES)  # fmt: skip
+    dsums -= dk * _tile(keys_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dq, dk, dsums = _through_levels(
+        dq * e, -dk * e, dsums, q_ptr + at, k_ptr + at, rstd_ptr, sums_ptr,
+        pairs_ptr + whole * CHUNK * CHUNK, mixed_ptr + whole * CHUNK * CHUNK, start, k_steps[1],
+        tokens, channel, plane, rstd_plane, scale, NORMED, DIM, SIZE, WIDTH, CHUNK, LEVELS,
+    )  # fmt: skip
+    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    found = _times_states(values_ptr, dstates_ptr, start, VALUE, tokens, channel, DIM, WIDTH, VALUE,
+                          BLOCK, CHUNK, STAGES) * beta[:, None]  # fmt: skip
+    dk += found * _to_end(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
+    found *= _tile(kept_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dg = _gate_gradient(dsums, found, first_ptr, start, tokens, kind, CHUNK)
+    z = tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
+    z *= _products_of_states(states_ptr, dstates_ptr, channel, DIM, WIDTH, VALUE, BLOCK)
+    _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg + z[None, :], start,
+                many * DIM, tokens, channel, CHUNK, DIM, WIDTH)  # fmt: skip
+    dk_ptr += whole * CHUNK * SIZE + channel
+    _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    tl.debug_barrier()  # other threads have read what is written over
+    _store_tile(sums_ptr, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
 
 
 @triton.jit
-def _kimi_delta_gradients_kernel(
-    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr,
-    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, partial_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, dy_steps, k_steps, beta_steps, first_step, tokens, chunks,
-    heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, LEVELS: tl.constexpr,
+def _kimi_delta_norms_kernel(
+    q_ptr, k_ptr, rstd_ptr, from_q_ptr, from_k_ptr, dq_ptr, dk_ptr, k_steps, tokens, chunks, heads,
+    plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k, g, beta and v.
+    """Gradients of q and k.
 
-    Program: a chunk of one key head, with the value heads of its group one after another.
-    Reads dy, q, k, S, dS', N, Y, G, e Q, e K, r K, z, dP, M and what else goes to dbeta. Writes dg
-    and dbeta, dv in the place of Y, and at the end dq and dk, summed over the group in fp32.
+    Program: a chunk of one key head.
+    Reads q, k and the gradients of their rows, which it sums over the group. Writes dq and dk.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
-    _assume_heads(heads, GROUP * max(VALUE, DIM))
-    many = heads * GROUP
+    _assume_heads(heads, GROUP * DIM)
     start = (chunk * CHUNK).to(tl.int32)
-    row = tl.arange(0, CHUNK)
-    kind: tl.constexpr = q_ptr.dtype.element_ty
-    q_ptr += batch * k_steps[0] + head * k_steps[2]
-    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    at = batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += key_head * chunks * CHUNK
-    if first_ptr is not None:
-        first_ptr += batch * first_step
     dq = tl.zeros([CHUNK, SIZE], tl.float32)
     dk = tl.zeros([CHUNK, SIZE], tl.float32)
-    for member in tl.range(0, GROUP, disable_licm=True):
-        value_head = head * GROUP + member
-        stream = batch * many + value_head
-        whole = stream * chunks + chunk
-        states, at = states_ptr + whole * DIM * VALUE, whole * CHUNK * DIM
-        sums, pairs = sums_ptr + whole * CHUNK * SIZE, pairs_ptr + whole * CHUNK * CHUNK
-        room = solved_ptr + (batch * tokens * many + value_head) * VALUE
-        e, r = _to_ends(sums, first_ptr, start, tokens, plane * SIZE, kind == tl.float32, SIZE,
-                        CHUNK)  # fmt: skip
-        found = _times_states(
-            dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], states, start, dy_steps[1],
-            tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES,
-        )  # fmt: skip
-        dq += found * e
-        dsums = found * _tile(queries_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
-        found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK,
-                              CHUNK, STAGES)  # fmt: skip
-        beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                        beta_steps[1], tokens, CHUNK)  # fmt: skip
-        _scale_rows(room, beta, start, many * VALUE, tokens, VALUE, BLOCK, CHUNK)
-        dk -= found * e * beta[:, None]
-        found *= _tile(keys_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
-        dsums -= found * beta[:, None]
-        dbeta = tl.load(partial_ptr + whole * CHUNK + row) - tl.sum(found, 1)
-        dbeta_at = dbeta_ptr + (batch * tokens + start + row) * many + value_head
-        tl.store(dbeta_at, round_to(dbeta, dbeta_ptr.dtype.element_ty), mask=start + row < tokens)
-        dq, dk, dsums = _through_levels(
-            dq, dk, dsums, q_ptr, k_ptr, rstd_ptr, sums, pairs, mixed_ptr + whole * CHUNK * CHUNK,
-            start, k_steps[1], tokens, plane * SIZE, rstd_plane, scale, NORMED, DIM, SIZE, CHUNK,
-            LEVELS,
-        )  # fmt: skip
-        found = _times_states(
-            values_ptr + stream * tokens * VALUE, dstates_ptr + whole * DIM * VALUE, start, VALUE,
-            tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES,
-        )  # fmt: skip
-        dk += found * r
-        found *= _tile(kept_ptr + at, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
-        dg = _gate_gradient(dsums, found, first_ptr, start, tokens, kind, CHUNK)
-        z = tl.load(z_ptr + whole * SIZE + tl.arange(0, SIZE))
-        z *= _rows_of_states(states, dstates_ptr + whole * DIM * VALUE, DIM, SIZE, VALUE, BLOCK)
-        _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg + z[None, :], start,
-                    many * DIM, tokens, 0, CHUNK, DIM, SIZE)  # fmt: skip
+    for member in range(GROUP):
+        whole = ((key_head * GROUP + member) * chunks + chunk) * CHUNK * SIZE
+        dq += _tile(from_q_ptr + whole, 0, SIZE, CHUNK, 0, CHUNK, SIZE, SIZE)
+        dk += _tile(from_k_ptr + whole, 0, SIZE, CHUNK, 0, CHUNK, SIZE, SIZE)
+    dq *= scale
+    if NORMED:
+        q = _tile(q_ptr + at, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        k = _tile(k_ptr + at, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
+        dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
     at = (batch * tokens * heads + head) * DIM
-    _store_gradient(dq_ptr + at, dq * scale, q_ptr, rstd_ptr, start, heads * DIM, k_steps[1],
-                    tokens, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
-    _store_gradient(dk_ptr + at, dk, k_ptr, rstd_ptr + rstd_plane if NORMED else rstd_ptr, start,
-                    heads * DIM, k_steps[1], tokens, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
+    _store_tile(dq_ptr + at, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dk_ptr + at, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
