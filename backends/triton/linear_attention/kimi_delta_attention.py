@@ -229,7 +229,7 @@ def _gradients(
     count = c.streams * c.chunks * (rows.shape[2] // width)
     constants = (*c.columns(k), width, _levels(c))
     launch(_kimi_delta_gradients_kernel, count, args, constants, k.num_warps)
-    args = (c.q, c.k, made.rstd, made.sums, rows, dq, dk, _steps(c.k), *c.sizes())
+    args = (c.q, c.k, made.rstd, rows, made.sums, dq, dk, _steps(c.k), *c.sizes())
     warps = c.config("tiles", tiles_config).num_warps
     count = c.streams * c.chunks // c.group
     launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)

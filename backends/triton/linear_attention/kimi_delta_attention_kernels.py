@@ -448,12 +448,13 @@ def _kimi_delta_pairs_kernel(
 
 
 @triton.jit
-def _of_pairs(ptr, level, CHUNK: tl.constexpr):
-    """A square of the pairs of a level, 0 elsewhere, and the same the other way round."""
+def _of_level(ptr, level, ACROSS: tl.constexpr, CHUNK: tl.constexpr):
+    """A square of the pairs of a level, 0 elsewhere; ACROSS is the other way round."""
     row = tl.arange(0, CHUNK)
     i, j = row[:, None], row[None, :]
-    down, across = tl.load(ptr + (i * CHUNK + j)), tl.load(ptr + (j * CHUNK + i))
-    return tl.where(_meet(i, j, level), down, 0.0), tl.where(_meet(j, i, level), across, 0.0)
+    if ACROSS:
+        i, j = j, i
+    return tl.where(_meet(i, j, level), tl.load(ptr + (i * CHUNK + j)), 0.0)
 
 
 @triton.jit
@@ -479,15 +480,14 @@ def _through_levels(
         y = round_to(k * decay, kind)
         q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
         x = round_to(q * decay, kind)
-        pairs, pairs_across = _of_pairs(pairs_ptr, level, CHUNK)
-        mixed, mixed_across = _of_pairs(mixed_ptr, level, CHUNK)
-        found = product(pairs, y)
+        found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
         dq += found * decay
         dsums += found * x.to(tl.float32)
-        found = product(mixed, y)
+        found = product(_of_level(mixed_ptr, level, False, CHUNK), y)
         dk += found * decay
         dsums += found * y.to(tl.float32)
-        found = _plus(product(pairs_across, x), mixed_across, y)
+        found = product(_of_level(pairs_ptr, level, True, CHUNK), x)
+        found = _plus(found, _of_level(mixed_ptr, level, True, CHUNK), y)
         dk += found * decay
         dsums -= found * y.to(tl.float32)
     return dq, dk, dsums
@@ -561,23 +561,20 @@ def _to_end(
 
 
 @triton.jit
-def _gate_gradient(
-    dsums, dlast, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """dg: dG summed over later tokens of the document, and that of r K over earlier ones."""
+def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.constexpr):
+    """The gradient of gates from that of their sums: over later tokens of the document."""
     row = tl.arange(0, CHUNK)
-    i, j = row[:, None], row[None, :]
-    after = i <= j
+    later = row[:, None] <= row[None, :]
     if first_ptr is not None:
         begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
-        after = after & (begins[None, :] <= start + i)
-    return _gathered(after, dsums, kind) + _gathered(i > j, dlast, kind)
+        later = later & (begins[None, :] <= (start + row)[:, None])
+    return _gathered(later, dsums, kind)
 
 
 @triton.jit
 def _kimi_delta_gradients_kernel(
     dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr,
-    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr,
+    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dq_ptr,
     dg_ptr, dy_steps, k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
     scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -586,8 +583,8 @@ def _kimi_delta_gradients_kernel(
     """Gradients of g, and of the rows of q and k of a value head, scaled and over their norm.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
-    Reads dy, q, k, S, dS', N, dv, G, e Q, e K, r K, z, dP and M. Writes dg; the gradient of Q in
-    the place of G, and that of K, both in fp32.
+    Reads dy, q, k, S, dS', N, dv, G, e Q, e K, r K, z, dP and M. Writes dg; the gradient of Q, and
+    that of K in the place of G, both in fp32.
     """
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
@@ -614,6 +611,8 @@ def _kimi_delta_gradients_kernel(
     dv_ptr += (batch * tokens * many + value_head) * VALUE
     values_ptr += stream * tokens * VALUE
     plane = tl.cast(plane, tl.int64) * SIZE
+    through = _products_of_states(states_ptr, dstates_ptr, channel, DIM, WIDTH, VALUE, BLOCK)
+    through *= tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
     e = _to_start(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
     dq = _times_states(dy_ptr, states_ptr, start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE,
                        BLOCK, CHUNK, STAGES)  # fmt: skip
@@ -626,21 +625,21 @@ def _kimi_delta_gradients_kernel(
         pairs_ptr + whole * CHUNK * CHUNK, mixed_ptr + whole * CHUNK * CHUNK, start, k_steps[1],
         tokens, channel, plane, rstd_plane, scale, NORMED, DIM, SIZE, WIDTH, CHUNK, LEVELS,
     )  # fmt: skip
+    at = whole * CHUNK * SIZE + channel
+    _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    dg = _to_later(dsums, first_ptr, start, tokens, kind, CHUNK)
     beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                     beta_steps[1], tokens, CHUNK)  # fmt: skip
     found = _times_states(values_ptr, dstates_ptr, start, VALUE, tokens, channel, DIM, WIDTH, VALUE,
                           BLOCK, CHUNK, STAGES) * beta[:, None]  # fmt: skip
     dk += found * _to_end(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
-    found *= _tile(kept_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
-    dg = _gate_gradient(dsums, found, first_ptr, start, tokens, kind, CHUNK)
-    z = tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
-    z *= _products_of_states(states_ptr, dstates_ptr, channel, DIM, WIDTH, VALUE, BLOCK)
-    _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg + z[None, :], start,
-                many * DIM, tokens, channel, CHUNK, DIM, WIDTH)  # fmt: skip
-    dk_ptr += whole * CHUNK * SIZE + channel
-    _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
     tl.debug_barrier()  # other threads have read what is written over
-    _store_tile(sums_ptr, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    _store_tile(sums_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    found *= _tile(kept_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    row = tl.arange(0, CHUNK)
+    dg += _gathered(row[:, None] > row[None, :], found, kind) + through[None, :]
+    _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg, start, many * DIM, tokens,
+                channel, CHUNK, DIM, WIDTH)  # fmt: skip
 
 
 @triton.jit
