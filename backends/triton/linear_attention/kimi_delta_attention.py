@@ -35,9 +35,10 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
 from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels import (
     _kimi_delta_forward_kernel,
     _kimi_delta_gates_kernel,
-    _kimi_delta_gradients_kernel,
+    _kimi_delta_keys_kernel,
     _kimi_delta_norms_kernel,
     _kimi_delta_pairs_kernel,
+    _kimi_delta_queries_kernel,
     _kimi_delta_reverse_kernel,
     _kimi_delta_scores_kernel,
 )
@@ -70,7 +71,7 @@ def gradients_config(
     chunk = chunk_config(info, tokens, dim, value, item).block
     channels = min(64, _padded(dim))
     warps = max(2, min(4, chunk * channels // (32 * info.warp_size)))
-    return ChannelConfig(32 if item == 4 else 128, 1, warps, channels)
+    return ChannelConfig(32 if item == 4 else 64, 2, warps, channels)
 
 
 class Prepared(NamedTuple):
@@ -218,18 +219,30 @@ def _gradients(
     c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dg, from the states, their gradients, N and dv."""
+    states, dstates, values, dv = passed
     dq, dk, dg = (x.new_empty(x.shape) for x in (c.q, c.k, c.g))
-    rows = torch.empty_like(made.sums[0])
-    k = c.config("gradients", gradients_config)
+    rows = made.sums.new_empty(2, *made.sums.shape[1:])  # of Q; of G, then of K
+    size = rows.shape[3]
+    k = c.config("queries", gradients_config)
+    width = min(k.channels, size)
+    count = c.streams * c.chunks * (size // width)
     args: tuple[Any, ...] = (
-        dy, c.q, c.k, c.beta, c.first, *passed, *made[:6], made.scores, made.adjoint, rows, dg,
-        _steps(dy), _steps(c.k), c.beta.stride(), c.first_step, *c.sizes(),
+        dy, c.q, c.k, c.first, states, made.sums, made.queries, made.rstd, made.scores, *rows,
+        _steps(dy), _steps(c.k), c.first_step, *c.sizes(),
     )  # fmt: skip
-    width = min(k.channels, rows.shape[2])
-    count = c.streams * c.chunks * (rows.shape[2] // width)
     constants = (*c.columns(k), width, _levels(c))
-    launch(_kimi_delta_gradients_kernel, count, args, constants, k.num_warps)
-    args = (c.q, c.k, made.rstd, rows, made.sums, dq, dk, _steps(c.k), *c.sizes())
+    launch(_kimi_delta_queries_kernel, count, args, constants, k.num_warps)
+    k = c.config("keys", gradients_config)
+    width = min(k.channels, size)
+    count = c.streams * c.chunks * (size // width)
+    args = (
+        c.q, c.k, c.beta, c.first, states, dstates, values, dv, made.sums, made.keys, made.kept,
+        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, _steps(c.k), c.beta.stride(),
+        c.first_step, *c.sizes(),
+    )  # fmt: skip
+    constants = (*c.columns(k), width, _levels(c))
+    launch(_kimi_delta_keys_kernel, count, args, constants, k.num_warps)
+    args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), *c.sizes())
     warps = c.config("tiles", tiles_config).num_warps
     count = c.streams * c.chunks // c.group
     launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)

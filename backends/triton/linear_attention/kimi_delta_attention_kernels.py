@@ -128,9 +128,15 @@ def _decay(
 
 
 @triton.jit
-def _meet(i, j, level):
-    """Pairs of a level: row i in the lower half of a block, j in its upper half."""
-    return ((i ^ j) >> level == 1) & (i > j)
+def _meet(level, CHUNK: tl.constexpr):
+    """Pairs of a level: row i in the lower half of a block, j in its upper half.
+
+    Two numbers, of every row and of every column, agree: pairs of rows take no registers then that
+    a loop over levels would keep.
+    """
+    half = tl.arange(0, CHUNK) >> level
+    lower, upper = tl.where(half % 2 == 1, half, -1), tl.where(half % 2 == 0, half + 1, -2)
+    return lower, upper
 
 
 @triton.jit
@@ -242,8 +248,10 @@ def _kimi_delta_scores_kernel(
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         decay = _decay(sums_ptr, rest, level, kind == tl.float32, SIZE, SIZE, CHUNK)
         x, y = round_to(q * decay, kind), round_to(k * decay, kind)
-        p = tl.where(_meet(i, j, level), product(x, tl.trans(y)), p)
-        b = tl.where(_meet(i, j, level), product(y, tl.trans(y)), b)
+        lower, upper = _meet(level, CHUNK)
+        meet = lower[:, None] == upper[None, :]
+        p = tl.where(meet, product(x, tl.trans(y)), p)
+        b = tl.where(meet, product(y, tl.trans(y)), b)
     if first_ptr is not None:
         seen, _ = _seen(first_ptr + batch * first_step, start, tokens, CHUNK)
         p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
@@ -451,46 +459,38 @@ def _kimi_delta_pairs_kernel(
 def _of_level(ptr, level, ACROSS: tl.constexpr, CHUNK: tl.constexpr):
     """A square of the pairs of a level, 0 elsewhere; ACROSS is the other way round."""
     row = tl.arange(0, CHUNK)
-    i, j = row[:, None], row[None, :]
+    lower, upper = _meet(level, CHUNK)
     if ACROSS:
-        i, j = j, i
-    return tl.where(_meet(i, j, level), tl.load(ptr + (i * CHUNK + j)), 0.0)
+        pairs = tl.load(ptr + (row[None, :] * CHUNK + row[:, None]))
+        return tl.where(lower[None, :] == upper[:, None], pairs, 0.0)
+    pairs = tl.load(ptr + (row[:, None] * CHUNK + row[None, :]))
+    return tl.where(lower[:, None] == upper[None, :], pairs, 0.0)
 
 
 @triton.jit
-def _through_levels(
-    dq, dk, dsums, q_ptr, k_ptr, rstd_ptr, sums_ptr, pairs_ptr, mixed_ptr, start, step, tokens,
-    channel, plane, rstd_plane, scale, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+def _level_rows(
+    q_ptr, k_ptr, rstd_ptr, sums_ptr, start, step, tokens, channel, plane, rstd_plane, scale,
+    level, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add what pairs give to the gradients of Q, K and G: the diagonal, and level by level.
-
-    X and Y enter the gradient of G as they enter the GEMMs, so that a pair's two terms agree.
-    """
+    """X, Y and D of a level."""
     kind = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
-    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
+    decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
     k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
-    own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)[:, None]
-    dq += own * k
-    dk += own * q
-    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-        decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
-        k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
-        y = round_to(k * decay, kind)
-        q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
-        x = round_to(q * decay, kind)
-        found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
-        dq += found * decay
-        dsums += found * x.to(tl.float32)
-        found = product(_of_level(mixed_ptr, level, False, CHUNK), y)
-        dk += found * decay
-        dsums += found * y.to(tl.float32)
-        found = product(_of_level(pairs_ptr, level, True, CHUNK), x)
-        found = _plus(found, _of_level(mixed_ptr, level, True, CHUNK), y)
-        dk += found * decay
-        dsums -= found * y.to(tl.float32)
-    return dq, dk, dsums
+    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
+    return round_to(q * decay, kind), round_to(k * decay, kind), decay
+
+
+@triton.jit
+def _diagonal(
+    pairs_ptr, ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Rows of q or k times the diagonal of dP."""
+    own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)
+    x = _scaled(ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED, DIM, WIDTH, CHUNK)
+    return own[:, None] * x
 
 
 @triton.jit
@@ -505,31 +505,38 @@ def _gathered(pairs, x, kind: tl.constexpr):
 
 
 @triton.jit
-def _products_of_states(
-    states, dstates, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of S dS' over the columns, of each of WIDTH channels."""
-    kept = tl.zeros([WIDTH], tl.float32)
-    for column in tl.range(0, VALUE, BLOCK):
-        s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK).to(tl.float32)
-        ds = _tile(dstates, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK).to(tl.float32)
-        kept += tl.sum(s * ds, 1)
-    return kept
-
-
-@triton.jit
 def _times_states(
     ptr, states, start, stride, tokens, channel, DIM: tl.constexpr, WIDTH: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The product of a chunk's rows of VALUE columns with channels of a state: x S'."""
+    """Rows of VALUE columns of a chunk times channels of a state: x S'."""
     found = tl.zeros([CHUNK, WIDTH], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
         s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
         found = _plus(found, x, tl.trans(s))
     return found
+
+
+@triton.jit
+def _from_states(
+    dv_ptr, values_ptr, states_ptr, dstates_ptr, start, dv_step, tokens, channel,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of a chunk times channels of the states, dV S' and N dS'', and the sums of S dS'."""
+    from_v = tl.zeros([CHUNK, WIDTH], tl.float32)
+    from_n = tl.zeros([CHUNK, WIDTH], tl.float32)
+    kept = tl.zeros([WIDTH], tl.float32)
+    for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
+        dv = _tile(dv_ptr, start, dv_step, tokens, column, CHUNK, VALUE, BLOCK)
+        s = _tile(states_ptr, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
+        from_v = _plus(from_v, dv, tl.trans(s))
+        n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        ds = _tile(dstates_ptr, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
+        from_n = _plus(from_n, n, tl.trans(ds))
+        kept += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+    return from_v, from_n, kept
 
 
 @triton.jit
@@ -572,19 +579,73 @@ def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _kimi_delta_gradients_kernel(
-    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr,
-    sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dq_ptr,
-    dg_ptr, dy_steps, k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+def _kimi_delta_queries_kernel(
+    dy_ptr, q_ptr, k_ptr, first_ptr, states_ptr, sums_ptr, queries_ptr, rstd_ptr, pairs_ptr,
+    dq_ptr, dsums_ptr, dy_steps, k_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
     scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     WIDTH: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of g, and of the rows of q and k of a value head, scaled and over their norm.
+    """Gradients of Q, and what they give to dG.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
-    Reads dy, q, k, S, dS', N, dv, G, e Q, e K, r K, z, dP and M. Writes dg; the gradient of Q, and
-    that of K in the place of G, both in fp32.
+    Reads dy, q, k, S, G, e Q and dP. Writes both in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
+    chunk, stream = whole % chunks, whole // chunks
+    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    head = value_head // GROUP
+    start = (chunk * CHUNK).to(tl.int32)
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
+    if NORMED:
+        rstd_ptr += (batch * heads + head) * chunks * CHUNK
+    k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    sums_ptr += whole * CHUNK * SIZE + channel
+    pairs_ptr += whole * CHUNK * CHUNK
+    rest = tl.cast(plane, tl.int64) * SIZE
+    dq = _times_states(
+        dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], states_ptr + whole * DIM * VALUE,
+        start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, STAGES,
+    )  # fmt: skip
+    at = queries_ptr + whole * CHUNK * DIM
+    dsums = dq * _tile(at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dq *= _to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
+    dq += _diagonal(pairs_ptr, k_ptr, k_rstd_ptr, start, k_steps[1], tokens, channel, 1.0, NORMED,
+                    DIM, WIDTH, CHUNK)  # fmt: skip
+    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
+        x, y, decay = _level_rows(
+            q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
+            scale, level, NORMED, DIM, SIZE, WIDTH, CHUNK,
+        )  # fmt: skip
+        found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
+        dq += found * decay
+        dsums += found * x.to(tl.float32)
+    at = whole * CHUNK * SIZE + channel
+    _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    _store_tile(dsums_ptr + at, dsums, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+
+
+@triton.jit
+def _kimi_delta_keys_kernel(
+    q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr, sums_ptr,
+    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, k_steps, beta_steps,
+    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of K and g.
+
+    Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
+    Reads q, k, S, dS', N, dv, G, e K, r K, z, dP and M. Writes dg, and in the place of what Q gives
+    to dG the gradient of K in fp32.
     """
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
@@ -596,48 +657,50 @@ def _kimi_delta_gradients_kernel(
     start = (chunk * CHUNK).to(tl.int32)
     kind: tl.constexpr = q_ptr.dtype.element_ty
     EXACT: tl.constexpr = kind == tl.float32
-    at = batch * k_steps[0] + head * k_steps[2]
+    q_ptr += batch * k_steps[0] + head * k_steps[2]
+    k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
     if first_ptr is not None:
         first_ptr += batch * first_step
-    states_ptr += whole * DIM * VALUE
-    dstates_ptr += whole * DIM * VALUE
     sums_ptr += whole * CHUNK * SIZE + channel
-    queries_ptr += whole * CHUNK * DIM
-    keys_ptr += whole * CHUNK * DIM
-    kept_ptr += whole * CHUNK * DIM
-    dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
-    dv_ptr += (batch * tokens * many + value_head) * VALUE
-    values_ptr += stream * tokens * VALUE
-    plane = tl.cast(plane, tl.int64) * SIZE
-    through = _products_of_states(states_ptr, dstates_ptr, channel, DIM, WIDTH, VALUE, BLOCK)
-    through *= tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
-    e = _to_start(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
-    dq = _times_states(dy_ptr, states_ptr, start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE,
-                       BLOCK, CHUNK, STAGES)  # fmt: skip
-    dsums = dq * _tile(queries_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
-    dk = _times_states(dv_ptr, states_ptr, start, many * VALUE, tokens, channel, DIM, WIDTH, VALUE,
-                       BLOCK, CHUNK, STAGES)  # fmt: skip
-    dsums -= dk * _tile(keys_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
-    dq, dk, dsums = _through_levels(
-        dq * e, -dk * e, dsums, q_ptr + at, k_ptr + at, rstd_ptr, sums_ptr,
-        pairs_ptr + whole * CHUNK * CHUNK, mixed_ptr + whole * CHUNK * CHUNK, start, k_steps[1],
-        tokens, channel, plane, rstd_plane, scale, NORMED, DIM, SIZE, WIDTH, CHUNK, LEVELS,
+    pairs_ptr += whole * CHUNK * CHUNK
+    mixed_ptr += whole * CHUNK * CHUNK
+    dk_ptr += whole * CHUNK * SIZE + channel
+    rest = tl.cast(plane, tl.int64) * SIZE
+    dk, found, through = _from_states(
+        dv_ptr + (batch * tokens * many + value_head) * VALUE, values_ptr + stream * tokens * VALUE,
+        states_ptr + whole * DIM * VALUE, dstates_ptr + whole * DIM * VALUE, start, many * VALUE,
+        tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, STAGES,
     )  # fmt: skip
-    at = whole * CHUNK * SIZE + channel
-    _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    dg = _to_later(dsums, first_ptr, start, tokens, kind, CHUNK)
-    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                    beta_steps[1], tokens, CHUNK)  # fmt: skip
-    found = _times_states(values_ptr, dstates_ptr, start, VALUE, tokens, channel, DIM, WIDTH, VALUE,
-                          BLOCK, CHUNK, STAGES) * beta[:, None]  # fmt: skip
-    dk += found * _to_end(sums_ptr, first_ptr, start, tokens, plane, EXACT, SIZE, WIDTH, CHUNK)
+    found *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+                      beta_steps[1], tokens, CHUNK)[:, None]  # fmt: skip
+    through *= tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
+    at = whole * CHUNK * DIM
+    dsums = -found * _tile(kept_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    through -= tl.sum(dsums, 0)
+    dsums += tl.where((tl.arange(0, CHUNK) == CHUNK - 1)[:, None], through[None, :], 0.0)
+    dsums -= dk * _tile(keys_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dsums += _tile(dk_ptr, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    dk *= -_to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
+    dk += found * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
+    dk += _diagonal(pairs_ptr, q_ptr, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED,
+                    DIM, WIDTH, CHUNK)  # fmt: skip
+    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
+        x, y, decay = _level_rows(
+            q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
+            scale, level, NORMED, DIM, SIZE, WIDTH, CHUNK,
+        )  # fmt: skip
+        found = product(_of_level(mixed_ptr, level, False, CHUNK), y)
+        dk += found * decay
+        dsums += found * y.to(tl.float32)
+        found = product(_of_level(pairs_ptr, level, True, CHUNK), x)
+        found = _plus(found, _of_level(mixed_ptr, level, True, CHUNK), y)
+        dk += found * decay
+        dsums -= found * y.to(tl.float32)
     tl.debug_barrier()  # other threads have read what is written over
-    _store_tile(sums_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    found *= _tile(kept_ptr, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
-    row = tl.arange(0, CHUNK)
-    dg += _gathered(row[:, None] > row[None, :], found, kind) + through[None, :]
+    _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    dg = _to_later(dsums, first_ptr, start, tokens, kind, CHUNK)
     _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg, start, many * DIM, tokens,
                 channel, CHUNK, DIM, WIDTH)  # fmt: skip
 
