@@ -64,14 +64,29 @@ def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
     return DeltaConfig(chunk, 1, warps)
 
 
+def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
+    made = tiles_config(info, tokens, dim, value, item)
+    squares = min(8, made.block**2 // (16 * info.warp_size))
+    return replace(made, num_warps=max(made.num_warps, squares))
+
+
 def gradients_config(
     info: DeviceInfo, tokens: int, dim: int, value: int, item: int
 ) -> ChannelConfig:  # fmt: skip
-    """Sums for q, k and gates are in registers. Warps divide the rows: more would do them twice."""
+    """Five tiles of rows by channels are in registers, 16 numbers a thread each."""
     chunk = chunk_config(info, tokens, dim, value, item).block
     channels = min(64, _padded(dim))
-    warps = max(2, min(4, chunk * channels // (32 * info.warp_size)))
-    return ChannelConfig(32 if item == 4 else 64, 2, warps, channels)
+    warps = max(2, min(8, chunk * channels // (16 * info.warp_size)))
+    return ChannelConfig(32 if item == 4 else 64, FEWEST_STAGES, warps, channels)
+
+
+def passes_config(
+    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
+) -> DeltaConfig:  # fmt: skip
+    """As for the gated delta rule, with one more tile of keys on chip."""
+    made = states_config(info, tokens, dim, value, item)
+    return replace(made, stages=made.stages if dim <= 64 else FEWEST_STAGES)
 
 
 class Prepared(NamedTuple):
@@ -102,12 +117,13 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     rstd = c.q.new_empty(2, batch * heads, padded, **wide) if c.normed else None
     squares = [c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2 + backward)]
     made = Prepared(sums, *rows, last, rstd, *squares, *(() if backward else (None,)))
-    warps = c.config("tiles", tiles_config).num_warps
     count = c.streams * c.chunks
+    warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
         c.q, c.k, c.g, c.first, *made[:6], _steps(c.k), _steps(c.g), c.first_step, *c.sizes(),
     )  # fmt: skip
     launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
+    warps = c.config("scores", scores_config).num_warps
     args = (
         c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], _steps(c.k), c.beta.stride(),
         c.first_step, *c.sizes(),
@@ -117,7 +133,7 @@ def _prepare(c: Call, backward: bool) -> Prepared:
 
 
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
-    k = c.config("forward" if room.y is not None else "states", states_config)
+    k = c.config("forward" if room.y is not None else "states", passes_config)
     args = (
         c.v, c.beta, *made[1:5], made.scores, made.solve, None if initial is None else initial.contiguous(), *room,
         _steps(c.v), c.beta.stride(), *c.sizes(),
@@ -187,7 +203,7 @@ def _reverse(
     dstates: Tensor, dinitial: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write dv and gradients of states; return the parts of dbeta."""
-    k = c.config("reverse", states_config)
+    k = c.config("reverse", passes_config)
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     blocks = cdiv(c.v.shape[3], constants[5])
     partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
@@ -243,7 +259,7 @@ def _gradients(
     constants = (*c.columns(k), width, _levels(c))
     launch(_kimi_delta_keys_kernel, count, args, constants, k.num_warps)
     args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), *c.sizes())
-    warps = c.config("tiles", tiles_config).num_warps
+    warps = c.config("norms", tiles_config).num_warps
     count = c.streams * c.chunks // c.group
     launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)
     return dq, dk, dg

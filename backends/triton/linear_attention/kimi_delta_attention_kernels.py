@@ -80,12 +80,15 @@ def _sums(g, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _last_row(x, CHUNK: tl.constexpr):
+    """The last row of a tile."""
+    return tl.sum(tl.where((tl.arange(0, CHUNK) == CHUNK - 1)[:, None], x, 0.0), 0)
+
+
+@triton.jit
 def _last(x, CHUNK: tl.constexpr):
-    """The last row of a tile, or the last of a row of numbers."""
-    row = tl.arange(0, CHUNK)
-    if len(x.shape) == 1:
-        return tl.sum(tl.where(row == CHUNK - 1, x, 0), 0)
-    return tl.sum(tl.where((row == CHUNK - 1)[:, None], x, 0.0), 0)
+    """The last of a chunk's integers."""
+    return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, x, 0), 0)
 
 
 @triton.jit
@@ -184,7 +187,7 @@ def _kimi_delta_gates_kernel(
         tl.store(at + tl.cast(plane, tl.int64) * SIZE, fine)
     else:
         tl.store(at, coarse + tl.floor(fine * STEPS + 0.5) * (1.0 / STEPS))
-    end, rest = _last(coarse, CHUNK), _last(fine, CHUNK)
+    end, rest = _last_row(coarse, CHUNK), _last_row(fine, CHUNK)
     e, z = tl.exp2(coarse + fine), tl.exp2(end + rest)
     r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
     if first_ptr is not None:
@@ -695,7 +698,10 @@ def _kimi_delta_keys_kernel(
         dk += found * decay
         dsums += found * y.to(tl.float32)
         found = product(_of_level(pairs_ptr, level, True, CHUNK), x)
-        found = _plus(found, _of_level(mixed_ptr, level, True, CHUNK), y)
+        dk += found * decay
+        dsums -= found * y.to(tl.float32)
+        # not added to the sum before: Triton gives the first of two such GEMMs to fewer warps
+        found = product(_of_level(mixed_ptr, level, True, CHUNK), y)
         dk += found * decay
         dsums -= found * y.to(tl.float32)
     tl.debug_barrier()  # other threads have read what is written over
