@@ -34,7 +34,11 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
-from liger_multi.backends.triton.linear_attention import gated_delta_rule, ssd_scan
+from liger_multi.backends.triton.linear_attention import (
+    gated_delta_rule,
+    kimi_delta_attention,
+    ssd_scan,
+)
 from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
 from liger_multi.backends.triton.norms import (
     dyt,
@@ -114,18 +118,23 @@ def _gated_short_conv(
     GatedShortConv.backward(GatedShortConv.forward(x, *given), x, *given, True, True, True)
 
 
-def _delta_rule(dim: int, value: int, dtype: torch.dtype = BF16, everything: bool = False) -> None:
-    """Two value heads of a key head; with documents and states, and without norms."""
-    q = _meta(2, 8192, 4, dim, dtype=dtype)
-    v, g = _meta(2, 8192, 8, value, dtype=dtype), _meta(2, 8192, 8, dtype=FP32)
+def _delta_rule(
+    dim: int, value: int, dtype: torch.dtype = BF16, everything: bool = False, group: int = 2,
+    rule: Any = gated_delta_rule,
+) -> None:  # fmt: skip
+    """Value heads of a group for a key head; with documents and states, and without norms."""
+    q = _meta(2, 8192, 8 // group, dim, dtype=dtype)
+    gates = () if rule is gated_delta_rule else (dim,)
+    v, g = _meta(2, 8192, 8, value, dtype=dtype), _meta(2, 8192, 8, *gates, dtype=FP32)
+    beta = _meta(2, 8192, 8, dtype=dtype)
     state = _meta(2, 8, dim, value, dtype=FP32) if everything else None
     first = _meta(2, 8192, dtype=torch.int32) if everything else None
-    if gated_delta_rule.supports(q, v) is not None:
+    if rule.supports(q, v) is not None:
         return
-    given = (q, q, v, g, g.to(dtype), state, first, 0.1, not everything)
-    y, final = gated_delta_rule.forward(*given, everything)
+    given = (q, q, v, g, beta, state, first, 0.1, not everything)
+    y, final = rule.forward(*given, everything)
     last = final if everything else None
-    gated_delta_rule.backward(y, last, *given, *[True] * 6)
+    rule.backward(y, last, *given, *[True] * 6)
 
 
 def _ssd_scan(
@@ -579,6 +588,11 @@ LAYERS = (
     )),
     Launches("ssd_scan {} groups {}x{} everything", _ssd_scan, ((1, 64, 128),),
              {"everything": True}),
+    Launches("kimi_delta_attention {}x{} {}", _delta_rule, (
+        (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
+    ), {"rule": kimi_delta_attention, "group": 1}),
+    Launches("kimi_delta_attention {}x{} everything", _delta_rule, ((32, 32), (128, 128)),
+             {"rule": kimi_delta_attention, "everything": True}),
     Launches("swiglu_packed 8192x11008", _swiglu_packed),
     Launches("swiglu_clamped_packed 32768x2880 interleaved", _clamped_packed, ((True,),)),
     Launches("swiglu_clamped_packed 32768x2880 halves", _clamped_packed, ((False,),)),

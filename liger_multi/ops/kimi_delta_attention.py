@@ -94,7 +94,7 @@ SAMPLES = (
     Sample("kimi-linear", _case(2, 70, 2, 16, gates=FP32), L2),
     Sample("tiny", _case(1, 5, 1, 4)),
     Sample("tiny-group", _case(2, 4, 1, 3, group=2), {"scale": 0.7}),
-    Sample("tiny-states", _case(1, 6, 1, 3, value=2, group=2, state=True), L2 | FINAL),
+    Sample("tiny-states", _case(1, 6, 1, 5, value=2, group=2, state=True), L2 | FINAL),
     Sample("tiny-documents", _case(1, 8, 1, 3, ids=3, state=True), FINAL),
     Sample("one-token", _case(2, 1, 2, 8, state=True), FINAL),
     Sample("no-tokens", _case(2, 0, 2, 8, state=True), FINAL),

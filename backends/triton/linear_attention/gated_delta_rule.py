@@ -28,6 +28,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import gated_delta_rule as reference
 
+RULE = "gated_delta_rule"
 NARROWEST, FEWEST_STAGES = 16, 2
 """Columns of v, and stages of loads, of a pass over states; launch tables cannot choose less."""
 ALIGNED, SHORTEST = 16, 32
@@ -132,6 +133,7 @@ def _steps(x: Tensor) -> tuple[int, int, int]:
 class Call(NamedTuple):
     """The tensors of a call as kernels take them, and what its kernels share."""
 
+    rule: str
     q: Tensor
     k: Tensor
     v: Tensor
@@ -171,7 +173,7 @@ class Call(NamedTuple):
 
     def config(self, name: str, formula: Callable[..., DeltaConfig]) -> DeltaConfig:
         """Launch numbers of a kernel."""
-        return _config(name, formula, self.k, self.v)
+        return _config(f"{self.rule}.{name}", formula, self.k, self.v)
 
     def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
         """Constants of a kernel that takes blocks of columns."""
@@ -182,22 +184,23 @@ class Call(NamedTuple):
 
 def _config(name: str, formula: Callable[..., DeltaConfig], k: Tensor, v: Tensor) -> DeltaConfig:
     return launch_config(
-        f"gated_delta_rule.{name}", formula, k.device, tokens=k.shape[1], dim=k.shape[3],
-        value=v.shape[3], item=k.element_size(),
+        name, formula, k.device, tokens=k.shape[1], dim=k.shape[3], value=v.shape[3],
+        item=k.element_size(),
     )  # fmt: skip
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, scale: float,
-    normed: bool,
+def call(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None,
+    scale: float, normed: bool,
 ) -> Call:  # fmt: skip
-    chunk = _config("chunk", chunk_config, k, v).block
+    """A call of a delta rule; ``rule`` is what launch tables name its kernels by."""
+    chunk = _config(f"{rule}.chunk", chunk_config, k, v).block
     first = None if first is None else first.contiguous()
     chunks = cdiv(q.shape[1], chunk)
     q, k = _rows(q), _rows(k)
     if q.stride() != k.stride():
         q, k = (_rows(x.contiguous()) for x in (q, k))
-    return Call(q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks)
+    return Call(rule, q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks)
 
 
 class Prepared(NamedTuple):
@@ -256,7 +259,7 @@ def forward(
         return reference.forward(
             q, k, v, g, beta, initial_state, first, scale, qk_l2norm, output_final_state
         )
-    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
     y = v.new_empty(v.shape)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if output_final_state else (0,)
     final = v.new_empty(shape, dtype=torch.float32)
@@ -276,7 +279,7 @@ def backward(
             dy, dfinal_state, q, k, v, g, beta, initial_state, first, scale, qk_l2norm, needs_q,
             needs_k, needs_v, needs_g, needs_beta, needs_initial_state,
         )  # fmt: skip
-    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
     made = _prepare(c)
     states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))

@@ -1,0 +1,265 @@
+"""Kimi delta attention by Triton kernels, in chunks of tokens.
+
+Source: Kimi Team 2025 (arXiv:2510.26692); the kernels are in kimi_delta_attention_kernels.py.
+Backward makes the gates, A, P, the states and N again; nothing but the arguments is kept between
+forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import cdiv
+from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
+    FEWEST_STAGES,
+    Call,
+    DeltaConfig,
+    States,
+    _given,
+    _is_large,
+    _is_tight,
+    _padded,
+    _rows,
+    _steps,
+    call,
+    chunk_config,
+    pairs_config,
+    states_config,
+    supports,
+)
+from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels import (
+    _kimi_delta_forward_kernel,
+    _kimi_delta_gates_kernel,
+    _kimi_delta_keys_kernel,
+    _kimi_delta_norms_kernel,
+    _kimi_delta_pairs_kernel,
+    _kimi_delta_queries_kernel,
+    _kimi_delta_reverse_kernel,
+    _kimi_delta_scores_kernel,
+)
+from liger_multi.dispatch.launch import DeviceInfo
+from liger_multi.reference.linear_attention import kimi_delta_attention as reference
+
+__all__ = ["backward", "forward", "supports"]
+
+RULE = "kimi_delta_attention"
+
+
+@dataclass(frozen=True)
+class ChannelConfig(DeltaConfig):
+    """``channels`` of a key a program."""
+
+    channels: int
+
+
+def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """Several tiles of a chunk's keys are in registers, 32 numbers a thread each at most."""
+    chunk = chunk_config(info, tokens, dim, value, item).block
+    warps = max(2, min(8, chunk * _padded(dim) // (32 * info.warp_size)))
+    return DeltaConfig(chunk, 1, warps)
+
+
+def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
+    made = tiles_config(info, tokens, dim, value, item)
+    squares = min(8, made.block**2 // (16 * info.warp_size))
+    return replace(made, num_warps=max(made.num_warps, squares))
+
+
+def gradients_config(
+    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
+) -> ChannelConfig:  # fmt: skip
+    """Five tiles of rows by channels are in registers, 16 numbers a thread each."""
+    chunk = chunk_config(info, tokens, dim, value, item).block
+    channels = min(64, _padded(dim))
+    warps = max(2, min(8, chunk * channels // (16 * info.warp_size)))
+    return ChannelConfig(32 if item == 4 else 64, FEWEST_STAGES, warps, channels)
+
+
+def passes_config(
+    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
+) -> DeltaConfig:  # fmt: skip
+    """As for the gated delta rule, with one more tile of keys on chip."""
+    made = states_config(info, tokens, dim, value, item)
+    return replace(made, stages=made.stages if dim <= 64 else FEWEST_STAGES)
+
+
+class Prepared(NamedTuple):
+    """Gates, rows of q and k with gates, norms, and P, C and A of every chunk."""
+
+    sums: Tensor
+    queries: Tensor
+    keys: Tensor
+    kept: Tensor
+    last: Tensor
+    rstd: Tensor | None
+    scores: Tensor
+    solve: Tensor
+    adjoint: Tensor | None
+
+
+def _levels(c: Call) -> int:
+    return c.chunk.bit_length() - 1
+
+
+def _prepare(c: Call, backward: bool) -> Prepared:
+    """What needs no state; A for backward."""
+    (batch, _, heads, dim), padded = c.k.shape, c.chunks * c.chunk
+    size, wide = _padded(dim), {"dtype": torch.float32}
+    sums = c.q.new_empty(2 if c.q.element_size() == 4 else 1, c.streams, padded, size, **wide)
+    rows = [c.q.new_empty(c.streams, padded, dim) for _ in range(3)]
+    last = c.q.new_empty(c.streams, c.chunks, size, **wide)
+    rstd = c.q.new_empty(2, batch * heads, padded, **wide) if c.normed else None
+    squares = [c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2 + backward)]
+    made = Prepared(sums, *rows, last, rstd, *squares, *(() if backward else (None,)))
+    count = c.streams * c.chunks
+    warps = c.config("gates", tiles_config).num_warps
+    args: tuple[Any, ...] = (
+        c.q, c.k, c.g, c.first, *made[:6], _steps(c.k), _steps(c.g), c.first_step, *c.sizes(),
+    )  # fmt: skip
+    launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
+    warps = c.config("scores", scores_config).num_warps
+    args = (
+        c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], _steps(c.k), c.beta.stride(),
+        c.first_step, *c.sizes(),
+    )  # fmt: skip
+    launch(_kimi_delta_scores_kernel, count, args, (*c.keys(), c.chunk, _levels(c)), warps)
+    return made
+
+
+def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
+    k = c.config("forward" if room.y is not None else "states", passes_config)
+    args = (
+        c.v, c.beta, *made[1:5], made.scores, made.solve, None if initial is None else initial.contiguous(), *room,
+        _steps(c.v), c.beta.stride(), *c.sizes(),
+    )  # fmt: skip
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    count = c.streams * cdiv(c.v.shape[3], constants[5])
+    launch(_kimi_delta_forward_kernel, count, args, constants, k.num_warps)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, scale: float,
+    normed: bool,
+) -> Call:  # fmt: skip
+    return call(RULE, q, k, v, _rows(g), beta, first, scale, normed)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
+    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Two launches for all chunks, one that passes over them."""
+    if not v.numel():
+        return reference.forward(
+            q, k, v, g, beta, initial_state, first, scale, qk_l2norm, output_final_state
+        )
+    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    y = v.new_empty(v.shape)
+    shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if output_final_state else (0,)
+    final = v.new_empty(shape, dtype=torch.float32)
+    room = States(y, final if output_final_state else None)
+    _pass(c, _prepare(c, False), initial_state, room)
+    return y, final
+
+
+def backward(
+    dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
+    scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
+    needs_beta: bool, needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The states again, their gradients in reverse, and the rest for all chunks at once."""
+    if not v.numel():
+        return reference.backward(
+            dy, dfinal_state, q, k, v, g, beta, initial_state, first, scale, qk_l2norm, needs_q,
+            needs_k, needs_v, needs_g, needs_beta, needs_initial_state,
+        )  # fmt: skip
+    c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
+    dy = torch.zeros_like(v) if dy is None else _rows(dy)
+    made = _prepare(c, True)
+    states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))
+    values = v.new_empty(c.streams, *v.shape[1::2])
+    _pass(c, made, initial_state, States(states=states, values=values))
+    dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
+    if initial_state is not None:
+        dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
+    partial = _reverse(c, made, dy, dfinal_state, values, dv, dstates, dinitial)
+    dbeta = _pairs(c, made, dy, values, dv, partial)
+    dq, dk, dg = _gradients(c, made, dy, (states, dstates, values, dv))
+    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
+    found = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
+    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in found)
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+def _reverse(
+    c: Call, made: Prepared, dy: Tensor, dfinal: Tensor | None, values: Tensor, dv: Tensor,
+    dstates: Tensor, dinitial: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write dv and gradients of states; return the parts of dbeta."""
+    k = c.config("reverse", passes_config)
+    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    blocks = cdiv(c.v.shape[3], constants[5])
+    partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
+    args = (
+        dy, c.beta, *made[1:5], made.scores, made.adjoint, values,
+        None if dfinal is None else dfinal.contiguous(), dv, dstates, partial, _given(dinitial),
+        _steps(dy), c.beta.stride(), *c.sizes(),
+    )  # fmt: skip
+    launch(_kimi_delta_reverse_kernel, c.streams * blocks, args, constants, k.num_warps)
+    return partial
+
+
+def _pairs(
+    c: Call, made: Prepared, dy: Tensor, values: Tensor, dv: Tensor, partial: Tensor
+) -> Tensor:
+    """Write dP in the place of P and M in that of A; return dbeta."""
+    dbeta = c.beta.new_empty(c.beta.shape)
+    k = c.config("pairs", pairs_config)
+    args = (
+        dy, c.beta, c.first, values, dv, made.scores, made.adjoint, partial, dbeta, len(partial),
+        _steps(dy), c.beta.stride(), c.first_step, *c.sizes(),
+    )  # fmt: skip
+    count = c.streams * c.chunks
+    launch(_kimi_delta_pairs_kernel, count, args, c.columns(k), k.num_warps)
+    return dbeta
+
+
+def _gradients(
+    c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dg, from the states, their gradients, N and dv."""
+    states, dstates, values, dv = passed
+    dq, dk, dg = (x.new_empty(x.shape) for x in (c.q, c.k, c.g))
+    rows = made.sums.new_empty(2, *made.sums.shape[1:])  # of Q; of G, then of K
+    size = rows.shape[3]
+    k = c.config("queries", gradients_config)
+    width = min(k.channels, size)
+    count = c.streams * c.chunks * (size // width)
+    args: tuple[Any, ...] = (
+        dy, c.q, c.k, c.first, states, made.sums, made.queries, made.rstd, made.scores, *rows,
+        _steps(dy), _steps(c.k), c.first_step, *c.sizes(),
+    )  # fmt: skip
+    constants = (*c.columns(k), width, _levels(c))
+    launch(_kimi_delta_queries_kernel, count, args, constants, k.num_warps)
+    k = c.config("keys", gradients_config)
+    width = min(k.channels, size)
+    count = c.streams * c.chunks * (size // width)
+    args = (
+        c.q, c.k, c.beta, c.first, states, dstates, values, dv, made.sums, made.keys, made.kept,
+        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, _steps(c.k), c.beta.stride(),
+        c.first_step, *c.sizes(),
+    )  # fmt: skip
+    constants = (*c.columns(k), width, _levels(c))
+    launch(_kimi_delta_keys_kernel, count, args, constants, k.num_warps)
+    args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), *c.sizes())
+    warps = c.config("norms", tiles_config).num_warps
+    count = c.streams * c.chunks // c.group
+    launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)
+    return dq, dk, dg
