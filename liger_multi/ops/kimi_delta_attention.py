@@ -104,7 +104,7 @@ SAMPLES = (
     Sample("several-chunks", _case(1, 200, 1, 16, value=20, group=3), L2 | FINAL),
     Sample("documents", _case(2, 150, 1, 16, group=2, ids=2), L2),
     Sample("strong-decay", _case(1, 130, 1, 8, decay=40.0), L2),
-    Sample("no-decay", _case(1, 130, 1, 32, decay=0.0), L2),
+    Sample("no-decay", _case(1, 70, 1, 32, decay=0.0), L2),
     Sample("wide-keys", _case(1, 67, 1, 96, value=72), L2),
     Sample("fp32-states", _case(1, 20, 2, 8, gates=FP32, state=True), FINAL),
     Sample("swapped", _case(2, 40, 2, 8, layout="swapped"), L2),

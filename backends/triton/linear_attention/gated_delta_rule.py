@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class DeltaConfig:
     block: int
     stages: int
     num_warps: int
+
+
+Numbers = TypeVar("Numbers", bound=DeltaConfig)
 
 
 def states_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
@@ -171,7 +174,7 @@ class Call(NamedTuple):
         size = self.k.shape[3]
         return self.group, self.normed, size, _padded(size)
 
-    def config(self, name: str, formula: Callable[..., DeltaConfig]) -> DeltaConfig:
+    def config(self, name: str, formula: Callable[..., Numbers]) -> Numbers:
         """Launch numbers of a kernel."""
         return _config(f"{self.rule}.{name}", formula, self.k, self.v)
 
@@ -182,7 +185,7 @@ class Call(NamedTuple):
         return (*self.keys(), value, block, self.chunk, config.stages)
 
 
-def _config(name: str, formula: Callable[..., DeltaConfig], k: Tensor, v: Tensor) -> DeltaConfig:
+def _config(name: str, formula: Callable[..., Numbers], k: Tensor, v: Tensor) -> Numbers:
     return launch_config(
         name, formula, k.device, tokens=k.shape[1], dim=k.shape[3], value=v.shape[3],
         item=k.element_size(),

@@ -21,8 +21,6 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     DeltaConfig,
     States,
     _given,
-    _is_large,
-    _is_tight,
     _padded,
     _rows,
     _steps,
@@ -110,13 +108,15 @@ def _levels(c: Call) -> int:
 def _prepare(c: Call, backward: bool) -> Prepared:
     """What needs no state; A for backward."""
     (batch, _, heads, dim), padded = c.k.shape, c.chunks * c.chunk
-    size, wide = _padded(dim), {"dtype": torch.float32}
-    sums = c.q.new_empty(2 if c.q.element_size() == 4 else 1, c.streams, padded, size, **wide)
-    rows = [c.q.new_empty(c.streams, padded, dim) for _ in range(3)]
-    last = c.q.new_empty(c.streams, c.chunks, size, **wide)
-    rstd = c.q.new_empty(2, batch * heads, padded, **wide) if c.normed else None
-    squares = [c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2 + backward)]
-    made = Prepared(sums, *rows, last, rstd, *squares, *(() if backward else (None,)))
+    size, kind = _padded(dim), torch.float32
+    planes = 2 if c.q.element_size() == 4 else 1
+    sums = c.q.new_empty(planes, c.streams, padded, size, dtype=kind)
+    queries, keys, kept = (c.q.new_empty(c.streams, padded, dim) for _ in range(3))
+    last = c.q.new_empty(c.streams, c.chunks, size, dtype=kind)
+    rstd = c.q.new_empty(2, batch * heads, padded, dtype=kind) if c.normed else None
+    scores, solve = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
+    adjoint = torch.empty_like(scores) if backward else None
+    made = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint)
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
@@ -135,7 +135,8 @@ def _prepare(c: Call, backward: bool) -> Prepared:
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", passes_config)
     args = (
-        c.v, c.beta, *made[1:5], made.scores, made.solve, None if initial is None else initial.contiguous(), *room,
+        c.v, c.beta, *made[1:5], made.scores, made.solve,
+        None if initial is None else initial.contiguous(), *room,
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))

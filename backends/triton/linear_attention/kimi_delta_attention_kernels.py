@@ -341,10 +341,10 @@ def _kimi_delta_forward_kernel(
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_reverse_kernel(
     dy_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr, values_ptr,
-    dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps, beta_steps, tokens, chunks, heads, plane,
-    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps, beta_steps, tokens,
+    chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
