@@ -351,6 +351,7 @@ ADDRESSED = {
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
+    "_kimi_delta_keys_": (lambda case: True, "likewise"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", "_ssd_steps_")

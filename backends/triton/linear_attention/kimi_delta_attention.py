@@ -21,6 +21,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     DeltaConfig,
     States,
     _given,
+    _is_large,
     _padded,
     _rows,
     _steps,
@@ -40,7 +41,7 @@ from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels i
     _kimi_delta_reverse_kernel,
     _kimi_delta_scores_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo
+from liger_multi.dispatch.launch import DeviceInfo, device_info
 from liger_multi.reference.linear_attention import kimi_delta_attention as reference
 
 __all__ = ["backward", "forward", "supports"]
@@ -79,12 +80,12 @@ def gradients_config(
     return ChannelConfig(32 if item == 4 else 64, FEWEST_STAGES, warps, channels)
 
 
-def passes_config(
-    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
-) -> DeltaConfig:  # fmt: skip
-    """As for the gated delta rule, with one more tile of keys on chip."""
+def passes_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+    """As for the gated delta rule, with one more tile of keys, which 64 KiB on chip do not hold."""
     made = states_config(info, tokens, dim, value, item)
-    return replace(made, stages=made.stages if dim <= 64 else FEWEST_STAGES)
+    if dim <= 64:
+        return made
+    return replace(made, stages=1 if info.shared_bytes <= 65536 else FEWEST_STAGES)
 
 
 class Prepared(NamedTuple):
@@ -99,6 +100,12 @@ class Prepared(NamedTuple):
     scores: Tensor
     solve: Tensor
     adjoint: Tensor | None
+
+
+def _staged(c: Call, k: DeltaConfig) -> DeltaConfig:
+    """With the stages that a loop over GEMMs needs on Hopper."""
+    needed = FEWEST_STAGES if _is_large(device_info(c.k.device)) else 1
+    return replace(k, stages=max(needed, k.stages))
 
 
 def _levels(c: Call) -> int:
@@ -139,7 +146,7 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
         None if initial is None else initial.contiguous(), *room,
         _steps(c.v), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    constants = c.columns(_staged(c, k))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
     launch(_kimi_delta_forward_kernel, count, args, constants, k.num_warps)
 
@@ -205,7 +212,7 @@ def _reverse(
 ) -> Tensor:  # fmt: skip
     """Write dv and gradients of states; return the parts of dbeta."""
     k = c.config("reverse", passes_config)
-    constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
+    constants = c.columns(_staged(c, k))
     blocks = cdiv(c.v.shape[3], constants[5])
     partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
     args = (
