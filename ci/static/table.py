@@ -351,7 +351,14 @@ ADDRESSED = {
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
-    "_kimi_delta_keys_": (lambda case: True, "likewise"),
+}
+# kernels, by how their names begin, that may spill: bytes of a thread at most by target, and why
+SPILLED = {
+    "_ssd_pairs_": (
+        {"sm90": 208, "sm100": 16},
+        "4 warps, which spill, take half of the time of 8 on an H200; see launch/sm90.yaml",
+    ),
+    "_ssd_groups_": ({"sm90": 16}, "gradients of 64 tokens by 128 states stay in registers"),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", "_ssd_steps_")
@@ -379,7 +386,7 @@ def failures(row: Row) -> list[str]:
         wrong.append(f"{code.shared} bytes on chip, at most {info.shared_bytes}")
     # formulas do not know alignment, and accesses of 2 bytes take the registers of some launches:
     # the table shows what those spill
-    if code.spills and row.variant.aligned:
+    if code.spills > may_spill(case, row.arch) and row.variant.aligned:
         wrong.append(f"{code.spills} bytes of spilled registers")
     wanted = streamed(case, code)
     reads = not case.name.startswith(NOT_READ)
@@ -396,6 +403,12 @@ def failures(row: Row) -> list[str]:
     if row.variant.large and code.unbounded_loads and not addressed(case):
         wrong.append(f"{code.unbounded_loads} 16-byte loads lost their buffer operation")
     return wrong
+
+
+def may_spill(case: StaticCase, arch: str) -> int:
+    """Bytes of a thread that a launch may spill."""
+    found = (most.get(arch, 0) for name, (most, _) in SPILLED.items() if case.name.startswith(name))
+    return next(found, 0)
 
 
 def addressed(case: StaticCase) -> bool:

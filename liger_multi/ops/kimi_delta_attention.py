@@ -58,11 +58,13 @@ def kimi_delta_attention(
         token, ``(B, HV, K, V)``.
 
     Dtypes:
-        In: one floating dtype of q, k and v, any of the others. Inside: fp32 (fp64 for fp64).
-        Out: that of v, states fp32 (fp64 for fp64).
+        In: one floating dtype of q, k and v, any of the others. Inside: fp32 (fp64 for fp64);
+        kernels round factors of GEMMs to the dtype of v, and in 16 bits take a gate below -44 for
+        -44, a decay of 5e-20. Out: that of v, states fp32 (fp64 for fp64).
 
     Memory:
-        Kept for backward: the arguments. Backward computes the states again, some heads and
+        Kept for backward: the arguments. Backward takes 2 K V numbers per 64 tokens of a value
+        head in kernels, beside 4 K numbers a token of either; the reference takes some heads and
         spans of chunks at a time.
 
     Raises:

@@ -57,15 +57,17 @@ def ssd_scan(
         multiple of G; A and dt_bias ``(H,)``, D ``(H,)`` or ``(H, P)``; initial_state ``(B, H, P,
         N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y as x, and with
         ``output_final_state`` the states after the last token, ``(B, H, P, N)``. ``chunk`` is the
-        largest number of tokens that a backend takes at once; results agree to rounding.
+        largest number of tokens that a backend takes at once (kernels take 16 at least); results
+        agree to rounding.
 
     Dtypes:
-        In: any floating dtypes, ids int32 or int64. Inside: fp32 (fp64 for x in fp64). Out: that
-        of x, states fp32 (fp64 for fp64).
+        In: any floating dtypes, ids int32 or int64. Inside: fp32 (fp64 for x in fp64); kernels
+        round factors of GEMMs to the dtype of x. Out: that of x, states fp32 (fp64 for fp64).
 
     Memory:
-        Kept for backward: the arguments. Backward computes the states again, some heads and
-        spans of chunks at a time.
+        Kept for backward: the arguments. Per 64 tokens of a head, kernels take P N numbers of the
+        dtype of x forward and twice as many backward; the reference takes some heads and spans of
+        chunks at a time.
 
     Raises:
         TypeError: An argument has not the dtype that it must have.

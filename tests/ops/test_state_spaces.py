@@ -279,6 +279,28 @@ def test_equals_transformers(op, length):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+def test_bf16_is_as_exact_as_transformers():
+    """Of transformers' results, which are fp32, what bf16 holds."""
+    tensors = {n: t for n, t in heads(300).items() if n not in ("z", "initial_state")}
+    tensors = {n: t.bfloat16() for n, t in tensors.items()}
+    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    if not hasattr(modeling, "mamba2_chunk_scan"):
+        pytest.skip("this transformers has no function for it")
+    stock = inspect.unwrap(modeling.mamba2_chunk_scan)
+
+    def other(**given):
+        return stock(**{names.get(n, n): t for n, t in given.items()}, chunk_size=64).bfloat16()
+
+    names, soft = {"x": "hidden_states"}, {"dt_softplus": True}
+    wide = {n: t.double() for n, t in tensors.items()}
+    right = trained(FORMULAS["ssd_scan"], wide, **soft)
+    ours, theirs = (trained(f, tensors, **soft) for f in (ops.ssd_scan, other))
+    for name, a, b, wanted in zip(["y", *tensors], ours, theirs, right, strict=True):
+        if name not in PARAMETERS:  # of four numbers, errors are those of their last rounding
+            errors = [(x - wanted).norm() / wanted.norm() for x in (a, b)]
+            assert errors[0] < 1.05 * errors[1]
+
+
 @OPERATORS
 def test_the_same_bits_every_time(op):
     run, _, made, options = scan(op)

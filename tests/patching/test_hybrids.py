@@ -4,6 +4,8 @@ Parameters are drawn again: with those of a new model, a sample barely sees the 
 """
 
 import copy
+import functools
+import inspect
 import threading
 
 import pytest
@@ -252,6 +254,33 @@ def test_adapters(model_type):
     found = gradients(model)
     assert any("lora_A" in name and gradient is not None for name, gradient in found.items())
     assert_same_gradients(found, gradients(stock), rtol=1e-4)
+
+
+def test_packages_that_transformers_would_call_are_not(monkeypatch):
+    """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
+    modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
+    names = [n for n in mixers.SERVED if hasattr(modeling, n)]
+
+    def installed(name):
+        body = inspect.unwrap(getattr(modeling, name))
+
+        @functools.wraps(body)
+        def package(*args, **kwargs):
+            raise AssertionError(f"{name} was called")
+
+        return package
+
+    for name in names:
+        monkeypatch.setattr(modeling, name, installed(name))
+    stock, model = built("bamba")
+    samples, row, told = packed()
+    with pytest.raises(AssertionError, match="mamba2_split_conv1d_scan_combined was called"):
+        stock.train()(input_ids=row, use_cache=False)
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        together = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_is_no_sample():

@@ -124,6 +124,23 @@ def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _gates_of(g, seen, begins, start, SEVERAL: tl.constexpr, CHUNK: tl.constexpr):
+    """Both parts of G, e and r, from the gates of a chunk; SEVERAL documents may be in it."""
+    g = tl.where(g < GONE, GONE, g)
+    large = tl.floor(g * STEPS) * (1.0 / STEPS)
+    coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
+    fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
+    end = tl.arange(0, CHUNK) == CHUNK - 1
+    rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
+    rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
+    e, r = tl.exp2((coarse + fine) * LOG2E), tl.exp2(rest * LOG2E)
+    if SEVERAL:
+        e = tl.where(begins < tl.maximum(start, 1), e, 0.0)
+        r = tl.where(begins == tl.sum(tl.where(end, begins, 0), 0), r, 0.0)
+    return coarse, fine, e, r
+
+
+@triton.jit
 def _decays(coarse, fine, seen):
     """D, from both parts of the sums of gates."""
     apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
@@ -232,17 +249,7 @@ def _delta_rule_chunks_kernel(
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, begins = _seen(first_ptr, start, tokens, CHUNK)
-    g = tl.where(g < GONE, GONE, g)
-    large = tl.floor(g * STEPS) * (1.0 / STEPS)
-    coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
-    fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
-    end = row == CHUNK - 1
-    rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
-    rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
-    e, r = tl.exp2((coarse + fine) * LOG2E), tl.exp2(rest * LOG2E)
-    if first_ptr is not None:
-        e = tl.where(begins < tl.maximum(start, 1), e, 0.0)
-        r = tl.where(begins == tl.sum(tl.where(end, begins, 0), 0), r, 0.0)
+    coarse, fine, e, r = _gates_of(g, seen, begins, start, first_ptr is not None, CHUNK)
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
     tl.store(at, e)

@@ -73,16 +73,19 @@ def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int
 def gradients_config(
     info: DeviceInfo, tokens: int, dim: int, value: int, item: int
 ) -> ChannelConfig:  # fmt: skip
-    """Five tiles of rows by channels are in registers, 16 numbers a thread each."""
+    """Five tiles of rows by channels are in registers, of few numbers a thread."""
     chunk = chunk_config(info, tokens, dim, value, item).block
     channels = min(64, _padded(dim))
-    warps = max(2, min(8, chunk * channels // (16 * info.warp_size)))
+    most = 16 if _is_large(info) else 8
+    warps = max(2, min(8, chunk * channels // (most * info.warp_size)))
     return ChannelConfig(32 if item == 4 else 64, FEWEST_STAGES, warps, channels)
 
 
 def passes_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """As for the gated delta rule, with one more tile of keys, which 64 KiB on chip do not hold."""
     made = states_config(info, tokens, dim, value, item)
+    if dim <= 32 and not _is_large(info):
+        return replace(made, stages=1)  # a second one takes registers that are not there
     if dim <= 64:
         return made
     return replace(made, stages=1 if info.shared_bytes <= 65536 else FEWEST_STAGES)

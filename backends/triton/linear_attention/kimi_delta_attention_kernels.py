@@ -34,8 +34,9 @@ tokens.
 G is kept on a grid on which differences are exact in fp32, in units of log 2: strong gates take no
 digits from others. For fp32 tensors a second plane keeps the rests.
 
-One kernel prepares gates and e Q, e K, r K; one P and A; one passes over the chunks of a block of
-value columns with S in registers, one in reverse with dS. Two others run for all chunks at once.
+One kernel prepares gates and e Q, e K, r K; one P, C and A; one passes over the chunks of a block
+of value columns with S in registers, one in reverse with dS. Others run for all chunks at once: dP,
+M and dbeta; dQ; dK and dg; and dq and dk of all value heads of a group.
 As in gated_delta_rule_kernels.py, operands that are read the other way round come from memory.
 """
 
@@ -562,8 +563,12 @@ def _to_end(
     WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The decays r."""
-    row = tl.arange(0, CHUNK)
-    r = tl.exp2(_apart(sums_ptr, plane, row * 0 + CHUNK - 1, row, EXACT, SIZE, WIDTH))
+    coarse, fine = _total(sums_ptr, plane, tl.arange(0, CHUNK), EXACT, SIZE, WIDTH)
+    at = sums_ptr + (CHUNK - 1) * SIZE + tl.arange(0, WIDTH)
+    rest = tl.load(at)[None, :] - coarse
+    if EXACT:
+        rest += tl.load(at + plane)[None, :] - fine
+    r = tl.exp2(rest)
     if first_ptr is not None:
         _, last = _near_ends(first_ptr, start, tokens, CHUNK)
         r = tl.where(last[:, None], r, 0.0)

@@ -64,9 +64,7 @@ def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 def groups_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """The gradients of B and C are in registers."""
-    if info.warp_size == 64:
-        return DeltaConfig(32 if item == 4 else 64, 1, 4)
-    return DeltaConfig(64, 1, 8)
+    return DeltaConfig(32 if item == 4 else 64, 1, 4 if info.warp_size == 64 else 8)
 
 
 def chunk_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:

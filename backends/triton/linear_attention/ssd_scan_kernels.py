@@ -26,9 +26,9 @@ import triton.language as tl
 from liger_multi.backends.triton.attention.attention_kernels import product
 from liger_multi.backends.triton.common.rows import LOG2E, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
-    GONE,
-    STEPS,
     _assume_heads,
+    _decays,
+    _gates_of,
     _numbers,
     _plus,
     _seen,
@@ -82,17 +82,7 @@ def _ssd_gates_kernel(
     steps = _softplus(raw) if SOFTPLUS else raw
     steps = tl.where(start + row < tokens, tl.minimum(tl.maximum(steps, low), high), 0.0)
     g = steps * tl.load(a_ptr + head).to(tl.float32)
-    g = tl.where(g < GONE, GONE, g)
-    large = tl.floor(g * STEPS) * (1.0 / STEPS)
-    coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
-    fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
-    end = row == BLOCK - 1
-    rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
-    rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
-    e, r = tl.exp2((coarse + fine) * LOG2E), tl.exp2(rest * LOG2E)
-    if first_ptr is not None:
-        e = tl.where(begins < tl.maximum(start, 1), e, 0.0)
-        r = tl.where(begins == tl.sum(tl.where(end, begins, 0), 0), r, 0.0)
+    coarse, fine, e, r = _gates_of(g, seen, begins, start, first_ptr is not None, BLOCK)
     at = gates_ptr + pid * BLOCK + row
     tl.store(at, e)
     tl.store(at + plane, r)
@@ -284,9 +274,7 @@ def _ssd_outputs_kernel(
         e, steps = tl.load(at + row), tl.load(at + 4 * plane + row)
         coarse, fine = tl.load(at + 2 * plane + row), tl.load(at + 3 * plane + row)
         seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-        apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        decay = tl.exp2(tl.where(seen, apart * LOG2E, -float("inf")))
-        p = round_to(scores * decay, c.dtype)
+        p = round_to(scores * _decays(coarse, fine, seen), c.dtype)
         for column in tl.static_range(0, VALUE, BLOCK):
             x = _tile(x_ptr + batch * x_steps[0] + head * x_steps[2], start, x_steps[1], tokens,
                       column, CHUNK, VALUE, BLOCK).to(tl.float32)  # fmt: skip
