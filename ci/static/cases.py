@@ -584,7 +584,7 @@ LAYERS = (
              {"everything": True}),
     Launches("ssd_scan {} groups {}x{} {}", _ssd_scan, (
         (1, 64, 128, BF16), (1, 64, 256, BF16), (8, 64, 64, BF16), (16, 32, 128, BF16),
-        (4, 64, 64, FP32), (2, 64, 32, BF16),
+        (4, 64, 64, FP32), (2, 64, 32, BF16), (2, 128, 128, BF16),
     )),
     Launches("ssd_scan {} groups {}x{} everything", _ssd_scan, ((1, 64, 128),),
              {"everything": True}),

@@ -59,12 +59,16 @@ def outputs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: in
 
 def pairs_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """Two squares of a chunk are kept from head to head."""
-    return DeltaConfig(64, 2 if _is_large(info) else 1, 4 if info.warp_size == 64 else 8)
+    if info.warp_size == 64:
+        return DeltaConfig(64 if value <= 64 else 16, 1, 4)
+    large = _is_large(info)
+    return DeltaConfig(64 if large or value <= 64 else 32, 2 if large else 1, 8)
 
 
 def groups_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """The gradients of B and C are in registers."""
-    return DeltaConfig(32 if item == 4 else 64, 1, 4 if info.warp_size == 64 else 8)
+    narrow = item == 4 or value > 64
+    return DeltaConfig(32 if narrow else 64, 1, 4 if info.warp_size == 64 else 8)
 
 
 def chunk_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
