@@ -63,7 +63,12 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
         from liger_multi.patching.lazy_logits.deferred import Job
 
-        return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
+        try:
+            return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
+        except TypeError:
+            if hasattr(head, "stock_forward"):
+                raise
+            # another thread took the patch away in between, and no other layer takes jobs
     return _called(head, hidden, lambda h: loss(h, head.weight, head.bias))  # type: ignore[arg-type]
 
 

@@ -373,3 +373,24 @@ def test_wrong_arguments_of_channels(name):
     arguments, options, kind, text = WRONG_CHANNELS[name]
     with pytest.raises(kind, match=text):
         ops.selective_scan(*arguments, **options)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+def test_kernels_refuse_states_that_do_not_fit_on_chip(arch, monkeypatch):
+    """Falcon-H1-34B has heads of 128 and states of 256: its backward asked for too much."""
+    pytest.importorskip("triton")
+    from ci.static import TARGETS
+    from liger_multi.backends.triton.linear_attention import ssd_scan as kernels
+
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "device_info", lambda device: TARGETS[arch].info)
+
+    def refusal(value, size):
+        x, states = torch.empty(1, 8, 2, value), torch.empty(1, 8, 1, size)
+        return kernels.supports(*(t.bfloat16() for t in (x, states, states)))
+
+    assert refusal(128, 128) is None
+    assert "192 * 128 = 24,576" in refusal(192, 128)
+    if arch != "sm80":
+        assert refusal(64, 256) is None
+        assert "up to 16,384 (on-chip memory), got 128 * 256 = 32,768" in refusal(128, 256)

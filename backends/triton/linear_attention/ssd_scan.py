@@ -78,6 +78,10 @@ def chunk_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
     return DeltaConfig(64 if _is_large(info) or info.warp_size == 64 else 32, 1, 1)
 
 
+MOST = 128 * 128
+"""Elements of a head's state that fit on chip: backward of 16 bits holds several of them."""
+
+
 def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Why a call is refused, or None."""
     if not x.dtype == B.dtype == C.dtype:
@@ -96,6 +100,11 @@ def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
         if size > widest:
             kind = str(x.dtype).removeprefix("torch.")
             return f"takes {kind} states of up to {widest} on {info.arch} (registers), got {size}"
+        if value * size > MOST:
+            return (
+                f"takes heads of V elements and states of N with V * N of up to {MOST:,} "
+                f"(on-chip memory), got {value} * {size} = {value * size:,}"
+            )
     if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
         return "takes tokens of less than 8 MiB"  # what the results are stored by
     return None

@@ -236,17 +236,23 @@ class DeferredLogits:
         if isinstance(self.head, Patched) and (
             _gathered_again(self.head, weight) or self._held_by(self.head)
         ):
-            return self.head(hidden, job)
+            try:
+                return self.head(hidden, job)
+            except TypeError:
+                if isinstance(self.head, Patched):
+                    raise
+                # another thread took the patch away in between, and no other layer takes jobs
         return job.run(Recorded(self), hidden)
 
     def _held_by(self, head: Any) -> bool:
         """Whether the head has the weight, and the adapters that act, of the forward pass."""
-        if not hasattr(head, "thin") or head.weight is not self.weights[0]:
+        kind = type(head)  # once: another thread may give the class back
+        if not hasattr(kind, "thin") or head.weight is not self.weights[0]:
             return False
         if "forward" in head.__dict__ and not hasattr(head, "_hf_hook"):
             return False  # somebody's, around ours; accelerate's hooks bring weights
-        thin, recorded = head.thin(), self.weights[2:]
-        same = len(thin) == len(recorded) and head.scales() == self.scales
+        thin, recorded = kind.thin(head), self.weights[2:]
+        same = len(thin) == len(recorded) and kind.scales(head) == self.scales
         return same and all(a is b for a, b in zip(thin, recorded, strict=True))
 
     def product(
@@ -263,7 +269,7 @@ class DeferredLogits:
     def compute(self) -> Tensor:
         """The real logits, differentiable where the deferred logits is."""
         with self.mode():
-            job = Job(lambda head, hidden: head.stock_forward(hidden))
+            job = Job(_stock_forward)
             logits = self.finish(self.run(job, self.hidden))
         return logits if self.grad else logits.detach()
 
@@ -317,6 +323,11 @@ class DeferredLogits:
                 return None
             scale = scale * value if name == "mul" else scale / value
         return float(scale), cap
+
+
+def _stock_forward(head: Any, hidden: Tensor) -> Tensor:
+    own = getattr(head, "stock_forward", None) or head.forward
+    return own(hidden)  # type: ignore[no-any-return]
 
 
 def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, TypeAlias, cast
 
 from torch import nn
@@ -19,7 +20,7 @@ from liger_multi.patching.recognize.kinds import (
     NormKind,
 )
 from liger_multi.patching.recognize.signature import code_holds
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.replace.swap import Patched, original
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
 
@@ -52,12 +53,14 @@ class Replaced(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The replacement, with the original forward; that alone where somebody replaced it."""
-        if not isinstance(self, Replaced):
-            return type(self).forward(self, *args, **kwargs)
-        if not code_holds(type(self)):
-            return super().forward(*args, **kwargs)
-        found = cast(Replacement, type(self)._liger_multi_swap.settings)
-        return found.forward(self, super().forward, *args, **kwargs)
+        kind = type(self)
+        if not issubclass(kind, Replaced):
+            return kind.forward(self, *args, **kwargs)
+        stock = original(kind)
+        if not code_holds(kind):
+            return stock(self, *args, **kwargs)
+        found = cast(Replacement, kind._liger_multi_swap.settings)
+        return found.forward(self, MethodType(stock, self), *args, **kwargs)
 
 
 def register(item: Row | Probe, name: str | None = None) -> None:

@@ -39,6 +39,7 @@ from liger_multi.patching.replace.swap import (
     Swap,
     apply,
     buried,
+    original,
     restore,
     stock_of,
     swapped,
@@ -134,10 +135,11 @@ class FusedLora(Patched):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output and what every adapter adds; PEFT's forward where it must."""
-        if not isinstance(self, FusedLora):
-            return cast(Tensor, type(self).forward(self, x, *args, **kwargs))
-        if not code_holds(type(self)):
-            return cast(Tensor, super().forward(x, *args, **kwargs))
+        kind = type(self)
+        if not issubclass(kind, FusedLora):
+            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
+        if not code_holds(kind):
+            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
         group = None if torch.compiler.is_compiling() else together.get()
         if group is not None and not (args or kwargs):
             handed = group.output(self, x)
@@ -146,10 +148,10 @@ class FusedLora(Patched):
         other = args or kwargs or type(x) is not Tensor or globally_hooked()
         found = "called in another form" if other else adapters(self)
         if isinstance(found, str) or not all(fits(x, one) for one in found):
-            return cast(Tensor, super().forward(x, *args, **kwargs))
+            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
         from liger_multi.ops import lora_update
 
-        options = cast(Options, type(self)._liger_multi_swap.settings)
+        options = cast(Options, kind._liger_multi_swap.settings)
         made = cast(Any, self).base_layer(x)
         if autocast_dtype(x.device.type) is None and made.dtype != x.dtype:
             x = x.to(made.dtype)  # a quantized layer's own choice
@@ -202,14 +204,16 @@ class SharedInput(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward; compiled graphs and unknown forms of a call have layer by layer."""
-        if not isinstance(self, SharedInput):
-            return type(self).forward(self, *args, **kwargs)
+        kind = type(self)
+        if not issubclass(kind, SharedInput):
+            return kind.forward(self, *args, **kwargs)
+        inner = kind._liger_multi_inner.forward
         group = None if torch.compiler.is_compiling() else _group(self, args, kwargs)
         if group is None:
-            return super().forward(*args, **kwargs)
+            return inner(self, *args, **kwargs)
         token = together.set(group)
         try:
-            return super().forward(*args, **kwargs)
+            return inner(self, *args, **kwargs)
         finally:
             together.reset(token)
             group.made = group.x = None  # a traceback may hold this frame
@@ -238,7 +242,10 @@ def _made(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
     cast_to = autocast_dtype(x.device.type)
     if len(found) < 2 or (cast_to is None and len({a.a.dtype for _, a in found}) > 1):
         return {}
-    options = cast(Options, type(layers[0])._liger_multi_swap.settings)
+    swap = swapped(layers[0])
+    if swap is None:  # another thread has just taken the patch away
+        return {}
+    options = cast(Options, swap.settings)
     outputs = run_bound(options, ("lora_qkv",), _run, found, x)
     return {layer: y for (layer, _), y in zip(found, outputs, strict=False)}
 

@@ -72,7 +72,8 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
 
     @functools.wraps(copy)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, behavior) and _method_holds(type(self), name):
+        kind = type(self)
+        if issubclass(kind, behavior) and _method_holds(kind, name):
             return copy(self, *args, **kwargs)
         return getattr(stock, name)(self, *args, **kwargs)
 

@@ -31,7 +31,13 @@ from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.recognize.signature import is_plain_linear
 from liger_multi.patching.replace.adapters import adapters, fits, looks_like_lora
-from liger_multi.patching.replace.swap import Patched, buried, has_own_forward
+from liger_multi.patching.replace.swap import (
+    Patched,
+    buried,
+    has_own_forward,
+    original,
+    unpatched_class,
+)
 
 
 class LazyHead(Patched):
@@ -48,7 +54,7 @@ class LazyHead(Patched):
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with."""
-        return cast(Tensor, super().forward(hidden))
+        return cast(Tensor, unpatched_class(self).forward(self, hidden))
 
     def thin(self) -> tuple[Tensor, ...]:
         """Both factors of every low-rank adapter on the head."""
@@ -60,7 +66,7 @@ class LazyHead(Patched):
 
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
-        hidden = input  # the name that PyTorch's layer has for callers
+        kind, hidden = type(self), input  # the name that PyTorch's layer has for callers
         if self.weight.numel() == 0:
             raise RuntimeError(
                 "the weight of the output embedding has no elements, shape "
@@ -71,13 +77,15 @@ class LazyHead(Patched):
             )
         if job is not None:
             return job.run(self, hidden)
-        settings = cast(HeadSettings, type(self)._liger_multi_swap.settings)
+        if not issubclass(kind, LazyHead):
+            return kind.forward(self, hidden)
+        settings = cast(HeadSettings, kind._liger_multi_swap.settings)
         grad = torch.is_grad_enabled()
         dtype = output_dtype(hidden, self.weight)
         fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
         whole = not hasattr(self.weight, "device_mesh")  # else a part, which nobody gathered
         if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
-            return self.stock_forward(hidden)
+            return kind.stock_forward(self, hidden)
         weights = (self.weight, self.bias)
         # their rows lie in memory as those of the logits would (DeferredLogits.packed)
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
@@ -88,14 +96,14 @@ class LazyHead(Patched):
             )
         settled = not any(is_infrastructure(hook) for hook in hooks_of(self))
         guard = Guard(self, hidden, settled)
-        thin, scales = self.thin(), self.scales()
+        thin, scales = kind.thin(self), kind.scales(self)
         deferred = DeferredLogits(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
         if settings.fused is None or _conflicting_hook(self) or _detached(self):
-            return loss_logits(self.stock_forward(hidden), deferred)
+            return loss_logits(kind.stock_forward(self, hidden), deferred)
         if getattr(self, "_is_replica", False):
-            return ReplicaLogits(deferred) if grad else self.stock_forward(hidden)
+            return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
         return lazy_logits(deferred)
 
 
@@ -116,11 +124,14 @@ class LazyAdaptedHead(LazyHead):
         """Lazy logits, or what a job asks for; calls of another form run PEFT's forward."""
         job = args[1] if len(args) == 2 and isinstance(args[1], Job) else None
         if job is not None:
-            return super().forward(args[0], job)
+            return LazyHead.forward(self, args[0], job)
+        kind = type(self)
+        if not issubclass(kind, LazyAdaptedHead):
+            return kind.forward(self, *args, **kwargs)
         plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
         if not plain or adapted_head_refusal(self) or not _all_fit(self, args[0]):
-            return super(LazyHead, self).forward(*args, **kwargs)
-        return super().forward(args[0])
+            return original(kind)(self, *args, **kwargs)
+        return LazyHead.forward(self, args[0])
 
 
 def _all_fit(head: Any, hidden: Tensor) -> bool:
@@ -210,17 +221,20 @@ class ShardedHead(LazyHead):
         """Lazy logits, or what ``job`` asks for."""
         if job is not None:
             return job.run(self, hidden)
-        settings = cast(HeadSettings, type(self)._liger_multi_swap.settings)
+        kind = type(self)
+        if not issubclass(kind, ShardedHead):
+            return nn.Module.__call__(self, hidden)
+        settings = cast(HeadSettings, kind._liger_multi_swap.settings)
         grad = torch.is_grad_enabled()
         if (
             settings.fused is None
             or torch.compiler.is_compiling()
             or sharded_refusal(self) is not None
         ):
-            return self.stock_forward(hidden)
+            return kind.stock_forward(self, hidden)
         dtype = output_dtype(hidden, self.weight) if isinstance(hidden, Tensor) else None
         if dtype is None or hidden.ndim < 2 or not may_be_lazy(self, hidden, grad):
-            return self.stock_forward(hidden)
+            return kind.stock_forward(self, hidden)
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)

@@ -235,7 +235,7 @@ class _Model(Patched):
             cls.forward = _seen_first(vars(cls)["_liger_multi_swap"])
 
     @staticmethod
-    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that the forward is called with; ``given`` has all by name."""
         raise NotImplementedError
 
@@ -248,7 +248,7 @@ def _seen_first(swap: Swap) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, behavior):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            kwargs = behavior.seen(self, given, kwargs)
+            kwargs = behavior.seen(swap, given, kwargs)
         return swap.stock.forward(self, *args, **kwargs)
 
     return forward
@@ -258,7 +258,7 @@ class PackedModel(_Model):
     """A model that tells its mixers which sample a token belongs to, as ``seq_idx``."""
 
     @staticmethod
-    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add the ids, unless there is one token a row."""
         ids, rows = sample_ids(given), _rows(given)
         if ids is None or rows is None or rows.shape[1] == 1:
@@ -270,7 +270,7 @@ class SeparateModel(_Model):
     """A model, mixers of which could not keep samples apart: rows of several samples raise."""
 
     @staticmethod
-    def seen(self: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Look for several samples; this waits for the device, where ids are given at all.
 
         Raises:
@@ -283,9 +283,9 @@ class SeparateModel(_Model):
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == ids.shape[1]:
             begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-        lacking = ", ".join(type(self)._liger_multi_swap.settings.lacking)
+        lacking = ", ".join(cast(Any, swap.settings).lacking)
         message = (
-            f"{type(self).__name__} got rows of several samples, which it would mix: nothing keeps "
+            f"{swap.stock.__name__} got rows of several samples, which it would mix: nothing keeps "
             f"them apart in {lacking}. Pass one sample a row, with an attention mask."
         )
         if torch.compiler.is_compiling():

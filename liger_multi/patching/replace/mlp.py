@@ -23,7 +23,7 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.replace.swap import Patched, original
 
 # --- gated MLPs ---
 
@@ -73,13 +73,13 @@ class FusedMlp(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The MLP with few activations kept for backward; what was not probed runs the original."""
-        if not isinstance(self, FusedMlp):
-            return cast(Tensor, type(self).forward(self, *args, **kwargs))
         kind = type(self)
+        if not issubclass(kind, FusedMlp):
+            return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings = cast(MlpSettings, kind._liger_multi_swap.settings)
         known = len(args) == 1 and not kwargs and code_holds(kind)
         if not known or not serves(self, settings):
-            return cast(Tensor, super().forward(*args, **kwargs))
+            return cast(Tensor, original(kind)(self, *args, **kwargs))
         op = settings.kind.op
         ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
         return cast(Tensor, run_bound(settings.options, ops, apply_mlp, self, args[0], settings))
@@ -270,16 +270,17 @@ class FusedExperts(Patched):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts with nothing kept but gate and up; what was not probed runs the original."""
-        if not isinstance(self, FusedExperts):
-            return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
-        settings = cast(ExpertsSettings, type(self)._liger_multi_swap.settings)
+        kind = type(self)
+        if not issubclass(kind, FusedExperts):
+            return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
+        settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
         routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
         # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
         alike = len(routes) == 2 and routes[0].shape == routes[1].shape
         alike = alike and not routes[0].is_floating_point()
         known = alike and is_probed_call(self, settings.kind, hidden_states)
-        if not (known and code_holds(type(self))):
-            return cast(Tensor, super().forward(hidden_states, *args, **kwargs))
+        if not (known and code_holds(kind)):
+            return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
         return cast(Tensor, run_bound(settings.options, ("fused_moe",), apply_experts, *bound))
 

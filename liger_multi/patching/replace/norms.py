@@ -18,7 +18,7 @@ from liger_multi.patching.recognize.signature import (
     code_holds,
     holds,
 )
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.replace.swap import Patched, original
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class FusedNorm(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator with the instance's parameters; what was not probed runs the original."""
-        if not isinstance(self, FusedNorm):
-            return cast(Tensor, type(self).forward(self, *args, **kwargs))
         kind = type(self)
+        if not issubclass(kind, FusedNorm):
+            return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings = cast(NormSettings, kind._liger_multi_swap.settings)
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
         known = form and code_holds(kind)
         given = operands(self, args[0], gate, settings) if known else None
         if given is None:
-            return cast(Tensor, super().forward(*args, **kwargs))
+            return cast(Tensor, original(kind)(self, *args, **kwargs))
         bound = (self, args[0], gate, given, settings)
         return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
 

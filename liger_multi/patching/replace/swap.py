@@ -54,12 +54,16 @@ class Patched(nn.Module):
     """Base of the behaviors; the concrete classes are made by :func:`apply`.
 
     Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
-    forward) and call it when the module has its original class again. So every behavior's forward
-    begins with ``isinstance(self, Behavior)``, and is the one of the class where that is false.
+    forward) and call it when the module has its original class again, and another thread may give
+    that back while a forward runs. So every behavior's forward reads the class of the instance
+    once, as its first step, and has all that the class says from there: settings, and the original
+    forward (:func:`original`; ``super()`` looks at the instance again). Where that class is not one
+    of the behavior's, the forward is the one of the class.
     """
 
     _liger_multi_swap: ClassVar[Swap]
     _liger_multi_code: ClassVar[Code]
+    _liger_multi_inner: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the original class; the made class has no importable name."""
@@ -83,6 +87,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_code": _code(swap),
+            "_liger_multi_inner": bases[-1],
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
@@ -116,9 +121,13 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 def unpatched_class(module: nn.Module) -> type[nn.Module]:
     """The same, also where somebody swapped the class once more on top of ours."""
-    if isinstance(module, Patched):
-        return type(module)._liger_multi_swap.stock
-    return type(module)
+    kind = type(module)
+    return kind._liger_multi_swap.stock if issubclass(kind, Patched) else kind
+
+
+def original(kind: type[nn.Module]) -> Any:
+    """The forward that instances of a class of ours, or of one on top of it, were built with."""
+    return kind._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
 
 
 def buried(module: nn.Module) -> bool:
