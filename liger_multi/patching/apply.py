@@ -136,7 +136,9 @@ def patched(
     newest open block states the configuration, and when the last one has ended, the model is as it
     was before the first. What :func:`patch` and :func:`unpatch` did to a model within a block ends
     with it. A forward pass that runs while another thread begins or ends a block calls some modules
-    patched and others not, each with right results.
+    patched and others not, each with right results. What has been computed with activation
+    checkpointing is computed again as the model is then: PyTorch raises a CheckpointError where a
+    block began or ended between forward and backward.
 
     For a model type, the newest of the open blocks and of :func:`patch` states the configuration of
     models built in any thread, and a block ends its own request only: a :func:`patch` of the type
