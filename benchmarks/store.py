@@ -75,6 +75,9 @@ KINDS = {
     "plan-example": Kind(()),
     "convergence": Kind(("model", "dtype", "batch", "tokens", "steps"), "seeded"),
     "examples": Kind(("example",)),
+    "bitwise": Kind(
+        ("part", "name", "shape", "direction", "tiny"), "variant", ("default", "library")
+    ),
     # lines of a measurement that no page reads by its fields: figures of a page are looked up here
     "notes": Kind(("name",)),
 }
@@ -384,7 +387,8 @@ def value(key: str) -> str:
     ``KIND WHAT WHO UNIT``: of kind ``models`` WHAT is a run and WHO a variant, of ``ops`` and
     ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. Of ``float8``
     WHAT is a shape and WHO also a part, of ``lora`` WHAT is ``part/form``, of ``longest`` a model,
-    with ``/24GB`` within so much. ``ours/liger`` is a ratio; both numbers are of one run.
+    with ``/24GB`` within so much, of ``bitwise`` ``part/name/shape``. ``ours/liger`` is a ratio;
+    both numbers are of one run.
 
     Raises:
         ValueError: No result has it.
@@ -456,6 +460,14 @@ def _of_longest(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
     return found
 
 
+def _of_bitwise(data: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    return [
+        (row["variant"], row)
+        for row in data["rows"]
+        if "variant" in row and f"{row['part']}/{row['name']}/{row['shape']}" == what
+    ]
+
+
 def shape(row: Mapping[str, Any]) -> str:
     """The shape of a loss's row in one word."""
     return "x".join(str(n) for n in row["shape"].values())
@@ -469,6 +481,7 @@ _QUOTED_KINDS: dict[str, Callable[[Mapping[str, Any], str], list[tuple[str, Any]
     "float8": _of_float8,
     "lora": _of_lora,
     "longest": _of_longest,
+    "bitwise": _of_bitwise,
 }
 
 

@@ -261,7 +261,7 @@ def vendors_apart(tree: Tree) -> Iterator[Finding]:
                 "liger_multi",
                 "liger_multi.backends",
             ):
-                machinery = ("dispatch.backend", "dispatch.launch", "dispatch.registry")
+                machinery = [f"dispatch.{n}" for n in ("backend", "bitwise", "launch", "registry")]
                 parts = (*machinery, "errors", "reference")
                 if not _within(found.module, *[f"liger_multi.{p}" for p in parts]):
                     yield Finding(

@@ -9,4 +9,6 @@ if __name__ != "liger_multi.reference":
         "everything twice: import liger_multi.reference"
     )
 
-BACKEND = Backend("reference")
+_ORDER = "PyTorch chooses the order of a sum, and instructions, by sizes and the card"
+
+BACKEND = Backend("reference", not_bitwise={"rows": _ORDER, "chunk": _ORDER, "cards": _ORDER})

@@ -21,12 +21,17 @@ def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+# Multiprocessors of the full card: A100, H100 SXM and H200, B200. The programs that share a sum
+# over rows follow it, so that smaller cards of the architecture add in the same order.
+FULL_CARD = {"sm80": 108, "sm90": 132, "sm100": 148}
+
+
 def _device_info(device: torch.device) -> DeviceInfo:
     facts = torch.cuda.get_device_properties(device)
     shared = getattr(facts, "shared_memory_per_block_optin", 49152)
-    return DeviceInfo(
-        "cuda", f"sm{facts.major}{facts.minor}", 32, 1024, shared, facts.multi_processor_count
-    )
+    arch = f"sm{facts.major}{facts.minor}"
+    cores = FULL_CARD.get(arch, facts.multi_processor_count)
+    return DeviceInfo("cuda", arch, 32, 1024, shared, cores)
 
 
 def _describe() -> dict[str, str]:

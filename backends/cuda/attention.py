@@ -13,9 +13,22 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.attention import attention as kernels
+from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import unless_causal
+from liger_multi.reference.common.strict import strict, vendor
 
-__all__ = ["ROUTES", "backward", "forward", "route", "supports"]
+__all__ = ["BITWISE", "ROUTES", "backward", "forward", "route", "supports"]
+
+_CUDNN = "cuDNN does not promise that its backward adds in one order"
+_ORDERS = "PyTorch's fused kernels split the work by sizes and the card"
+BITWISE = bitwise(
+    promise("repeat recompute", because={"rows": _ORDERS, "cards": _ORDERS}),
+    "q k v ranges y lse",
+    backward=promise(
+        "recompute", deterministic="repeat",
+        because={"repeat": _CUDNN, "rows": _ORDERS, "cards": _ORDERS},
+    ),
+)  # fmt: skip
 
 # (major compute capability, widest head): kernels in order; the first that takes the call is used
 ROUTES: dict[tuple[int, int], tuple[str, ...]] = {
@@ -45,7 +58,7 @@ def route(
     major = torch.cuda.get_device_capability(q.device)[0]
     routes = ROUTES.get((major, 128 if q.shape[3] <= 128 else 256), ())
     for name in routes:
-        if name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
+        if name != "cudnn" or (torch.backends.cuda.cudnn_sdp_enabled() and not strict()):
             return name
     return "triton"
 
@@ -142,7 +155,8 @@ def _flash(
 ) -> Any:  # fmt: skip
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     none: Any = None
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
-        scale=scale,
-    )  # fmt: skip
+    with vendor():
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
+            scale=scale,
+        )  # fmt: skip

@@ -15,6 +15,11 @@ SIBLINGS = {
 }
 
 
+# Compute units of the full card: a die of MI250X, MI300X and MI325X, MI355X. The programs that
+# share a sum over rows follow it, so that smaller cards of the architecture add in the same order.
+FULL_CARD = {"gfx90a": 110, "gfx942": 304, "gfx950": 256}
+
+
 def _probe() -> str | None:
     if torch.version.hip is None:
         return "needs a ROCm build of PyTorch"
@@ -26,7 +31,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.partition(":")[0]  # gfx942:sramecc+:xnack-
     lds = getattr(facts, "shared_memory_per_block", 65536)
-    cores = facts.multi_processor_count
+    cores = FULL_CARD.get(arch, facts.multi_processor_count)
     return DeviceInfo("rocm", arch, facts.warp_size, 1024, lds, cores, SIBLINGS.get(arch, arch))
 
 

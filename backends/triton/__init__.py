@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -37,4 +38,12 @@ def _describe() -> dict[str, str]:
     )
 
 
-BACKEND = Backend("triton", probe=_probe, supports=_supports, describe=_describe)
+def _gemm_by_rows() -> Callable[..., None]:
+    """Imported when it is asked for: it needs Triton."""
+    found: Callable[..., None] = importlib.import_module(f"{__name__}.common.gemm").gemm_by_rows
+    return found
+
+
+BACKEND = Backend(
+    "triton", probe=_probe, supports=_supports, describe=_describe, gemm_by_rows=_gemm_by_rows
+)

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks import store
 from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
+from ci.docs import bitwise as docs_bitwise
 from ci.docs import status as docs_status
 from ci.npu import levels
 
@@ -338,6 +339,7 @@ TASKS = (
     ("Run on Ascend", "CANN and torch_npu first", "docs/ascend.md"),
     ("Override a backend in YAML", "`LIGER_MULTI_CONFIG=file.yaml`", "docs/configuration.md"),
     ("Find out why a backend was chosen", "`liger-multi explain rms_norm`", "docs/dispatch.md"),
+    ("Find the first operator that differs", "`liger-multi bisect FILE.py`", "docs/bisect.md"),
     ("Write a model with modules", "`liger_multi.nn`", "liger_multi/nn"),
     ("Call operators", "`liger_multi.ops`", "liger_multi/ops"),
     ("Check whether a model is supported", "list of models", "tests/sweep/results.json"),
@@ -376,6 +378,8 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "recompute.md": docs_benchmarks.recompute_page,
         ROOT / "examples" / "README.md": docs_benchmarks.examples_page,
     }
+    if (docs / "bitwise.md").exists():
+        made[docs / "bitwise.md"] = docs_bitwise.page
     return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
 
 
@@ -384,6 +388,7 @@ def whole() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators_page,
+        "bitwise-costs.md": docs_bitwise.site_page,
         "convergence.md": docs_benchmarks.curves_page,
         "coverage.md": docs_status.coverage_page,
         "loss-options.md": losses_whole,
@@ -431,6 +436,7 @@ MADE_OF = {
     "liger_multi/losses/sequence.py": "loss-options.md",
     "liger_multi/nn": "nn.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/bitwise.py": "bitwise-costs.md",
     "benchmarks/README.md#results-of-the-suite": "verification.md",
     "benchmarks/README.md#training-curves": "convergence.md",
     "tests/sweep/results.json": "coverage.md",

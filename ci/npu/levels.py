@@ -66,6 +66,7 @@ ROWS: dict[str, Row] = {
     "kl_div": KERNEL,
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,
+    "linear": PLAIN,
     "lora_mlp": PLAIN,
     "lora_qkv": PLAIN,
     "lora_update": PLAIN,

@@ -19,6 +19,7 @@ from liger_multi.backends.triton.activations import operators as activations
 from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
 from liger_multi.backends.triton.adapters.operators import split
 from liger_multi.backends.triton.attention import attention, multi_token_attention
+from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.backends.triton.cross_entropy import (
     cross_entropy,
     float8,
@@ -245,6 +246,16 @@ def _gated_mlp(activation: str, dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
     TritonActivation.product(gate, gate, activation)
     TritonActivation.gradients(gate, gate, gate, activation)
+
+
+def _gemm(
+    rows: int, cols: int, inner: int, dtype: torch.dtype = BF16, *, bias: bool = False,
+    gradient: bool = False,
+) -> None:  # fmt: skip
+    """A layer's forward, whose weight lies the other way round, or the gradient of its input."""
+    a, out = _meta(rows, inner, dtype=dtype), _meta(rows, cols, dtype=dtype)
+    b = _meta(inner, cols, dtype=dtype) if gradient else _meta(cols, inner, dtype=dtype).t()
+    gemm_by_rows(a, b, _meta(cols, dtype=dtype) if bias else None, out)
 
 
 def _fused_moe(
@@ -543,6 +554,16 @@ LAYERS = (
             Launches("relu_squared 8192x16384 {}", _relu_squared, ((dtype,),)),
         )
     ),
+    Launches("gemm_by_rows {}x{}x{} {}", _gemm, (
+        (8192, 4096, 4096, BF16), (8192, 4096, 4096, FP32),
+    )),
+    Launches("gemm_by_rows {}x{}x{} {} bias", _gemm, (
+        (8192, 896, 896, BF16), (8192, 896, 896, FP32),
+    ), {"bias": True}),
+    Launches("gemm_by_rows {}x{}x{} {} gradient", _gemm, (
+        (8192, 4096, 128256, BF16), (8192, 4096, 4096, FP32),
+    ), {"gradient": True}),
+    Launches("gemm_by_rows {}x{}x{}, nothing aligned", _gemm, ((4097, 1001, 333),)),
     Launches(
         "fused_moe {0}x{3} {4} of {2}",
         _fused_moe,

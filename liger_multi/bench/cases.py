@@ -83,6 +83,14 @@ def _linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(once, 2 * once, product, 3 * product)
 
 
+def _plain_linear(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    rows, (outer, width) = math.prod(shapes["x"][:-1]), shapes["weight"]
+    x, weight, y = rows * width * size, outer * width * size, rows * outer * size
+    product = 2.0 * rows * width * outer
+    # x and weight read, y written; then dy, x and weight read, two gradients written
+    return Work(x + weight + y, 3 * (x + weight) + 2 * y, product, 3 * product)
+
+
 def _gated_mlp(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
     inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
@@ -276,6 +284,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu": _elementwise(3, 8),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
+    "linear": _plain_linear,
     "lora_mlp": _lora_mlp,
     "lora_qkv": _lora_qkv,
     "lora_update": _lora_update,

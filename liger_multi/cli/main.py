@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import checking, doctor, plan
+from liger_multi.cli import bisect, checking, doctor, plan
 from liger_multi.demo import command as demo
 from liger_multi.demo import command as memory_demo
 from liger_multi.errors import LigerMultiError
@@ -25,7 +25,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``liger-multi`` with ``argv`` and return its exit code.
 
-    0 is fine, 1 is a finding (a failed demo, a wrong result, a problem named by the doctor), 2 is
+    0 is fine, 1 is a finding (a failed demo, a wrong result, bits that differ, a problem named by
+    the doctor), 2 is
     wrong input or output that could not be written, 141 is a reader of the output who left.
     """
     with _any_text("stdout"), _any_text("stderr"):
@@ -123,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help=text, description=text)
     bench.add_command(command)
     command.set_defaults(run=bench.run)
+
+    text = "the first operator that differs between two configurations, and by how many ulps"
+    command = commands.add_parser("bisect", help=text, description=text)
+    bisect.add_arguments(command)
+    command.set_defaults(run=bisect.run)
 
     text = "work with configuration files"
     command = commands.add_parser("config", help=text, description=text)

@@ -62,7 +62,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
     if given["capacity"] is not None:
         given["capacity"] = parse_bytes(given["capacity"], "--capacity")
-    with checking.simulated("estimate", arguments.model), _progress("estimate") as said:
+    with checking.simulated("estimate", arguments.model), progress("estimate") as said:
         said(f"reading {arguments.model}")
         with _without_collections():
             config = config_of(arguments.model)
@@ -130,7 +130,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
     code = 0
     try:
-        with checking.simulated("plan", arguments.model), _progress("plan") as said:
+        with checking.simulated("plan", arguments.model), progress("plan") as said:
             said(f"reading {arguments.model}")
             with _without_collections():
                 made = _plan(arguments, said)
@@ -192,7 +192,7 @@ EVERY = 2.0  # seconds between two lines in a log
 
 
 @contextlib.contextmanager
-def _progress(command: str) -> Iterator[Callable[[str], None]]:
+def progress(command: str) -> Iterator[Callable[[str], None]]:
     """What is done now, on error output: a line that moves on a terminal, a few lines in a log."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield _log(command)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ class DeviceInfo:
         warp_size: Threads that run in lock step (32 or 64).
         max_threads: Threads a program may have.
         shared_bytes: On-chip memory of one program, in bytes.
-        cores: Multiprocessors, compute units or vector cores.
+        cores: Multiprocessors, compute units or vector cores; those of the architecture's full card
+            where it has one, so that all cards of an architecture add in the same order.
         table: Architecture whose launch table applies, where there is none of its own.
     """
 
@@ -55,6 +57,10 @@ class Backend:
         supports: Why tensors of this device and dtype are refused, or None. Called once a plan.
         device_info: Limits of a device; None where launch numbers mean nothing.
         describe: Facts for ``liger-multi doctor``.
+        not_bitwise: Properties of bits that its operators do not have, with the reason
+            (:mod:`liger_multi.dispatch.bitwise`).
+        gemm_by_rows: Returns ``out = a @ b (+ bias)`` with independent rows, called as ``(a, b,
+            bias, out)``; None where there is none.
     """
 
     name: str
@@ -64,3 +70,5 @@ class Backend:
     supports: Callable[[torch.device, torch.dtype], str | None] = _everything
     device_info: Callable[[torch.device], DeviceInfo] | None = None
     describe: Callable[[], dict[str, str]] = _no_facts
+    not_bitwise: Mapping[str, str] = field(default_factory=dict)
+    gemm_by_rows: Callable[[], Callable[..., Any]] | None = None

@@ -9,6 +9,7 @@ The form of a configuration, in YAML or as a mapping::
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
     head_gemms: float8               # of heads with a loss, in FP8; float8_logits; exact
+    deterministic: true              # equal bits in every run; "rows": of a row in every batch
     ops:
       rms_norm: reference               # a name pins the operator: it runs or the call fails with
       the reason
@@ -46,7 +47,7 @@ from liger_multi.errors import ConfigurationError, shown, unknown
 # --- the form of a configuration ---
 
 AUTO = ("auto",)
-KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms")
+KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms", "deterministic")
 HEAD_GEMMS = ("exact", "float8", "float8_logits")
 SECTION_KEYS = ("default", "ops")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -72,13 +73,14 @@ class Layer:
     default: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chunk_bytes: int | None = None
     head_gemms: str | None = None
+    deterministic: str | None = None
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers that say the same; patterns count in their order."""
         ops = tuple((device, tuple(named.items())) for device, named in self.ops.items())
         default = tuple(self.default.items())
-        return self.source, ops, default, self.chunk_bytes, self.head_gemms
+        return self.source, ops, default, self.chunk_bytes, self.head_gemms, self.deterministic
 
     def choice(self, op: str, device: str) -> Choice | None:
         """What this layer says of ``op`` on ``device``; the device's section goes first."""
@@ -122,7 +124,21 @@ def parse(content: Any, source: str) -> Layer:
     products = given.get("head_gemms")
     if products is not None:
         products = _name(products, f"value of head_gemms in {source}", HEAD_GEMMS)
-    return Layer(source, ops, default, size, products)
+    strict = (
+        parse_deterministic(given["deterministic"], source) if "deterministic" in given else None
+    )
+    return Layer(source, ops, default, size, products, strict)
+
+
+def parse_deterministic(value: Any, source: str) -> str:
+    """The setting of the switch: ``""``, ``deterministic`` or ``rows``."""
+    if isinstance(value, bool):
+        return "deterministic" if value else ""
+    if isinstance(value, str) and value == "rows":
+        return "rows"
+    raise ConfigurationError(
+        f"deterministic in {source} must be true, false or 'rows', got {shown(value)}"
+    )
 
 
 def parse_bytes(value: Any, source: str) -> int:
@@ -261,15 +277,26 @@ class Configuration:
         """How heads with a loss multiply: ``exact``, ``float8`` or ``float8_logits``."""
         return next((x.head_gemms for x in self.layers if x.head_gemms), "exact")
 
-    def scoped(self, choices: Mapping[str, str | list[str]]) -> Configuration:
+    @functools.cached_property
+    def deterministic(self) -> str | None:
+        """The setting that a layer names; None where PyTorch's own switch is followed."""
+        return next((x.deterministic for x in self.layers if x.deterministic is not None), None)
+
+    def scoped(self, choices: Mapping[str, Any]) -> Configuration:
         """This configuration under one more layer; equal scopes share their plans."""
+        choices = dict(choices)
+        strict = choices.pop("deterministic", None)
         key = tuple(sorted((op, order(value)) for op, value in choices.items()))
+        if strict is not None:
+            key += (("deterministic", (parse_deterministic(strict, "use()"),)),)
         found = self._scopes.get(key)
         if found is None:
             ops = {k: v for k, v in choices.items() if k != "default"}
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
                 mapping["default"] = choices["default"]
+            if strict is not None:
+                mapping["deterministic"] = strict
             layer = parse(mapping, "use()")
             found = Configuration(self.base, (layer, *self.scopes), (*self.path, key))
             self._scopes[key] = found
@@ -281,11 +308,17 @@ class Configuration:
         if moved is None or moved[0] is not base:
             found = base
             for key in self.path:
-                found = found.scoped({op: list(names) for op, names in key})
+                found = found.scoped({op: _said(op, names) for op, names in key})
             self._moved = moved = (base, found)
         return moved[1]
 
 
+def _said(op: str, names: tuple[str, ...]) -> Any:
+    """The value of a scope's key, as it was given to :func:`use`."""
+    return _SWITCH[names[0]] if op == "deterministic" else list(names)
+
+
+_SWITCH = {"": False, "deterministic": True, "rows": "rows"}
 Scope = tuple["Configuration | None", bool]
 _scope: ContextVar[Scope] = ContextVar("liger_multi_scope", default=(None, False))
 _base: Configuration | None = None
@@ -380,7 +413,7 @@ def forget() -> None:
 
 
 @contextlib.contextmanager
-def use(**choices: str | list[str]) -> Iterator[None]:
+def use(*, deterministic: bool | str | None = None, **choices: str | list[str]) -> Iterator[None]:
     """Choose backends within a block, as ``with liger_multi.use(rms_norm="reference"):``.
 
     Keys are operator names (or ``default``), values a backend's name (which pins the operator) or a
@@ -388,10 +421,16 @@ def use(**choices: str | list[str]) -> Iterator[None]:
     the configuration of its forward pass, wherever it runs (after a compiled forward: the one in
     force where ``backward`` is called, which may lie outside of the block).
 
+    Args:
+        deterministic: True for operators that give the same bits in every run; ``"rows"`` for those
+            whose rows do not depend on each other either; False to ignore PyTorch's own switch.
+        choices: Backends by operator.
+
     Raises:
         ConfigurationError: Unknown operator or backend, or neither a name nor a list of names.
     """
-    token = _scope.set((current().scoped(choices), False))
+    asked = {**choices, "deterministic": deterministic}
+    token = _scope.set((current().scoped(asked), False))
     _hand_over()
     try:
         yield

@@ -13,6 +13,7 @@ import functools
 import importlib.resources
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 Config = TypeVar("Config")
 INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
 _simulated: list[DeviceInfo] = []
+any_rows: ContextVar[bool] = ContextVar("liger_multi_any_rows", default=False)
+"""Whether entries that hold for some numbers of rows are left out: they order a row's sums."""
 
 
 @contextlib.contextmanager
@@ -72,7 +75,7 @@ def launch_config(
     if _simulated:
         made: Config = _config(name, formula, _simulated[-1], shape)
         return made
-    key = (name, device, *shape.values())
+    key = (name, device, any_rows.get(), *shape.values())
     found: Config | None = _found.get(key)
     if found is None:
         if len(_found) > 16384:  # of as many different shapes, most do not come again
@@ -94,6 +97,8 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
     entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
     for entry in entries.get(name, ()):
+        if any_rows.get() and "rows" in entry["when"]:
+            continue
         if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
             found: dict[str, int] = entry["config"]
             return found
@@ -126,6 +131,20 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
         name: tuple(_entry(e, name, os.fspath(str(file)), limits) for e in entries)
         for name, entries in (content.get("entries") or {}).items()
     }
+
+
+@functools.cache
+def bounded_by_rows() -> frozenset[str]:
+    """Names of the kernels of which an entry of any table holds for some numbers of rows."""
+    from liger_multi.dispatch.registry import packages
+
+    found = set()
+    for backend, package in packages().items():
+        folder = importlib.resources.files(package) / "launch"
+        for file in folder.iterdir() if folder.is_dir() else ():
+            entries = table(backend, file.name.removesuffix(".yaml"))
+            found |= {n for n, each in entries.items() if any("rows" in e["when"] for e in each)}
+    return frozenset(found)
 
 
 def _entry(

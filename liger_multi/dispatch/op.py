@@ -33,6 +33,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from liger_multi.dispatch.autograd import anchor_of, make_function, wire
+from liger_multi.dispatch.bitwise import NO_PROMISE, Bitwise
 from liger_multi.dispatch.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
 from liger_multi.dispatch.registry import OPS
 from liger_multi.errors import ContractError, TransformError
@@ -171,6 +172,7 @@ class Op:
         rows: For DTensors: names of tensors that share their leading axes (sharding those is fine).
         replicated: For DTensors: names of tensors every rank needs whole; their gradients are
             partial sums.
+        bitwise: What it promises about bits, and which of its tensors have rows.
     """
 
     def __init__(
@@ -182,9 +184,10 @@ class Op:
         inplace: str | None = None,
         rows: Sequence[str] = (),
         replicated: Sequence[str] = (),
+        bitwise: Bitwise = NO_PROMISE,
     ) -> None:
         self.name, self.family, self.compile, self.inplace = name, family, compile, inplace
-        self.rows, self.replicated = tuple(rows), tuple(replicated)
+        self.rows, self.replicated, self.bitwise = tuple(rows), tuple(replicated), bitwise
         OPS[name] = self
 
     def forward(

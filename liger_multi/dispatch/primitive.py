@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+from liger_multi.dispatch import bitwise, launch
 from liger_multi.dispatch.config import AUTO, Choice, Configuration, current
 from liger_multi.dispatch.double_backward import only_whole
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
@@ -78,7 +79,9 @@ def _per_call(found: Any, prim: Primitive) -> Callable[..., str | None] | None:
     return lambda args: supports(**{n: args[i] for n, i in index.items()}, **direction)
 
 
-def candidate(name: str, prim: Primitive, device: torch.device, dtype: torch.dtype) -> Candidate:
+def candidate(
+    name: str, prim: Primitive, device: torch.device, dtype: torch.dtype, mode: str = ""
+) -> Candidate:
     """Weigh one backend for one direction on tensors of a device and dtype."""
     record = backends()[name]
     refusal = unavailable(name) or record.supports(device, dtype)
@@ -91,14 +94,43 @@ def candidate(name: str, prim: Primitive, device: torch.device, dtype: torch.dty
     static = getattr(found, "supports_static", None)
     if refusal is None and static is not None:
         refusal = static(device, dtype)
+    if refusal is None and mode:
+        refusal = bitwise.refusal(name, prim, mode)
     if refusal is not None:
         return Candidate(name, None, refusal)
+    if mode:
+        call = _strictly(name, prim, call, mode)
     return Candidate(name, call, None, _per_call(found, prim))
 
 
+def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[..., Any]:
+    """The function under a setting of the switch; the reference goes row by row under "rows"."""
+    strict = importlib.import_module("liger_multi.reference.common.strict")
+    record = backends()[name]
+    gemm = record.gemm_by_rows() if mode == "rows" and record.gemm_by_rows else None
+    by_rows = mode == "rows" and bitwise.goes_row_by_row(name, prim)
+
+    def run(*args: Any) -> Any:
+        token = launch.any_rows.set(mode == "rows")
+        try:
+            with strict.within(mode, gemm):
+                return bitwise.row_by_row(prim, call, args) if by_rows else call(*args)
+        finally:
+            launch.any_rows.reset(token)
+
+    return run
+
+
+def mode_of(config: Configuration) -> str:
+    """The setting of the switch in force."""
+    stated = config.deterministic
+    return bitwise.follows_torch() if stated is None else stated
+
+
 def candidates(
-    prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype
-) -> list[Candidate]:
+    prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype,
+    mode: str | None = None,
+) -> list[Candidate]:  # fmt: skip
     """Every backend that the configuration lets try this direction, in order."""
     choice = config.choice(prim.op.name, device.type)
     names: list[str] = []
@@ -108,18 +140,27 @@ def candidates(
         ]
     else:
         names = [name for first in choice.order for name in chain(first)]
-    return [candidate(name, prim, device, dtype) for name in dict.fromkeys(names)]
+    mode = mode_of(config) if mode is None else mode
+    return [candidate(name, prim, device, dtype, mode) for name in dict.fromkeys(names)]
+
+
+_WANTED = {
+    "": "",
+    "deterministic": "; leave the operator out of the patch, or run it in use(deterministic=False)",
+    "rows": "; leave the operator out of the patch, or run it in use(deterministic=True)",
+}
 
 
 class Dispatch:
     """The candidates for one direction in order; the first unconditional one is called at once."""
 
     def __init__(
-        self, prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype
-    ) -> None:
+        self, prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype,
+        mode: str,
+    ) -> None:  # fmt: skip
         self.prim, self.device, self.dtype = prim, device, dtype
         self.choice: Choice = config.choice(prim.op.name, device.type)
-        self.candidates = candidates(prim, config, device, dtype)
+        self.mode, self.candidates = mode, candidates(prim, config, device, dtype, mode)
         self.usable = [c for c in self.candidates if c.call is not None]
         self.said: set[str] = set()
         self.direct = (
@@ -132,20 +173,24 @@ class Dispatch:
 
     def function(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """The function for these arguments, or an error that lists every refusal."""
-        if self.direct is not None:
-            return self.direct
+        found = self.chosen(args).call
+        assert found is not None
+        return found
+
+    def chosen(self, args: tuple[Any, ...]) -> Candidate:
+        """The candidate that runs these arguments, or an error that lists every refusal."""
         refused: list[str] = []
         for item in self.usable:
             reason = item.supports(args) if item.supports is not None else None
             if reason is None:
-                assert item.call is not None
                 self._say(item.name, refused)
-                return item.call
+                return item
             refused.append(f"{item.name} {reason}")
         refused += [f"{c.name} {c.reason}" for c in self.candidates if c.reason]
         raise BackendUnavailableError(
             f"{self.prim.op.name} {self.prim.direction} on {self.device.type} ({self.dtype}), "
             f"pinned to {list(self.choice.order)} by {self.choice.source}: {'; '.join(refused)}"
+            f"{_WANTED[self.mode]}"
         )
 
     def _say(self, name: str, refused: list[str]) -> None:
@@ -162,15 +207,31 @@ class Dispatch:
             )
 
 
-def resolve(prim: Primitive, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function that runs this direction for these arguments, by a cached look-up."""
-    tensor = args[prim.anchor]
+def plan_for(prim: Primitive, tensor: Tensor) -> Dispatch:
+    """The candidates for a direction on tensors like this one, by a cached look-up."""
     config = current()
-    key = (prim, tensor.device, tensor.dtype)
-    plan = config.plans.get(key)
+    mode = config.deterministic
+    if mode is None:
+        mode = bitwise.follows_torch()
+    key = (prim, tensor.device, tensor.dtype, mode)
+    plan: Dispatch | None = config.plans.get(key)
     if plan is None:
-        plan = config.plans[key] = Dispatch(prim, config, tensor.device, tensor.dtype)
+        plan = config.plans[key] = Dispatch(prim, config, tensor.device, tensor.dtype, mode)
+    return plan
+
+
+def resolve(prim: Primitive, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function that runs this direction for these arguments."""
+    plan = plan_for(prim, args[prim.anchor])
     return plan.direct or plan.function(args)
+
+
+def may_overwrite(op: Op, tensor: Tensor) -> bool:
+    """Whether a permission to write in place is used.
+
+    It is not where independent rows are asked for and no backend has them in place.
+    """
+    return mode_of(current()) != "rows" or bool(plan_for(op.fwd, tensor).usable)
 
 
 # --- the operator of torch.library ---
@@ -299,8 +360,21 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 @constant_in_graphs
+def mode_in_force() -> str:
+    """The setting of the switch here and now; that of the trace in a compiled graph."""
+    return mode_of(current())
+
+
+def by_rows() -> bool:
+    """Whether rows must not depend on each other here and now."""
+    return mode_in_force() == "rows"
+
+
+@constant_in_graphs
 def automatic(op: str) -> bool:
-    """Whether nobody pinned the operator to a backend: its reference may then be traced."""
+    """Whether its reference may be traced: nobody pinned a backend or asked for equal bits."""
+    if mode_of(current()):
+        return False
     for layer in current().layers:
         for device in {"", *layer.ops, *layer.default}:
             choice = layer.choice(op, device)

@@ -86,7 +86,9 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda head: not isinstance(head, nn.Linear), "it is a {kind}, not a linear layer"),
     (
         lambda head: (
-            type(head).forward is not nn.Linear.forward and not hasattr(head, "stock_forward")
+            type(head).forward is not nn.Linear.forward
+            and not hasattr(head, "stock_forward")
+            and not hasattr(head, "_liger_multi_plain")  # patched, and a linear layer all the same
         ),
         "{kind} has a forward of its own",
     ),

@@ -226,7 +226,9 @@ class Recorder(StorageMode):
         patched head computes its logits.
         """
         modules = [module for _, module in self._modules]
-        ours = [m for m in modules if hasattr(m, "_liger_multi_swap")]
+        swaps = {id(m): getattr(m, "_liger_multi_swap", None) for m in modules}
+        # linear layers of ours are called as PyTorch's are
+        ours = [m for m in modules if getattr(swaps[id(m)], "op", "linear") != "linear"]
         heads = {id(m) for m in ours if isinstance(m, nn.Linear)}
         inside = {id(m) for parent in ours for m in parent.children() if not any(m.children())}
         bare = heads | (inside - {id(m) for m in ours})

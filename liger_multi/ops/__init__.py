@@ -35,6 +35,7 @@ from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kimi_delta_attention import kimi_delta_attention as kimi_delta_attention
 from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
+from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv

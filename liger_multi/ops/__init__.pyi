@@ -34,6 +34,7 @@ from liger_multi.ops.hyper_connections_pre import hyper_connections_pre as hyper
 from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
+from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
@@ -92,6 +93,7 @@ __all__ = [
     "kimi_delta_attention",
     "kl_div",
     "layer_norm",
+    "linear",
     "lora_mlp",
     "lora_qkv",
     "lora_update",

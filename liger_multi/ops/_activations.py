@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import PIECES, bench, usual
 from liger_multi.testing.samples import Sample
@@ -14,7 +15,9 @@ from liger_multi.testing.samples import Tensor as T
 
 def pointwise(name: str, family: str = "activations") -> Op:
     """An operator ``y = f(x)``; traced by compilers, which fuse it with its neighbors."""
-    op = Op(name, family=family, compile="trace", rows=("x", "dy"))
+    op = Op(
+        name, family=family, compile="trace", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1)
+    )
 
     @op.forward(returns="y")
     def forward(x: Tensor) -> Tensor:

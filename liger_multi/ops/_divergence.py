@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
+from liger_multi.dispatch.primitive import may_overwrite
 from liger_multi.ops.cross_entropy import writable_rows
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -87,6 +88,7 @@ def run(
     rows, lead = student.shape[:-1].numel(), student.shape[:-1]
     overwrite = checks.boolean(name, "inplace", inplace) and student.requires_grad
     overwrite = overwrite and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    overwrite = overwrite and may_overwrite(OPS[f"{name}_inplace"], student)
     if overwrite and not share_memory(student, teacher):  # rows of the teacher are read meanwhile
         op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
     else:

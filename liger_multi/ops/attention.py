@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.primitive import LIBRARY
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("attention", family="attention")
+op = Op(
+    "attention",
+    family="attention",
+    bitwise=bitwise(PER_ROW, "q k v ranges y lse", reference="itself"),
+)
 
 
 def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("attention_residuals", family="residuals")
+op = Op(
+    "attention_residuals", family="residuals", bitwise=bitwise(PER_ROW, "blocks:1 y p:1 rstd:1", 1)
+)
 
 
 @op.forward(returns="y p rstd", residuals="p rstd")

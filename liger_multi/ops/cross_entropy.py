@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.dispatch.primitive import may_overwrite
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")
 RETURNS = "loss z_loss token_accuracy predicted_tokens log_prob entropy lse"
-op = Op("cross_entropy", family="cross_entropy")
+op = Op(
+    "cross_entropy",
+    family="cross_entropy",
+    bitwise=bitwise(
+        PER_ROW, "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse"
+    ),
+)
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -90,7 +98,16 @@ op.backward(
 )
 
 
-inplace_op = Op("cross_entropy_inplace", family="cross_entropy", inplace="logits")
+inplace_op = Op(
+    "cross_entropy_inplace",
+    family="cross_entropy",
+    inplace="logits",
+    bitwise=bitwise(
+        PER_ROW,
+        "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse",
+        reference="no",
+    ),
+)
 
 
 @inplace_op.forward(returns=RETURNS, non_differentiable=RETURNS.removeprefix("loss "))
@@ -166,6 +183,7 @@ def cross_entropy(
         and logits.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and may_overwrite(inplace_op, logits)
     ):
         rows = writable_rows(name, "logits", logits)
         return named(inplace_op(rows, *args), target.shape, reduction, wanted)

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("dyt", family="norms", rows=("x", "dy"), replicated=("alpha", "weight", "bias"))
+op = Op(
+    "dyt",
+    family="norms",
+    rows=("x", "dy"),
+    replicated=("alpha", "weight", "bias"),
+    bitwise=bitwise(PER_ROW, "x y", 1),
+)
 
 
 @op.forward(returns="y")

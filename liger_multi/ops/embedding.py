@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("embedding", family="embedding")
+op = Op("embedding", family="embedding", bitwise=bitwise(PER_ROW, "index y", reference="exact"))
 NO_PADDING = -1
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
@@ -15,7 +16,7 @@ from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "fused_add_rms_norm", family="norms", rows=("x", "residual", "dy", "new_residual", "rstd"),
-    replicated=("weight",),
+    replicated=("weight",), bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, strided
@@ -22,7 +23,15 @@ from liger_multi.ops.cross_entropy import (
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("fused_linear_cross_entropy", family="cross_entropy")
+op = Op(
+    "fused_linear_cross_entropy",
+    family="cross_entropy",
+    bitwise=bitwise(
+        BY_OUR_GEMM,
+        "hidden target loss z_loss token_accuracy predicted_tokens log_prob entropy lse",
+        backward=BY_GEMM,
+    ),
+)
 
 
 @op.forward(

@@ -4,11 +4,16 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, heads, run, samples_of
 from liger_multi.testing.samples import Sample
 
-op = Op("fused_linear_jsd", family="divergences")
+op = Op(
+    "fused_linear_jsd",
+    family="divergences",
+    bitwise=bitwise(BY_OUR_GEMM, "hidden teacher_hidden target loss", backward=BY_GEMM),
+)
 declare(op)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, strided
@@ -14,7 +15,11 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
-op = Op("fused_linear_log_prob", family="cross_entropy")
+op = Op(
+    "fused_linear_log_prob",
+    family="cross_entropy",
+    bitwise=bitwise(BY_OUR_GEMM, "hidden target log_prob entropy lse argmax"),
+)
 
 
 class LogProbOutput(NamedTuple):

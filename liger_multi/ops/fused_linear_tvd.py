@@ -3,10 +3,15 @@
 import torch
 from torch import Tensor
 
+from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, run, samples_of
 
-op = Op("fused_linear_tvd", family="divergences")
+op = Op(
+    "fused_linear_tvd",
+    family="divergences",
+    bitwise=bitwise(BY_OUR_GEMM, "hidden teacher_hidden target loss", backward=BY_GEMM),
+)
 declare(op)
 
 

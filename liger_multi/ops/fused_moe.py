@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
-op = Op("fused_moe", family="experts")
+op = Op(
+    "fused_moe",
+    family="experts",
+    bitwise=bitwise(BY_OUR_GEMM, "x index routing y", backward=BY_GEMM),
+)
 
 
 @op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")

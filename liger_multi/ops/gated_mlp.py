@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.linear import linear_of_mode
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -19,6 +20,7 @@ op = Op(
     compile="trace",
     rows=("x", "dy", "gate", "up"),
     replicated=("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
 )
 
 
@@ -127,10 +129,10 @@ def _in_steps(
     """
     from liger_multi.ops import geglu, swiglu
 
-    wide = linear(x, gate, gate_bias), linear(x, up, up_bias)
+    wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
     inner = swiglu(*wide) if approximate is None else geglu(*wide, approximate=approximate)
-    return linear(inner, down, down_bias)
+    return linear_of_mode(inner, down, down_bias)
 
 
 def _shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
@@ -13,7 +14,13 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 ACTIVATIONS = ("silu", "sigmoid")
-op = Op("gated_rms_norm", family="norms", rows=("x", "gate", "dy", "rstd"), replicated=("weight",))
+op = Op(
+    "gated_rms_norm",
+    family="norms",
+    rows=("x", "gate", "dy", "rstd"),
+    replicated=("weight",),
+    bitwise=bitwise(PER_ROW, "x gate y rstd", 1),
+)
 
 
 @op.forward(returns="y rstd", residuals="rstd")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import FP32_UP, LARGE, MLPS, gate_and_up, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
@@ -12,7 +13,13 @@ from liger_multi.testing.samples import Tensor as T
 
 APPROXIMATIONS = ("tanh", "none")
 # traced as swiglu, whose traced form was measured; this one's was not
-op = Op("geglu", family="activations", compile="trace", rows=("gate", "up", "dy"))
+op = Op(
+    "geglu",
+    family="activations",
+    compile="trace",
+    rows=("gate", "up", "dy"),
+    bitwise=bitwise(PER_ROW, "gate up y", 1),
+)
 
 
 @op.forward(returns="y")

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import PACKED_MLPS, even, packed
 from liger_multi.ops._samples import HALVES, usual
@@ -10,7 +11,13 @@ from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("geglu_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
+op = Op(
+    "geglu_packed",
+    family="activations",
+    compile="trace",
+    rows=("gate_up", "dy"),
+    bitwise=bitwise(PER_ROW, "gate_up y", 1),
+)
 
 
 @op.forward(returns="y")

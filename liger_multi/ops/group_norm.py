@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("group_norm", family="norms")
+op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 
 
 @op.forward(returns="y mean rstd", residuals="mean rstd")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
@@ -16,6 +17,7 @@ op = Op(
     family="residuals",
     rows=("x", "mixes", "rstd"),
     replicated=("weight", "bias", "scale"),
+    bitwise=bitwise(promise("repeat recompute cards", rows="rows"), "x pre post mix mixes rstd", 2),
 )
 
 

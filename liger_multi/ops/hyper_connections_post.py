@@ -4,12 +4,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("hyper_connections_post", family="residuals", rows=("x", "out", "post", "mix", "dy"))
+op = Op(
+    "hyper_connections_post",
+    family="residuals",
+    rows=("x", "out", "post", "mix", "dy"),
+    bitwise=bitwise(PER_ROW, "x out post mix y", 2),
+)
 
 
 @op.forward(returns="y")

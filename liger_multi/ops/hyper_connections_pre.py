@@ -4,12 +4,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("hyper_connections_pre", family="residuals", rows=("x", "pre", "dy"))
+op = Op(
+    "hyper_connections_pre",
+    family="residuals",
+    rows=("x", "pre", "dy"),
+    bitwise=bitwise(PER_ROW, "x pre y", 2),
+)
 
 
 @op.forward(returns="y")

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
     declare,
@@ -14,9 +15,20 @@ from liger_multi.ops._divergence import (
 )
 from liger_multi.testing.samples import Sample
 
-op = Op("jsd", family="divergences")
+op = Op(
+    "jsd",
+    family="divergences",
+    bitwise=bitwise(
+        PER_ROW, "student teacher target loss lse teacher_lse slope", reference="forward"
+    ),
+)
 declare(op)
-inplace_op = Op("jsd_inplace", family="divergences", inplace="student")
+inplace_op = Op(
+    "jsd_inplace",
+    family="divergences",
+    inplace="student",
+    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+)
 declare_inplace(inplace_op)
 
 

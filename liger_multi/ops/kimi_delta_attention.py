@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.gated_delta_rule import _case as case
@@ -14,7 +15,11 @@ from liger_multi.ops.gated_delta_rule import _first as first_tokens
 from liger_multi.ops.gated_delta_rule import _shapes_fit as shapes_fit
 from liger_multi.testing.samples import Sample
 
-op = Op("kimi_delta_attention", family="linear_attention")
+op = Op(
+    "kimi_delta_attention",
+    family="linear_attention",
+    bitwise=bitwise(PER_ROW, "q k v g beta initial_state first y final_state"),
+)
 
 
 @op.forward(returns="y final_state")

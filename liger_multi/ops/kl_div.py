@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
     FORMS,
@@ -13,9 +14,20 @@ from liger_multi.ops._divergence import (
     samples_of,
 )
 
-op = Op("kl_div", family="divergences")
+op = Op(
+    "kl_div",
+    family="divergences",
+    bitwise=bitwise(
+        PER_ROW, "student teacher target loss lse teacher_lse slope", reference="forward"
+    ),
+)
 declare(op)
-inplace_op = Op("kl_div_inplace", family="divergences", inplace="student")
+inplace_op = Op(
+    "kl_div_inplace",
+    family="divergences",
+    inplace="student",
+    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+)
 declare_inplace(inplace_op)
 
 

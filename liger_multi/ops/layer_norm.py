@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.rms_norm import EPS
@@ -13,7 +14,11 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "layer_norm", family="norms", rows=("x", "dy", "mean", "rstd"), replicated=("weight", "bias")
+    "layer_norm",
+    family="norms",
+    rows=("x", "dy", "mean", "rstd"),
+    replicated=("weight", "bias"),
+    bitwise=bitwise(PER_ROW, "x y mean rstd", 1),
 )
 
 

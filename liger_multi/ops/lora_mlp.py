@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -20,6 +22,7 @@ op = Op(
     family="adapters",
     rows=("x", "y", "dy", "gate", "up"),
     replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
+    bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
 )
 
 
@@ -129,7 +132,7 @@ def _in_steps(
     def layer(i: int, x: Tensor) -> Tensor:
         weight = wide[i]
         assert weight is not None
-        y = torch.nn.functional.linear(x, weight, wide[3 + i])
+        y = linear_of_mode(x, weight, wide[3 + i])
         a, b = thin[2 * i], thin[2 * i + 1]
         return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i])
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
 from liger_multi.testing.samples import Sample
@@ -19,6 +20,7 @@ op = Op(
     family="adapters",
     rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS)),
     replicated=_OPTIONAL,
+    bitwise=bitwise(BY_OUR_GEMM, "x q k v low", 1),
 )
 
 

@@ -4,11 +4,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("lora_update", family="adapters", rows=("base", "x", "dy"), replicated=("a", "b"))
+op = Op(
+    "lora_update",
+    family="adapters",
+    rows=("base", "x", "dy"),
+    replicated=("a", "b"),
+    bitwise=bitwise(BY_OUR_GEMM, "x base y", 1),
+)
 
 
 @op.forward(returns="y")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.rms_norm import CASTINGS, numbers
@@ -14,7 +15,11 @@ from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("modulated_rms_norm", family="norms")
+op = Op(
+    "modulated_rms_norm",
+    family="norms",
+    bitwise=bitwise(PER_ROW, "x:-3 scale shift y:-3 rstd:-2", reference="no"),
+)
 
 
 @op.forward(returns="y rstd", residuals="rstd")

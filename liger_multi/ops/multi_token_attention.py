@@ -5,11 +5,12 @@ from typing import Optional
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("multi_token_attention", family="attention")
+op = Op("multi_token_attention", family="attention", bitwise=bitwise(BY_OUR_GEMM, "scores y p"))
 
 
 def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:

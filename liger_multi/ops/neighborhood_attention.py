@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.attention import gradients_of_heads
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("neighborhood_attention", family="attention")
+op = Op("neighborhood_attention", family="attention", bitwise=bitwise(PER_ROW, "q k v y lse"))
 
 
 @op.forward(returns="y lse", residuals="lse")

@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
-op = Op("rms_norm", family="norms", rows=("x", "dy", "rstd"), replicated=("weight",))
+op = Op(
+    "rms_norm",
+    family="norms",
+    rows=("x", "dy", "rstd"),
+    replicated=("weight",),
+    bitwise=bitwise(PER_ROW, "x y rstd", 1),
+)
 
 
 @op.forward(returns="y rstd", residuals="rstd")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._rotary import (
     check_angles,
@@ -23,7 +24,9 @@ from liger_multi.testing.samples import Tensor as T
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")
 # traced, so that it fuses with its neighbors; unlike swiglu's, this choice was not measured
-op = Op("rope", family="rope")
+op = Op(
+    "rope", family="rope", bitwise=bitwise(PER_ROW, "q k q_out k_out cos sin", reference="exact")
+)
 
 
 @op.forward(returns="q_out k_out")

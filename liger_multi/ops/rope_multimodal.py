@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 # traced as rope, whose choice was not measured either
-op = Op("rope_multimodal", family="rope")
+op = Op(
+    "rope_multimodal",
+    family="rope",
+    bitwise=bitwise(PER_ROW, "q:-4 k:-4 q_out:-4 k_out:-4 cos:-3 sin:-3", reference="exact"),
+)
 
 
 @op.forward(returns="q_out k_out")

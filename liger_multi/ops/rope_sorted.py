@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("rope_sorted", family="rope")
+op = Op(
+    "rope_sorted",
+    family="rope",
+    bitwise=bitwise(PER_ROW, "q k q_out k_out cos sin", reference="exact"),
+)
 
 
 @op.forward(returns="q_out k_out")

@@ -4,11 +4,16 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("selective_log_softmax", family="cross_entropy")
+op = Op(
+    "selective_log_softmax",
+    family="cross_entropy",
+    bitwise=bitwise(PER_ROW, "logits index log_prob lse"),
+)
 
 
 @op.forward(returns="log_prob lse", residuals="lse")

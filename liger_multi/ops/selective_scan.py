@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.causal_conv1d import segments_of
@@ -13,7 +14,11 @@ from liger_multi.ops.ssd_scan import first_tokens, shapes_are
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("selective_scan", family="linear_attention")
+op = Op(
+    "selective_scan",
+    family="linear_attention",
+    bitwise=bitwise(PER_ROW, "u delta B C z initial_state first y final_state"),
+)
 
 
 @op.forward(returns="y final_state")

@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("softmax", family="cross_entropy", rows=("x", "dy"))
+op = Op("softmax", family="cross_entropy", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1))
 
 
 @op.forward(returns="y")

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import even, packed
 from liger_multi.ops._samples import HALVES, usual
@@ -12,7 +13,13 @@ from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("swiglu_clamped_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
+op = Op(
+    "swiglu_clamped_packed",
+    family="activations",
+    compile="trace",
+    rows=("gate_up", "dy"),
+    bitwise=bitwise(PER_ROW, "gate_up y", 1),
+)
 
 
 @op.forward(returns="y")

@@ -2,12 +2,19 @@
 
 from torch import Tensor
 
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.testing.samples import Sample
 
-op = Op("swiglu_packed", family="activations", compile="trace", rows=("gate_up", "dy"))
+op = Op(
+    "swiglu_packed",
+    family="activations",
+    compile="trace",
+    rows=("gate_up", "dy"),
+    bitwise=bitwise(PER_ROW, "gate_up y", 1),
+)
 
 
 @op.forward(returns="y")

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("token_log_prob", family="cross_entropy")
+op = Op(
+    "token_log_prob",
+    family="cross_entropy",
+    bitwise=bitwise(PER_ROW, "logits target log_prob entropy lse argmax"),
+)
 
 
 @op.forward(returns=" ".join(OUTPUTS), non_differentiable="argmax")

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
     declare,
@@ -11,9 +12,20 @@ from liger_multi.ops._divergence import (
     samples_of,
 )
 
-op = Op("tvd", family="divergences")
+op = Op(
+    "tvd",
+    family="divergences",
+    bitwise=bitwise(
+        PER_ROW, "student teacher target loss lse teacher_lse slope", reference="forward"
+    ),
+)
 declare(op)
-inplace_op = Op("tvd_inplace", family="divergences", inplace="student")
+inplace_op = Op(
+    "tvd_inplace",
+    family="divergences",
+    inplace="student",
+    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+)
 declare_inplace(inplace_op)
 
 

@@ -38,6 +38,7 @@ from liger_multi.patching.replace.adapters import (
 )
 from liger_multi.patching.replace.calling import renew
 from liger_multi.patching.replace.head import LazyHead
+from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
 from liger_multi.patching.replace.mixers import (
     FusedMixer,
     MixerSettings,
@@ -68,6 +69,8 @@ __all__ = ["HeldPatch", "patch", "patched", "unpatch"]
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",))
+"""Operators that are a family each."""
 
 
 def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> PatchReport:
@@ -86,7 +89,8 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
             ``selective_scan`` and
             ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
-            losses on, ``cross_entropy`` serves the calls that cannot be fused.
+            losses on, ``cross_entropy`` serves the calls that cannot be fused. ``linear`` is on
+            where ``deterministic="rows"`` is in force when the patch is made.
 
     Returns:
         What was replaced by what, and what was skipped and why.
@@ -207,6 +211,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
     _shared(report, request, model)
     _packed(report, request, model)
     _head(report, request, model, head_needed)
+    _linear(report, request, model)
     _absent(report, request, model)
 
 
@@ -349,6 +354,8 @@ def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
 def _registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
     """What users' probes say; modules that an operator serves are not asked."""
     held = swapped(module)
+    if held is not None and held.behavior is LinearByRows:
+        held = None  # which serves what is left in the end
     if held is not None and held.behavior is not registered.Replaced:
         return
     for name, probe in registered.probes().items():
@@ -376,7 +383,7 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = [] if report.count("fused_moe") else experts
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
-    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, ("fused_moe",), ("rope",), ("lora",)):
+    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]
         for op in missing:
@@ -394,7 +401,8 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
     heads, missing = find_heads(model)
     if settings is None:
         for path, module in heads:
-            _restore(report, path, module)
+            if not isinstance(module, LinearByRows):
+                _restore(report, path, module)
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
@@ -410,13 +418,30 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
         refusal = theirs or head_refusal(module, around)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
-                if not isinstance(inner, FusedLora):
+                if not isinstance(inner, (FusedLora, LinearByRows)):
                     _restore(report, f"{path}.{name}".strip("."), inner)
             report.skipped.append(Skipped(path, op, refusal))
             continue
         swap = Swap(op, stock_class(module), behavior(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
         follow()
+
+
+def _linear(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Linear layers that nothing else serves, the last of all."""
+    options = request.get("linear")
+    for path, module in model.named_modules():
+        ours = isinstance(module, LinearByRows)
+        if not looks_like_linear(module) or (isinstance(module, Patched) and not ours):
+            continue
+        found = options and (conflicts.of_module(module) or linear_refusal(module))
+        if ours and (found or options is None):
+            _restore(report, path, module)
+        if found:
+            report.skipped.append(Skipped(path, "linear", found))
+        elif options is not None:
+            swap = Swap("linear", stock_class(module), LinearByRows, options)
+            _apply(report, path, module, swap, "linear", options.shown())
 
 
 def _unwrapped(report: PatchReport, path: str, module: nn.Module) -> None:

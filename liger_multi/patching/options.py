@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from liger_multi.checks import ACCUMULATE, describe
+from liger_multi.dispatch.primitive import by_rows
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS
 
@@ -77,16 +78,20 @@ class FusedOptions(LossOptions):
 
 
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora"), Options),
+    **dict.fromkeys(
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear"), Options
+    ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
-_DEFAULTS: dict[str, bool] = {
+_DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora"), True),
+    "linear": by_rows,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
+"""Whether a key is on where a call does not name it, or what tells it when the call is made."""
 BUILT_IN = tuple(_DEFAULTS)
 """Patch keys that no registered probe may have."""
 
@@ -151,7 +156,8 @@ def parse_request(
     """
     if not isinstance(strict, bool):
         raise PatchError(f"strict must be True or False, got {describe(strict)}")
-    defaults = {**_DEFAULTS, **dict.fromkeys(probes, True)}
+    defaults = {name: on() if callable(on) else on for name, on in _DEFAULTS.items()}
+    defaults |= dict.fromkeys(probes, True)
     for name in ops:
         if name not in defaults:
             raise PatchError(unknown("patch key", name, defaults))

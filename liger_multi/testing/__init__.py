@@ -2,8 +2,8 @@
 
 ``samples`` are the inputs, ``tolerance`` says how far a result may stand from fp64, and
 ``FORMULAS`` is the reference in fp64 of every operator. ``check_operator`` compares a backend with
-them; ``python -m liger_multi.testing --backend NAME`` does so with pytest. Nothing is imported
-before it is asked for.
+them; ``python -m liger_multi.testing --backend NAME`` does so with pytest. ``bisect`` finds the
+first operator that differs between two runs. Nothing is imported before it is asked for.
 """
 
 import importlib
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_multi.testing import samples, tolerance
+    from liger_multi.testing.bisection.compare import bisect
+    from liger_multi.testing.bisection.result import Bisection
     from liger_multi.testing.checks import check_operator
     from liger_multi.testing.formulas import FORMULAS
     from liger_multi.testing.samples import Sample
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMULAS",
     "TOLERANCES",
+    "Bisection",
     "Sample",
+    "bisect",
     "check_operator",
     "excess",
     "samples",
@@ -29,7 +33,9 @@ __all__ = [
 _HOMES = {
     "FORMULAS": "formulas",
     "TOLERANCES": "tolerance",
+    "Bisection": "bisection.result",
     "Sample": "samples",
+    "bisect": "bisection.compare",
     "check_operator": "checks",
     "excess": "tolerance",
 }

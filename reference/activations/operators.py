@@ -1,4 +1,4 @@
-"""Gated activations of two tensors, or of one that holds both; the gated MLP and the squared ReLU.
+"""Gated activations of two tensors, or of one that holds both; linear, gated MLP, squared ReLU.
 
 The equations of gated activations are in gated.py. The gated MLP, ``y = (act(x Wg') * (x Wu'))
 Wd'``, computes its inner product again in backward: :func:`implement_gated_mlp` makes forward and
@@ -11,13 +11,13 @@ from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_multi.reference.activations import gated
 from liger_multi.reference.activations.gated import GELU
 from liger_multi.reference.activations.pointwise import pointwise
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.common.strict import linear, matmul
 
 
 class SwiGLU:
@@ -165,14 +165,14 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
         needs_down_weight: bool, needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         upstream, inner = as_rows(dy), (as_rows(gate), as_rows(up))
-        dgate, dup, product = kernels.gradients(upstream @ down_weight, *inner, activation)
+        dgate, dup, product = kernels.gradients(matmul(upstream, down_weight), *inner, activation)
         ddown_weight = _product(upstream, product, needs_down_weight)
         del product
         dgate_weight = _product(dgate, x, needs_gate_weight)
         dup_weight = _product(dup, x, needs_up_weight)
         dx = gate.new_empty(0)
         if needs_x and gate_weight is not None and up_weight is not None:
-            dx = (dgate @ gate_weight).addmm_(dup, up_weight)
+            dx = matmul(dup, up_weight, matmul(dgate, gate_weight))
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (upstream, needs_down_bias))
         return dx, dgate_weight, dup_weight, ddown_weight, *[_sum(*b) for b in biases]  # type: ignore[return-value]
@@ -199,6 +199,31 @@ def _sum(rows: Tensor, needed: bool) -> Tensor:
 gated_mlp = Implementation(*implement_gated_mlp(ReferenceActivation()))
 
 
+# --- a linear layer ---
+
+
+class Linear:
+    """A linear layer, ``y = x W' + b``; every GEMM is PyTorch's, or one of independent rows."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
+    ) -> Tensor:
+        """X weight' + bias."""
+        return _dense(linear(x, weight, bias))
+
+    @staticmethod
+    def backward(
+        dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs_x: bool,
+        needs_weight: bool, needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
+        upstream, dx = as_rows(dy), dy.new_empty(0)
+        if needs_x and weight is not None:
+            dx = matmul(upstream, weight).view(*dy.shape[:-1], weight.shape[1])
+        return dx, _product(upstream, x, needs_weight), _sum(upstream, needs_bias)
+
+
 # --- squared ReLU ---
 
 relu_squared = Implementation(
@@ -214,5 +239,6 @@ OPERATORS = {
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,
     "gated_mlp": gated_mlp,
+    "linear": Linear,
     "relu_squared": relu_squared,
 }

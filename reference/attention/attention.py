@@ -6,6 +6,7 @@ none, and kernels for plain causal masks would be out of reach. The mark is an a
 that nobody writes to: lost, a backend takes the ranges as they are.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Optional
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import BLOCK_BYTES, statistics_dtype
+from liger_multi.reference.common.strict import by_rows
 
 # --- blocks, and what a block of queries sees ---
 
@@ -74,12 +76,82 @@ def ordered(like: Tensor, dtype: torch.dtype, heads: int, length: int, size: int
     return like.new_zeros(like.shape[0], length, heads, size, dtype=dtype).transpose(1, 2)
 
 
+# --- queries apart from each other ---
+
+
+def queries_apart(
+    q: Tensor, k: Tensor, ranges: Tensor | None, causal: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Every query alone, (element of the batch, query), and the keys that it sees.
+
+    What else is packed into its sequence, before it or behind, or fills it up, has no part in it.
+    """
+    offset = k.shape[2] - q.shape[2]
+    for b, i in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        bounds = [0, i + offset + 1 if causal else k.shape[2]]
+        if ranges is not None:
+            bounds = ranges[b if ranges.shape[0] > 1 else 0, i].tolist()
+        seen = torch.zeros(k.shape[2], dtype=torch.bool)
+        for low, high in zip(bounds[::2], bounds[1::2], strict=True):
+            seen[max(0, low) : max(0, high)] = True
+        yield slice(b, b + 1), slice(i, i + 1), seen.nonzero().squeeze(1).to(k.device)
+
+
+def forward_apart(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
+    scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Forward of one query after the other."""
+    y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
+    for b, i, keys in queries_apart(q, k, ranges, causal):
+        ours = (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])
+        y[b, :, i], lse[b, :, i] = forward_by_blocks(*ours, sinks, None, False, scale, softcap)
+    return y, lse
+
+
+def backward_apart(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Backward of one query after the other; keys and values add what their queries give them."""
+    kind = lse.dtype
+    totals = [
+        ordered(x, kind, *x.shape[1:]) if n else x.new_empty(0)
+        for x, n in zip((q, k, v), needs[:3], strict=True)
+    ]
+    dsinks = q.new_zeros(q.shape[1] if sinks is not None and needs[3] else 0, dtype=kind)
+    wide = None if sinks is None else sinks.to(kind)
+    for b, i, keys in queries_apart(q, k, ranges, causal):
+        ours = [t.to(kind) for t in (dy[b, :, i], q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])]
+        made = backward_by_blocks(
+            *ours, wide, None, y[b, :, i].to(kind), lse[b, :, i], False, scale, softcap, *needs
+        )
+        if needs[0]:
+            totals[0][b, :, i] = made[0]
+        for total, part, needed in zip(totals[1:], made[1:3], needs[1:3], strict=True):
+            if needed:
+                total[b][:, :, keys] = total[b][:, :, keys] + part  # every key once
+        dsinks += made[3] if dsinks.numel() else 0
+    rounded = [_rounded(t, x.dtype) for t, x in zip(totals, (q, k, v), strict=True)]
+    return *rounded, dsinks if sinks is None else dsinks.to(sinks.dtype)  # type: ignore[return-value]
+
+
 # --- forward and backward ---
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """By blocks, or by queries where their results must not depend on each other."""
+    chosen = forward_apart if by_rows() else forward_by_blocks
+    return chosen(q, k, v, sinks, ranges, causal, scale, softcap)
+
+
+def forward_by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
+    scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is summed so far is rescaled where a block has a larger score; a sink comes first."""
     kind, (batch, heads, length, _), groups = statistics_dtype(q.dtype), q.shape, k.shape[1]
@@ -107,6 +179,17 @@ def forward(
 
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
+    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
+    needs_k: bool, needs_v: bool, needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """By blocks, or by queries where their results must not depend on each other."""
+    chosen = backward_apart if by_rows() else backward_by_blocks
+    needs = (needs_q, needs_k, needs_v, needs_sinks)
+    return chosen(dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, *needs)
+
+
+def backward_by_blocks(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
     y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
     needs_k: bool, needs_v: bool, needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -24,6 +24,7 @@ from liger_multi.reference.common.chunking import (
     weight_gradient_dtype,
 )
 from liger_multi.reference.common.retry import divided
+from liger_multi.reference.common.strict import multiply
 from liger_multi.reference.cross_entropy.float8 import GRADIENT, PLAIN, Head, Rounding, logits_dtype
 from liger_multi.reference.cross_entropy.rows import Objective
 
@@ -91,10 +92,8 @@ class Chunks:
             pass
         elif self.float8 is not None:
             self.float8.logits(h, self.bias, raw)
-        elif self.bias is None:
-            torch.mm(h, self.weight.t(), out=raw)
         else:
-            torch.addmm(self.bias, h, self.weight.t(), out=raw)
+            multiply(h, self.weight.t(), self.bias, raw)
         return place, where, h, self.target[where], raw
 
 
@@ -145,7 +144,7 @@ class Accumulator:
     def _hidden(self, graw: Tensor, out: Tensor) -> Tensor:
         if self.chunks.float8 is not None and self.chunks.float8.gradients:
             return self.chunks.float8.hidden_gradient(graw, out)
-        return torch.mm(graw, self.chunks.weight, out=out)
+        return multiply(graw, self.chunks.weight, None, out)
 
 
 def scale_to(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

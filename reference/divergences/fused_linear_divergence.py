@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_multi.reference.common.chunking import MIN_ROWS, row_blocks
 from liger_multi.reference.common.retry import retried
+from liger_multi.reference.common.strict import multiply
 from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,
     Chunks,
@@ -79,10 +80,7 @@ class Pairs(Chunks):
         teacher = self.teacher_hidden[where].to(self.teacher_weight.dtype)
         for part in row_blocks(raw.shape[0], 1, self.part):
             out = self.teacher_buffer[: part.stop - part.start]
-            if self.teacher_bias is None:
-                torch.mm(teacher[part], self.teacher_weight.t(), out=out)
-            else:
-                torch.addmm(self.teacher_bias, teacher[part], self.teacher_weight.t(), out=out)
+            multiply(teacher[part], self.teacher_weight.t(), self.teacher_bias, out)
             yield part, raw[part], out, target[part] if self.marked else None
 
 

@@ -403,7 +403,7 @@ class GroupNorm:
         y = x.new_empty(x.shape)
         mean, rstd = (x.new_empty((samples, num_groups), dtype=kind) for _ in range(2))
         if x.numel() == 0:
-            return y, mean, rstd
+            return y, mean.zero_(), rstd.zero_()
         w, b = (p if p is None else p.to(kind) for p in (weight, bias))
         if w is None and kind != x.dtype:
             w = x.new_ones(channels, dtype=kind)

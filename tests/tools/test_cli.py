@@ -393,6 +393,7 @@ ARGUMENTS = {
     "doctor": [],
     "explain": ["swiglu", "--device", "cpu"],
     "bench": ["--quick", "--device", "cpu", "--ops", "swiglu", "--providers", "ours"],
+    "bisect": ["tiny-llama", "--device", "cpu", "--b", "rms_norm=reference"],
     "config check": ["{tmp}/good.yaml"],
     "demo": [*QUICK, "--models", "qwen2", "--steps", "1"],
     "memory-demo": QUICK,
@@ -432,6 +433,7 @@ def test_every_command_writes_one_json_document(capsys, a_model, command):
 
 NEEDED = {
     "bench": {"rich": "cli"},
+    "bisect": {"transformers": "transformers"},
     "demo": dict.fromkeys(("transformers", "accelerate", "rich", "matplotlib"), "transformers,cli"),
     "memory-demo": dict.fromkeys(("transformers", "matplotlib"), "transformers,cli"),
     "estimate": {"transformers": "transformers"},

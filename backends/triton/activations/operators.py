@@ -4,7 +4,8 @@ The kernels are in gated.py and pointwise.py. A gated MLP's activation is one la
 between GEMMs of the vendor's library. The launch of backward writes act(gate) * up over the
 gradient that it read. The gradient of down_weight needs it, and gets it for one more write and no
 memory. Of the squared rectifier, y = max(x, 0)^2 (arXiv:2109.08668), a NaN stays NaN: only what is
-below zero becomes zero.
+below zero becomes zero. A linear layer is the reference's: where its rows must be independent, its
+GEMMs are those of common/gemm.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from liger_multi.backends.triton.activations import gated
 from liger_multi.backends.triton.activations.gated import GELU, multipliers
 from liger_multi.backends.triton.activations.pointwise import pointwise
-from liger_multi.reference.activations.operators import implement_gated_mlp
+from liger_multi.reference.activations.operators import Linear, implement_gated_mlp
 from liger_multi.reference.common.implementation import Implementation
 
 
@@ -171,5 +172,6 @@ OPERATORS = {
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,
     "gated_mlp": gated_mlp,
+    "linear": Linear,
     "relu_squared": relu_squared,
 }

@@ -24,6 +24,7 @@ from liger_multi.backends.triton.attention.attention_kernels import (
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, power_of_2, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, tabled
+from liger_multi.reference.common.strict import by_rows
 
 # --- tile bounds of any ranges of keys: which queries a tile of keys needs ---
 
@@ -268,8 +269,9 @@ def _shape(
     """What launch tables may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
     width = 0 if ranges is None else ranges.shape[2]
     extra = 2 if width > 2 else int(softcap != 0.0)
+    queries, keys = (MANY, MANY) if by_rows() else (q.shape[2], k.shape[2])  # padding changes them
     return {
-        "queries": q.shape[2], "keys": k.shape[2], "dim": q.shape[3], "value_dim": v.shape[3],
+        "queries": queries, "keys": keys, "dim": q.shape[3], "value_dim": v.shape[3],
         "item": q.element_size(), "extra": extra, "ranges": width,
     }  # fmt: skip
 

@@ -47,7 +47,7 @@ def tile_config(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileConf
     block = power_of_2(checked_cols(cols))
     if block * arrays > 32768:
         return TileConfig(1, 8192, warps(info.max_threads, info.warp_size))
-    per_tile = max(1, min(4096 // block, power_of_2(rows)))
+    per_tile = max(1, 4096 // block)  # whatever the rows: they decide nothing about a row's sum
     threads = min(max(per_tile * block * arrays // 16, 32), info.max_threads)
     return TileConfig(per_tile, block, warps(threads, info.warp_size))
 

@@ -35,6 +35,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import by_rows
 
 # --- a product of every group ---
 
@@ -182,7 +183,7 @@ def products_by(library: bool) -> Iterator[None]:
 
 def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
     """Whether PyTorch's grouped GEMM takes this call; its requirements are not documented."""
-    wanted = _forced[-1] if _forced else k.library
+    wanted = not by_rows() and (_forced[-1] if _forced else k.library)
     return wanted and all(
         t.dtype == torch.bfloat16
         and t.data_ptr() % 16 == 0
@@ -230,8 +231,9 @@ def choice(
 ) -> ProductConfig:
     """Launch configuration of a GEMM; a power of two of rows, so that few enter the cache."""
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
+    rows = groups.count * MOST_ROWS if by_rows() else power_of_2(groups.rows)
     found: ProductConfig = launch_config(
-        name, formula, a.device, rows=power_of_2(groups.rows), groups=groups.count, cols=cols,
+        name, formula, a.device, rows=rows, groups=groups.count, cols=cols,
         inner=inner, element_bytes=a.element_size(),
     )  # fmt: skip
     return found

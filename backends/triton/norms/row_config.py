@@ -44,7 +44,7 @@ def forward_config(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> Row
     block = power_of_2(checked_cols(cols))
     if block > WIDEST_FORWARD:
         return RowConfig(1, 8192 // sums, warps(info.max_threads // sums, info.warp_size))
-    per_tile = max(1, min(4096 // block, power_of_2(rows)))
+    per_tile = max(1, 4096 // block)  # whatever the rows: they decide nothing about a row's sum
     threads = min(per_tile * block // 16, info.max_threads)
     return RowConfig(per_tile, block, warps(threads, info.warp_size))
 
@@ -69,7 +69,7 @@ def backward_config(
         programs = min(rows, 4 * info.cores)
         return BackwardConfig(1, 4096, warps(512, info.warp_size), programs, 1)
     elements = 4096 if block <= 512 else 8192 // sums
-    per_tile = max(1, min(elements // block, power_of_2(rows)))
+    per_tile = max(1, elements // block)
     threads = min(max(per_tile * block // 16, 32), 256 if block <= 4096 else 512)
     threads = threads if block <= elements else min(threads * sums, info.max_threads)
     stages = max(1, min(3, info.shared_bytes // (per_tile * block * element_bytes * sums)))

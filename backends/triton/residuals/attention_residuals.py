@@ -403,7 +403,7 @@ def backward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> Residu
         checked_cols(2 * cols)  # of two rows, a block apart
         programs = min(rows, 4 * info.cores)
         return ResidualConfig(1, 2, 2048, 1, warps(256, info.warp_size), programs)
-    tile = max(1, min(4096 // block, power_of_2(rows))) if block < 512 else 1
+    tile = 4096 // block if block < 512 else 1  # whatever the rows
     group = 1 if block < 512 else max(1, min(8, TILE_BYTES // size // block))
     threads = max(32, min(tile * block // 8, 256 if block <= 4096 else 512))
     programs = min(cdiv(rows, tile), info.cores * max(1, 512 // threads))

@@ -39,6 +39,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.experts.grouped import dot
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.residuals import operators as reference
 from liger_multi.reference.residuals.operators import How, implement_hyper_connections
 
@@ -65,6 +66,9 @@ class MixConfig:
     library: bool = False
 
 
+MOST_CHUNKS = 8  # of a row's sum, where their number must not follow the rows
+
+
 def _tall(outputs: int) -> int:
     return max(16, power_of_2(outputs))
 
@@ -88,7 +92,8 @@ def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) 
     block = 32 if wide else min(power_of_2(checked_cols(cols)), 8192 // (tile * size))
     block, most = max(32, block), 4 if size == 2 else 3
     stages = _stages(info, tile, outputs, block, most)
-    chunks = max(1, min(cdiv(cols, 8 * block), 8 * info.cores // cdiv(rows, tile)))
+    most = MOST_CHUNKS if by_rows() else 8 * info.cores // cdiv(rows, tile)
+    chunks = max(1, min(cdiv(cols, 8 * block), most))
     return MixConfig(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 

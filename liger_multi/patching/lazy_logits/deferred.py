@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_multi.checks import autocast_dtype
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.primitive import mode_in_force
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.replace.swap import Patched, buried
 
@@ -259,7 +260,9 @@ class DeferredLogits:
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
     ) -> Tensor:
         """Raw logits of some rows, from tensors in the order of ``weights``."""
-        logits = F.linear(hidden, cast(Tensor, weight), bias)
+        from liger_multi.ops.linear import linear_of_mode
+
+        logits = linear_of_mode(hidden, cast(Tensor, weight), bias)
         for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
             from liger_multi.ops import lora_update
 
@@ -364,23 +367,26 @@ def _is_softcap(last: list[Step]) -> bool:
 
 
 class _Circumstances:
-    """Autocast of the head's forward, and which of its weights required grad."""
+    """Autocast of the head's forward, how equal bits had to be, which weights required grad."""
 
     def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
         kind = hidden.device.type
         self.device_type = kind
         self.autocast_dtype = autocast_dtype(kind)
+        self.strict = mode_in_force()
         self.trained = [(t, t.requires_grad) for t in weights]
 
     @contextlib.contextmanager
     def entered(self, grad: bool) -> Iterator[None]:
-        """Grad mode and autocast as in the forward pass; weights are frozen that were it then."""
+        """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were."""
         kind, dtype = self.device_type, self.autocast_dtype
         with contextlib.ExitStack() as stack:
             if kind != "meta":
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             if not grad:
                 stack.enter_context(torch.no_grad())
+            if self.strict and self.strict != mode_in_force():
+                stack.enter_context(use(deterministic=True if self.strict != "rows" else "rows"))
             for tensor, wanted in self.trained:
                 if tensor.requires_grad != wanted and tensor.is_leaf:
                     tensor.requires_grad_(wanted)

@@ -37,7 +37,7 @@ def probe_context() -> Iterator[torch.Generator]:
     """
     from liger_multi.dispatch.config import use
 
-    ops = {"*": "reference"}
+    ops: dict[str, Any] = {"*": "reference", "deterministic": False}
     with (
         _disable_current_modes(),  # fake tensors have no numbers to compare
         torch._C.DisableTorchFunction(),  # nor should a default device or a user's mode interfere

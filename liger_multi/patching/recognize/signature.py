@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sized
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +75,15 @@ def _of_library(hook: Any) -> bool:
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a layer that is :func:`is_plain_linear`; None for another one."""
-    if type(layer) is not nn.Linear or is_watched(layer):
+    kind = type(layer)
+    plain = kind is nn.Linear or getattr(kind, "_liger_multi_plain", None) is kind
+    if layer is None or not plain or is_watched(layer):
         return None
     held: Any = layer._parameters  # asking for an attribute takes eight times as long
     weight: Tensor | None = held.get("weight")
     bias: Tensor | None = held.get("bias")
     if weight is None or "bias" not in held:  # tensors stand in the place of parameters
-        weight, bias = layer.weight, layer.bias
+        weight, bias = cast(Any, layer).weight, cast(Any, layer).bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return None
     return weight, bias

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
+from liger_multi.dispatch.primitive import by_rows
 from liger_multi.patching.lazy_logits.deferred import (
     DeferredLogits,
     Guard,
@@ -53,8 +54,13 @@ class LazyHead(Patched):
         count_optimizer_steps()
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward that the layer was built with."""
-        return cast(Tensor, unpatched_class(self).forward(self, hidden))
+        """The forward that the layer was built with, or the operator of independent rows."""
+        own = unpatched_class(self).forward
+        if own is nn.Linear.forward and by_rows():
+            from liger_multi.ops import linear
+
+            return linear(hidden, self.weight, self.bias)
+        return cast(Tensor, own(self, hidden))
 
     def thin(self) -> tuple[Tensor, ...]:
         """Both factors of every low-rank adapter on the head."""

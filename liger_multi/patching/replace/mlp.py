@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits.loss import run_bound
@@ -116,6 +115,7 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
 def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     """The MLP by the weights of layers that only multiply; None where their calls are needed."""
     from liger_multi import ops
+    from liger_multi.ops.linear import linear_of_mode
 
     names = settings.names
     layers = [module._modules[name] for name in names.all]
@@ -134,9 +134,9 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     if globally_hooked() or not _one_dtype(x, gate, up, down):
         return None
     if not settings.options.whole:
-        wide = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
         inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
-        return functional.linear(inner, down, down_bias)
+        return linear_of_mode(inner, down, down_bias)
     return ops.gated_mlp(
         x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
         activation=settings.kind.activation,

@@ -95,6 +95,11 @@ def gated_mlp(
     return F.linear(gated(gate, up, activation), down_weight, down_bias)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    return F.linear(x, weight, bias)
+
+
 # --- adapters ---
 
 

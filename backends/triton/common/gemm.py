@@ -1,0 +1,139 @@
+"""GEMM whose rows do not depend on each other: one tile size per dtype, and no split of the sum.
+
+A vendor's library chooses a kernel by the number of rows, and with it the order of every sum. Here
+an element of the result is a sum over K in steps of BLOCK_K, whatever stands beside it. It takes
+the library's place under ``deterministic="rows"``, where it costs what its fixed tile costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import assume_rows, cdiv, round_to, warps
+from liger_multi.backends.triton.experts.grouped import dot
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """A tile of ``block_m`` by ``block_n``, ``block_k`` of the sum at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int
+
+
+def gemm_config(info: DeviceInfo, element_bytes: int, narrow: int) -> GemmConfig:
+    """The largest tiles whose sums stay in registers, of any number of rows.
+
+    ``narrow`` says that K or N is no multiple of 16 bytes: tiles that are loaded by elements take
+    a register for each, so that a shorter piece of K fits. In fp32, waves of 64 with much memory
+    would copy ahead of the sum 4 bytes at a time (ci.static, triton 3.9).
+    """
+    large, threads = info.shared_bytes > 2**16, warps(256, info.warp_size)
+    if element_bytes > 2:  # multiply-adds from registers
+        return GemmConfig(64, 64, 16, 2 if large and info.warp_size < 64 else 1, threads)
+    return GemmConfig(128, 128, 64 if large and not narrow else 32, 3 if large else 2, threads)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gemm_by_rows_kernel(
+    a_ptr, b_ptr, bias_ptr, out_ptr, a_stride, a_k_stride, b_stride, b_k_stride, out_stride, rows,
+    cols, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """GEMM: out[m, n] = sum over k of a[m, k] b[k, n], and bias[n].
+
+    Program: BLOCK_M rows by BLOCK_N columns; programs of one band of columns follow each other, so
+    that its part of b stays in the cache. Reads a and b of any strides, BLOCK_K at a time, in
+    order; writes its tile.
+    """
+    bands = tl.cdiv(rows, BLOCK_M)
+    first = (tl.program_id(0) % bands).to(tl.int64) * BLOCK_M
+    start_n = (tl.program_id(0) // bands).to(tl.int64) * BLOCK_N
+    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row_mask, col_mask = (first + m < rows)[:, None], (start_n + n < cols)[None, :]
+    # twice the tile: both of its axes together end within 2 GiB
+    assume_rows(a_ptr, a_stride, 2 * BLOCK_M)
+    assume_rows(a_ptr, a_k_stride, 2 * BLOCK_K)
+    assume_rows(b_ptr, b_stride, 2 * BLOCK_N)
+    assume_rows(b_ptr, b_k_stride, 2 * BLOCK_K)
+    assume_rows(out_ptr, out_stride, 2 * BLOCK_M)
+    a_ptr += first * a_stride
+    b_ptr += start_n * b_stride
+    a_at = m[:, None] * a_stride + k[None, :] * a_k_stride
+    b_at = k[:, None] * b_k_stride + n[None, :] * b_stride
+    step = tl.full([], BLOCK_K, tl.int64)  # steps may pass 2 GiB
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+        inside = start + k < inner
+        a = tl.load(a_ptr + a_at, mask=row_mask & inside[None, :], other=0.0)
+        b = tl.load(b_ptr + b_at, mask=col_mask & inside[:, None], other=0.0)
+        total = dot(a, b, total)
+        a_ptr += step * a_k_stride
+        b_ptr += step * b_k_stride
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + start_n + n, mask=start_n + n < cols, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    out_ptr += first * out_stride + start_n
+    out_ptrs = out_ptr + (m[:, None] * out_stride + n[None, :])
+    tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=row_mask & col_mask)
+
+
+def _near(x: Tensor, rows: int, cols: int, most: int) -> Tensor:
+    """``x``, or a copy where a tile of it would not end within 2 GiB (see assume_rows)."""
+    near = x.stride(0) * rows < most and x.stride(1) * cols < most
+    return x if near else x.contiguous().view(-1).view(x.shape)  # an axis of 1 keeps its stride
+
+
+def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = a @ b (+ bias)``, accumulated in fp32 and rounded once; fp32 is no TF32.
+
+    Args:
+        a: ``(M, K)``, any strides, in fp32, bf16 or fp16.
+        b: ``(K, N)``, any strides, the dtype of a.
+        bias: ``(N,)`` or None.
+        out: ``(M, N)``, any strides, a floating dtype.
+
+    Raises:
+        TypeError: Two dtypes, or one that has no kernel: sums in fp32 would not be exact enough
+            for fp64, and codes of 8 bits and integers have no scale here.
+        ValueError: K or N of more than four million.
+    """
+    (rows, inner), cols = a.shape, b.shape[1]
+    if a.dtype not in DTYPES or b.dtype != a.dtype or not out.is_floating_point():
+        kinds = ", ".join(str(t.dtype).removeprefix("torch.") for t in (a, b, out))
+        raise TypeError(
+            "the GEMM of independent rows takes a and b of one dtype, float32, bfloat16 or "
+            f"float16, got a, b and out of {kinds}"
+        )
+    if not out.numel():
+        return
+    if out.stride(1) != 1 and cols > 1:
+        made = torch.empty(rows, cols, dtype=out.dtype, device=out.device)
+        gemm_by_rows(a, b, bias, made)
+        out.copy_(made)
+        return
+    size = a.element_size()
+    narrow = int(inner * size % 16 > 0 or cols * size % 16 > 0)
+    k = launch_config("gemm_by_rows", gemm_config, a.device, element_bytes=size, narrow=narrow)
+    bias = None if bias is None else bias.contiguous()
+    most = 2**30 // size
+    if max(inner, cols) * max(k.block_m, k.block_n) >= most:
+        raise ValueError(f"the GEMM of independent rows takes no K or N as long as {(inner, cols)}")
+    a, b = _near(a, k.block_m, k.block_k, most), _near(b, k.block_k, k.block_n, most)
+    launch(
+        _gemm_by_rows_kernel, cdiv(rows, k.block_m) * cdiv(cols, k.block_n),
+        (a, b, bias, out, *a.stride(), b.stride(1), b.stride(0), out.stride(0), rows, cols, inner),
+        (k.block_m, k.block_n, k.block_k, k.stages), k.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""``liger-multi bisect``: the first operator that differs between two configurations."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from liger_multi.cli import checking
+from liger_multi.cli.plan import progress
+from liger_multi.errors import LigerMultiError, need, shown, shown_path, summary
+from liger_multi.testing import Bisection, bisect
+
+TINY = "tiny-llama"
+EXAMPLE = "such as rms_norm=reference,split=1"
+_FLAGS = {"true": True, "false": False}
+Made = TypeVar("Made")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``liger-multi bisect``."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a Python file with model(), batch() and maybe model_b(), or {TINY}",
+    )
+    for side in ("a", "b"):
+        parser.add_argument(
+            f"--{side}", default="", metavar="KEY=VALUE,...",
+            help=f"configuration {side}, {EXAMPLE} (default: none)",
+        )  # fmt: skip
+    parser.add_argument("--forward-only", action="store_true", help="no gradients")
+    parser.add_argument("--device", help=f"of {TINY} (default: the accelerator, else the CPU)")
+    parser.add_argument(
+        "--picture", type=checking.path, metavar="PNG", help="draw the difference of every call"
+    )
+    checking.add_overwrite(parser)
+    checking.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what differs; 0 when nothing does, 1 when something does."""
+    if arguments.picture:
+        need("bisect --picture", ["matplotlib"], "cli")
+        checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
+    given = {side: settings(side, getattr(arguments, side)) for side in ("a", "b")}
+    if arguments.model != TINY and arguments.device:
+        raise LigerMultiError(
+            f"--device {arguments.device} is for {TINY}; {shown_path(arguments.model)} puts its "
+            "model and batch on a device itself"
+        )
+    with contextlib.redirect_stdout(sys.stderr), progress("bisect") as said:
+        if arguments.model == TINY:
+            need("bisect", ["transformers"], "transformers")
+            given = {side: {"patch": True, **chosen} for side, chosen in given.items()}
+            models, batch = tiny(checking.device("bisect", arguments.device))
+        else:
+            models, batch = _from_file(Path(arguments.model))
+        found = _compared(models, batch, given, not arguments.forward_only, said)
+    if arguments.json:
+        checking.write_json(found.as_data())
+    else:
+        found.page().show()
+    if arguments.picture:
+        found.picture(arguments.picture)
+    return int(not found.equal)
+
+
+def settings(side: str, text: str) -> dict[str, Any]:
+    """A configuration from ``key=value,key=value``.
+
+    A key alone is true, ``true`` and ``false`` are flags, digits a number, ``x+y`` a list.
+
+    Raises:
+        LigerMultiError: A part has no key, or a key comes twice.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not key or (equals and not value) or key in found:
+            wrong = "is given twice" if key and key in found else "must be KEY or KEY=VALUE"
+            raise LigerMultiError(f"--{side}: {shown(part)} {wrong}, {EXAMPLE}; got {shown(text)}")
+        found[key] = _value(value) if equals else True
+    return found
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _FLAGS:
+        return _FLAGS[text.lower()]
+    if text.isascii() and text.isdigit() and len(text) < 20:
+        return int(text)
+    return text.split("+") if "+" in text else text
+
+
+def _compared(
+    models: tuple[Any, Any], batch: Any, given: dict[str, dict[str, Any]], backward: bool,
+    said: Callable[[str], None],
+) -> Bisection:  # fmt: skip
+    """Run both; whatever the model raises becomes one line."""
+    with _one_line("the model"):
+        return bisect(*models, batch, a=given["a"], b=given["b"], backward=backward, said=said)
+
+
+# --- models ---
+
+
+def tiny(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
+    """A Llama of two layers with random weights, and four sequences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        ids = torch.randint(0, config.vocab_size, (4, 32))
+    ids = ids.to(device)
+    return (model.to(device).train(), None), {"input_ids": ids, "labels": ids}
+
+
+def _from_file(path: Path) -> tuple[tuple[Any, Any], Any]:
+    """What the functions of a Python file return."""
+    if path.suffix != ".py" or not path.is_file():
+        raise LigerMultiError(
+            f"bisect: MODEL must be {TINY} or a Python file that exists, got {shown_path(path)}"
+        )
+    with _one_line(shown_path(path), path):
+        module = _loaded(path)
+    made = {}
+    for name in ("model", "batch", "model_b"):
+        function = getattr(module, name, None)
+        if callable(function):
+            with _one_line(f"{name}() of {shown_path(path)}", path):
+                made[name] = function()
+        elif name != "model_b" or function is not None:
+            got = "nothing of this name" if function is None else shown(function)
+            raise LigerMultiError(
+                f"bisect: {shown_path(path)} must define a function {name}(), got {got}"
+            )
+    return (made["model"], made.get("model_b")), made["batch"]
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module; it finds what lies beside it, as a script does."""
+    spec = importlib.util.spec_from_file_location("liger_multi_bisected", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _one_line(what: str, path: Path | None = None) -> Iterator[None]:
+    """One line for an exception of others, with the line of the file that raised it."""
+    try:
+        yield
+    except LigerMultiError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        file = str(path.resolve()) if path else frames[-1].filename if frames else ""
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        at = f" ({file}:{lines[-1]})" if lines else ""
+        raise LigerMultiError(f"bisect: {what} failed{at}: {summary(error)}") from error

@@ -1,0 +1,270 @@
+"""What operators promise about the bits of their results, and the switch that asks for more.
+
+A contract states a :class:`Bitwise` record: one :class:`Promise` for forward and one for backward,
+and which tensors have rows. A backend's module may state another record as ``BITWISE``, and a
+backend's own record (:class:`~liger_multi.dispatch.backend.Backend`) which properties none of its
+operators has. The switch is ``deterministic`` of a configuration; without one it follows
+``torch.use_deterministic_algorithms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.dispatch.launch import bounded_by_rows
+from liger_multi.dispatch.registry import REFERENCE, backends, module
+from liger_multi.errors import ContractError, unknown
+
+if TYPE_CHECKING:
+    from liger_multi.dispatch.primitive import Primitive
+
+PROPERTIES = {
+    "repeat": "the same inputs on the same machine, with as much free memory, give the same bits",
+    "recompute": "forward under checkpointing gives the bits of the first forward again",
+    "rows": "the result of a row does not depend on the number, content or order of other rows",
+    "chunk": "results per row do not depend on the size of chunks",
+    "cards": "every card of one architecture gives the same bits",
+}
+MODES = ("", "deterministic", "rows")
+"""Settings of the switch, from the weakest: none, ``deterministic=True``, ``"rows"``."""
+NEEDED = {
+    "": (),
+    "deterministic": ("repeat", "recompute"),
+    "rows": ("repeat", "recompute", "rows"),
+}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The properties that one direction of an operator has.
+
+    Attributes:
+        always: Those that hold under every setting.
+        deterministic: Those that ``deterministic=True`` adds.
+        rows: Those that ``deterministic="rows"`` adds to both.
+        because: For properties that do not always hold: the reason.
+    """
+
+    always: frozenset[str] = frozenset()
+    deterministic: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    because: Mapping[str, str] = field(default_factory=dict)
+
+    def under(self, mode: str) -> frozenset[str]:
+        """The properties under a setting of the switch."""
+        more = {"": (), "deterministic": self.deterministic, "rows": self.deterministic | self.rows}
+        return self.always | frozenset(more[mode])
+
+    def since(self, name: str) -> str | None:
+        """The weakest setting under which a property holds; None where it never does."""
+        return next((mode for mode in MODES if name in self.under(mode)), None)
+
+    def without(self, lost: Mapping[str, str]) -> Promise:
+        """The promise without some properties, each with its reason."""
+        gone = frozenset(lost)
+        return Promise(
+            self.always - gone, self.deterministic - gone, self.rows - gone,
+            {**self.because, **lost},
+        )  # fmt: skip
+
+
+def promise(
+    always: str = "", deterministic: str = "", rows: str = "", because: Mapping[str, str] = {}
+) -> Promise:
+    """A promise, from names of properties and reasons by property.
+
+    Raises:
+        ContractError: A name is no property.
+    """
+    sets = [frozenset(names.split()) for names in (always, deterministic, rows)]
+    for name in sorted(frozenset().union(*sets, because)):
+        if name not in PROPERTIES:
+            raise ContractError(unknown("property of bits", name, PROPERTIES))
+    return Promise(sets[0], sets[1], sets[2], because)
+
+
+_GEMM = "the vendor's library chooses a GEMM by the number of rows and the card"
+_TABLE = "a launch table chooses the tile by the number of rows"
+PER_ROW = promise("repeat recompute rows cards")
+BY_GEMM = promise("repeat recompute", because={"rows": _GEMM, "cards": _GEMM})
+BY_OUR_GEMM = promise(
+    "repeat recompute", rows="rows chunk", because={"rows": _GEMM, "cards": _GEMM}
+)
+
+
+REFERENCES = {
+    "row by row": "dispatch calls it for every row alone",
+    "forward": "dispatch calls its forward for every row alone; its gradients count rows",
+    "itself": "it looks at the setting, and goes through the rows itself",
+    "exact": "no operation of it rounds by the position or the number of rows",
+    "no": "it has none",
+}
+
+
+@dataclass(frozen=True)
+class Bitwise:
+    """What an operator promises, and which of its tensors have rows.
+
+    Attributes:
+        forward: The promise of forward.
+        backward: That of backward: ``rows`` speaks of gradients per row, not of sums over rows.
+        batched: The axis of rows of every tensor that has rows, by name; gradients have those of
+            their tensors. A negative axis counts from the last one, and a tensor with fewer axes
+            has no rows.
+        trailing: Axes of the first of them that belong to one row, all others count rows; where
+            None, one axis alone counts them (a sequence is one row then).
+        reference: How the reference has independent rows: a key of :data:`REFERENCES`.
+    """
+
+    forward: Promise = Promise()
+    backward: Promise = Promise()
+    batched: Mapping[str, int] = field(default_factory=dict)
+    trailing: int | None = None
+    reference: str = "no"
+
+    def axis(self, name: str) -> int | None:
+        """The axis of rows of a tensor or gradient; None where it has none."""
+        return self.batched.get(name, self.batched.get(name[1:] if name[:1] == "d" else name))
+
+
+NO_PROMISE = Bitwise()
+
+
+def bitwise(
+    both: Promise, batched: str, trailing: int | None = None, *, backward: Promise | None = None,
+    reference: str = "row by row",
+) -> Bitwise:  # fmt: skip
+    """The record of a contract; backward promises what forward does unless it is given.
+
+    Args:
+        both: The promise of forward.
+        batched: Names of tensors with rows; ``name:1`` has them at axis 1.
+        trailing: Axes of a row, where all leading axes count rows.
+        backward: The promise of backward.
+        reference: How the reference has independent rows.
+    """
+    if reference not in REFERENCES:
+        raise ContractError(unknown("way of the reference", reference, REFERENCES))
+    named = [(*name.split(":"), "0")[:2] for name in batched.split()]
+    axes = {name: int(axis) for name, axis in named}
+    return Bitwise(both, both if backward is None else backward, axes, trailing, reference)
+
+
+def promised(name: str, prim: Primitive) -> Promise:
+    """What a backend promises for one direction of an operator."""
+    stated: Bitwise = getattr(module(name, prim.op.name), "BITWISE", prim.op.bitwise)
+    made: Promise = getattr(stated, prim.direction)
+    if name == REFERENCE and stated.reference == "exact":
+        return made
+    rows = made.since("rows") is not None
+    if f"{prim.op.name}.{prim.direction}" in bounded_by_rows():
+        made = replace(
+            made, always=made.always - {"rows"}, rows=made.rows | {"rows"} if rows else made.rows,
+            because={"rows": _TABLE, **made.because},
+        )  # fmt: skip
+    apart = made.under("rows") & {"rows", "chunk"}
+    made = made.without(backends()[name].not_bitwise)
+    if goes_row_by_row(name, prim) or (name == REFERENCE and stated.reference == "itself"):
+        made = replace(made, rows=made.rows | apart)
+    return made
+
+
+def goes_row_by_row(name: str, prim: Primitive) -> bool:
+    """Whether a backend's function is called for every row alone under "rows"."""
+    spec: Bitwise = prim.op.bitwise
+    if name != REFERENCE or getattr(spec, prim.direction).since("rows") is None:
+        return False
+    return spec.reference == "row by row" or (spec.reference, prim.direction) == ("forward",) * 2
+
+
+def refusal(name: str, prim: Primitive, mode: str) -> str | None:
+    """Why a backend cannot run a direction under a setting of the switch, or None.
+
+    Under "rows" forward must have independent rows; the page says which backward passes have them.
+    """
+    made = promised(name, prim)
+    for needed in NEEDED[mode]:
+        if needed not in made.under(mode) and (needed, prim.direction) != ("rows", "backward"):
+            reason = made.because.get(needed, "its contract promises no more")
+            return f"does not promise {needed!r} ({reason})"
+    return None
+
+
+def follows_torch() -> str:
+    """The setting where no configuration names one: that of PyTorch's own switch."""
+    return "deterministic" if torch._C._get_deterministic_algorithms() else ""
+
+
+# --- row by row ---
+
+
+def row_by_row(prim: Primitive, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a direction on all rows, then row by row, and put the results of rows together.
+
+    Every row is a call of its own on fresh memory, so that nothing about the others can show in its
+    bits. Results without rows (sums over them) are those of the first run.
+    """
+    rows = Rows(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
+    written = {prim.params.index(name) for name in prim.mutates}
+    made = call(*[a.clone() if i in written else a for i, a in enumerate(args)])
+    outs = several(made)
+    flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
+    parts = []
+    for row in range(rows.count):
+        given = [
+            t if x is None else x.narrow(axis, row, 1).clone()
+            for t, (x, axis) in zip(args, flat, strict=True)
+        ]
+        parts.append(several(call(*given)))
+        for i in written:
+            x, axis = flat[i]
+            x.narrow(axis, row, 1).copy_(given[i])
+    if not parts:
+        return made
+    joined = []
+    for j, (name, out) in enumerate(zip(prim.returns, outs, strict=True)):
+        x, axis = rows.flat(name, out)
+        part = [p[j] for p in parts]
+        joined.append(out if x is None else torch.cat(part, axis).reshape(out.shape))
+    return joined[0] if isinstance(made, Tensor) else tuple(joined) or None
+
+
+def several(made: Any) -> tuple[Any, ...]:
+    """What a direction returned, as a tuple."""
+    return () if made is None else (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+class Rows:
+    """The rows of one call: their number, and where each tensor has them."""
+
+    def __init__(self, spec: Bitwise, given: Mapping[str, Any]) -> None:
+        self.spec = spec
+        named = (given.get(n) for name in spec.batched for n in (name, f"d{name}"))
+        first = next((t for t in named if isinstance(t, Tensor)), None)
+        name = next((n for n, t in given.items() if t is first), "")
+        axis = None if first is None else self._axis(name, first)
+        self.lead = torch.Size()
+        if first is not None and axis is not None:
+            stop = axis + 1 if spec.trailing is None else first.ndim - spec.trailing
+            self.lead = first.shape[axis:stop]
+        self.count = self.lead.numel() if self.lead else 0
+
+    def _axis(self, name: str, tensor: Tensor) -> int | None:
+        axis = self.spec.axis(name)
+        axis = axis + tensor.ndim if axis is not None and axis < 0 else axis
+        return axis if axis is not None and 0 <= axis < tensor.ndim else None
+
+    def flat(self, name: str, tensor: Any) -> tuple[Any, int]:
+        """A tensor with its rows on one axis, and that axis; None where it has none."""
+        axis = self._axis(name, tensor) if isinstance(tensor, Tensor) and self.lead else None
+        if axis is None:
+            return None, 0
+        before, after = tensor.shape[:axis], tensor.shape[axis + len(self.lead) :]
+        if tensor.shape != (*before, *self.lead, *after):
+            return None, 0
+        return tensor.reshape(*before, self.count, *after), axis

@@ -1,0 +1,509 @@
+"""Find the first record that differs between two runs, and say how far and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.dispatch.bitwise import MODES, promised
+from liger_multi.errors import ConfigurationError, shown
+from liger_multi.testing.bisection import recorder as recording
+from liger_multi.testing.bisection.digest import Digest, Distance, distance, relative
+from liger_multi.testing.bisection.recorder import Key, Record, Taken
+from liger_multi.testing.bisection.result import (
+    DIFFERS,
+    EQUAL,
+    ONLY_A,
+    ONLY_B,
+    SHAPE,
+    UNREAD,
+    Bisection,
+    Difference,
+    Row,
+)
+from liger_multi.testing.bisection.sides import Loss, Recorded, Running, batch_of, side_of
+
+Several = dict[Key, list[Record]]
+Entries = list[tuple[int, Taken]]
+"""One tensor in every run of a side, each with the number of sequences of that run."""
+
+
+def bisect(
+    model_a: nn.Module,
+    model_b: nn.Module | None,
+    batch: Any,
+    *,
+    a: Mapping[str, Any] | None = None,
+    b: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    backward: bool = True,
+    said: Callable[[str], None] | None = None,
+) -> Bisection:
+    """Run two configurations, and find the first record whose bits differ.
+
+    Recorded are the inputs and outputs of every operator of this library, forward and backward, of
+    every module, the gradients of modules' outputs, the model's outputs, the loss, and the
+    gradients of parameters. A second run keeps the tensors of the first difference alone and
+    measures it. With equal configurations this checks that a run is repeatable.
+
+    Parameters, gradients, buffers, hooks, random states, modes and the configuration are afterwards
+    what they were. No optimizer steps.
+
+    Args:
+        model_a: The model of the first run, in the mode it is to run in.
+        model_b: That of the second run; ``model_a`` where None.
+        batch: Keyword arguments as a mapping, positional ones as a tuple, or one tensor.
+        a: The first configuration: what :func:`liger_multi.use` takes, ``chunk_bytes``,
+            ``head_gemms``, ``split`` (sequences of the batch per run), ``compile`` (True or a
+            backend of ``torch.compile``), ``checkpoint``, ``patch`` (patch the model for the run)
+            and ``seed``.
+        b: The second one.
+        loss: From outputs and batch to a scalar; the losses of several runs are added. By default
+            the model's own loss, or half the sum of squares of its first output.
+        backward: Whether to compute gradients; False runs under ``no_grad``.
+        said: What is told of progress.
+
+    Shapes:
+        Of the batch: tensors with sequences on the first axis are split by ``split``, others are
+        passed whole.
+
+    Dtypes:
+        All. Bits are compared, so NaN equals NaN with the same bits, and -0 differs from 0.
+
+    Memory:
+        About 1 KiB per tensor of a call on its device until the end, and 70 MiB at most while it is
+        read. The second run keeps the tensors of one call.
+
+    Raises:
+        ConfigurationError: A configuration, model or batch has the wrong form.
+        RuntimeError: Another bisect records in this process.
+
+    Source:
+        ``liger_multi/testing/bisection``; ``docs/bisect.md`` says how it works.
+    """
+    if model_b is None:
+        model_b = model_a
+    for name, model in (("model_a", model_a), ("model_b", model_b)):
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"{name} must be a torch.nn.Module, got {shown(model)}")
+    sides = side_of("a", a or {}), side_of("b", b or {})
+    given = batch_of(batch)
+    split = any(0 < side.split < given.rows for side in sides)
+    said = said or (lambda text: None)
+    one, other = (
+        Running(side, model, given, loss, backward, split, said)
+        for side, model in zip(sides, (model_a, model_b), strict=True)
+    )
+    return _Comparison(one, other).result()
+
+
+# --- records of two sides, together ---
+
+
+class _Comparison:
+    """Two sides that have run, and what follows from their records."""
+
+    def __init__(self, one: Running, other: Running) -> None:
+        self.one, self.other = one, other
+        self.recorded = one.record(), other.record()
+        first, second = map(_by_key, self.recorded)
+        if one.side.checkpoint != other.side.checkpoint:
+            first, second = _without_recompute(first), _without_recompute(second)
+        self.pairs = list(_aligned(first, second))
+        self.rows = [self._row(i, x, y) for i, (x, y) in enumerate(self.pairs)]
+
+    @property
+    def per_sequence(self) -> bool:
+        """Whether tensors are compared sequence by sequence."""
+        return self.one.per_sequence
+
+    @property
+    def same_calls(self) -> bool:
+        """Whether both sides should make the same calls in the same order."""
+        a, b = self.one, self.other
+        alike = ("compile", "checkpoint", "patch")
+        kinds = [[(name, type(m)) for name, m in s.model.named_modules()] for s in (a, b)]
+        return kinds[0] == kinds[1] and all(getattr(a.side, n) == getattr(b.side, n) for n in alike)
+
+    def result(self) -> Bisection:
+        """The rows and the first of them that differs."""
+        first = next((row for row in self.rows if self._is_finding(row)), None)
+        found = None if first is None else self._difference(first)
+        return Bisection(
+            str(self.one.side), str(self.other.side), tuple(self.rows), found, tuple(self._notes())
+        )
+
+    def _is_finding(self, row: Row) -> bool:
+        if row.state in (ONLY_A, ONLY_B):
+            return self.same_calls
+        return row.state in (DIFFERS, SHAPE) or row.inputs in (DIFFERS, SHAPE)
+
+    # --- rows ---
+
+    def _entries(self, records: list[Record], side: int, what: str, name: str) -> Entries:
+        rows = self.recorded[side].rows
+        sizes = rows if len(records) == len(rows) else [1] * len(records)
+        named = [getattr(record, what).get(name) for record in records]
+        return [(n, taken) for n, taken in zip(sizes, named, strict=True) if taken is not None]
+
+    def _compare(
+        self, x: list[Record], y: list[Record], what: str
+    ) -> tuple[dict[str, str], dict[str, float]]:
+        """State and estimated difference of every tensor that both sides have."""
+        states, differences = {}, {}
+        inside = x[0].key.kind not in _WHOLE
+        for name in getattr(x[0], what):
+            if name not in getattr(y[0], what):
+                continue
+            one, other = (self._entries(r, i, what, name) for i, r in enumerate((x, y)))
+            if self.per_sequence and inside:
+                state, apart = _per_sequence(one, other, what == "inputs")
+            else:
+                state, apart = _whole(one[0][1], other[0][1])
+            states[name], differences[name] = state, apart
+        return states, differences
+
+    def _row(self, index: int, x: list[Record], y: list[Record]) -> Row:
+        records = x or y
+        record = records[0]
+        key = record.key
+        row = Row(index, key.kind, key.name, key.direction, key.number, record.where)
+        if not x or not y:
+            taken = next(iter(record.outputs.values()), None)
+            return replace(_described(row, taken), state=ONLY_B if y else ONLY_A)
+        states, differences = self._compare(x, y, "outputs")
+        inputs, _ = self._compare(x, y, "inputs")
+        worst = _worst(states)
+        name = next((n for n, s in states.items() if s == worst), "")
+        return replace(
+            _described(row, record.outputs.get(name)),
+            where=record.where or y[0].where,
+            state=worst or UNREAD,
+            inputs=_worst(inputs),
+            difference=max((d for d in differences.values()), default=0.0),
+            largest=_statistic(x, y, name, lambda d: d.largest),
+            norm=_statistic(x, y, name, lambda d: d.norm),
+            hashes={n: (_hashes(x, n), _hashes(y, n)) for n in record.outputs},
+            backends=(record.backend, y[0].backend),
+            differing=tuple(
+                n for side in (inputs, states) for n, s in side.items() if s in (DIFFERS, SHAPE)
+            ),
+        )
+
+    # --- the first difference ---
+
+    def _difference(self, row: Row) -> Difference:
+        x, y = self.pairs[row.index]
+        if row.state in (ONLY_A, ONLY_B):
+            runs, lacks = ("a", "b") if row.state == ONLY_A else ("b", "a")
+            return Difference(row, "sequence", f"{runs} makes this call, {lacks} does not")
+        if SHAPE in (row.state, row.inputs):
+            return Difference(row, "shape", _shapes(x[0], y[0], self.per_sequence))
+        cause, reason = self._cause(row)
+        distances, repeatable = self._measured(row)
+        if not repeatable:
+            reason += (
+                "; the second run gave other bits than the first on the same side, so the run "
+                "itself is not repeatable"
+            )
+        differ = {d.name for d in distances}
+        broken, promise = self._promise(x[0], y[0], row, differ)
+        if cause != "computation":
+            broken, promise = (), ""
+        arguments = [
+            f"{n}={v} in a, {y[0].arguments[n]} in b"
+            for n, v in x[0].arguments.items() if y[0].arguments.get(n, v) != v
+        ]  # fmt: skip
+        if arguments:
+            reason += f"; other arguments: {', '.join(arguments)}"
+        return Difference(row, cause, reason, distances, repeatable, promise, broken)
+
+    def _cause(self, row: Row) -> tuple[str, str]:
+        names = ", ".join(name for name in row.differing if name)
+        if row.kind == recording.DATA:
+            return "data", "the batches differ"
+        if row.kind == recording.WEIGHT:
+            return "weights", "the models start with other weights or buffers"
+        if row.state == DIFFERS and row.inputs == EQUAL:
+            what = f"returns another {names}" if names else "returns other values"
+            return "computation", f"it gets equal inputs and {what}"
+        since = self._since(row)
+        if row.kind in (recording.LOSS, recording.PARAMETER) and self.per_sequence:
+            return "between", (
+                "all sequences agree and their sum over rows and runs differs: it is added in "
+                "another order"
+            )
+        if row.inputs in (DIFFERS, SHAPE):
+            return "between", (
+                f"it gets another {names or 'input'}, and all records before agree: the cause is "
+                f"what is not recorded on both sides{since}"
+            )
+        return "between", (
+            f"all records before agree: the cause is what is not recorded on both sides{since}"
+        )
+
+    def _since(self, row: Row) -> str:
+        """Where code that is not recorded on both sides ran: after the last record that agrees."""
+        earlier = self.rows[: row.index]
+        last = next((r for r in reversed(earlier) if r.state == EQUAL), None)
+        between = earlier[last.index + 1 :] if last is not None else earlier
+        lone = [f"{r.name} {r.direction} ({r.state})" for r in between
+                if r.kind == recording.OPERATOR and r.state in (ONLY_A, ONLY_B)]  # fmt: skip
+        text = f" after {last}" if last is not None else ""
+        return text + (f"; there ran {', '.join(dict.fromkeys(lone))}" if lone else "")
+
+    def _measured(self, row: Row) -> tuple[tuple[Distance, ...], bool]:
+        """Distances of the tensors that differ in a second run, and whether it repeats the first.
+
+        Equal bits on both sides now are a run that is not repeatable, too.
+        """
+        x, y = self.pairs[row.index]
+        again = [
+            running.record(records[0].key)
+            for running, records in zip((self.one, self.other), (x, y), strict=True)
+        ]
+        states = all(
+            _same_bits(before, now, x[0].key)
+            for before, now in zip(self.recorded, again, strict=True)
+        )
+        found = []
+        for name in dict.fromkeys(row.differing):
+            for what in ("inputs", "outputs"):
+                one, other = (_joined(side, (what, name), x[0]) for side in again)
+                if one is None or other is None:
+                    continue
+                if one.shape == other.shape and one.dtype == other.dtype:
+                    apart = distance(name, one, other)
+                    found += [apart] if apart.elements else []
+        return tuple(found), states and bool(found)
+
+    def _promise(
+        self, x: Record, y: Record, row: Row, differ: set[str]
+    ) -> tuple[tuple[str, ...], str]:
+        """Names of broken promises, and a sentence on them."""
+        a, b = self.one.side, self.other.side
+        if x.prim is None:
+            return (), ""
+        if x.backend != y.backend:
+            return (), "none: no operator promises equal bits of two backends"
+        if x.mode != y.mode:
+            return (), "none: the sides have other settings of deterministic"
+        if a.compile != b.compile:
+            return (), "none: compiled code may round in another way"
+        asked = [
+            name
+            for name, differs in (
+                ("rows", a.split != b.split),
+                ("chunk", a.process != b.process),
+                ("recompute", a.checkpoint != b.checkpoint),
+            )
+            if differs
+        ] or ["repeat"]
+        made = promised(x.backend, x.prim)
+        called = f"{row.name} {x.prim.direction} of {x.backend}"
+        setting = f"deterministic={x.mode!r}" if x.mode else "the default setting"
+        for name in asked:
+            if name not in made.under(x.mode):
+                since = made.since(name)
+                later = "" if since is None else f"; deterministic={_SETTING[since]} adds it"
+                reason = made.because.get(name)
+                why = f" ({reason})" if reason else ""
+                return (), f"none: {called} does not promise {name!r} under {setting}{why}{later}"
+        per_row = {"rows", "chunk"} & {*asked}
+        if per_row and not any(x.prim.op.bitwise.axis(n) is not None for n in differ):
+            return (), f"none: {asked[0]!r} is a promise on rows, and this is a sum over them"
+        return tuple(asked), f"broken: {called} promises {', '.join(map(repr, asked))}"
+
+    def _notes(self) -> Iterator[str]:
+        a, b = self.one, self.other
+        if a.compiles or b.compiles:
+            yield (
+                "a compiled model records operators that stay one call in its graph, outputs, loss "
+                "and parameter gradients; modules and operators that the compiler traces are "
+                "not recorded"
+            )
+        if self.per_sequence:
+            yield (
+                "records are compared per sequence; sums over rows are compared as gradients of "
+                "parameters, after all runs"
+            )
+        if a.side.checkpoint != b.side.checkpoint:
+            yield "calls that run again in backward are left out, as only one side has them"
+        lone = sum(row.state in (ONLY_A, ONLY_B) for row in self.rows)
+        if lone and not self.same_calls:
+            yield f"{lone} records are on one side only, as the sides run other code"
+
+
+_WHOLE = (recording.DATA, recording.WEIGHT, recording.LOSS, recording.PARAMETER)
+_SETTING = {"": "False", "deterministic": "True", "rows": "'rows'"}
+assert set(_SETTING) == set(MODES)
+
+
+# --- pairs of records ---
+
+
+def _by_key(recorded: Recorded) -> Several:
+    """The records of a side, of all runs together, in the order of the first run."""
+    found: Several = {}
+    for recorder in recorded.recorders:
+        for record in recorder.records:
+            found.setdefault(record.key, []).append(record)
+    runs = len(recorded.runs)
+    inside = {r.key for r in recorded.runs[0].records}
+    return {k: v for k, v in found.items() if k not in inside or len(v) == runs}
+
+
+def _without_recompute(records: Several) -> Several:
+    return {k: v for k, v in records.items() if k.direction != recording.RECOMPUTE}
+
+
+def _counts(records: Several) -> dict[tuple[str, str, str], int]:
+    found: dict[tuple[str, str, str], int] = {}
+    for key in records:
+        found[key[:3]] = found.get(key[:3], 0) + 1
+    return found
+
+
+def _aligned(x: Several, y: Several) -> Iterator[tuple[list[Record], list[Record]]]:
+    """Records of both sides by key, in the order of the first; those of one side where they ran.
+
+    Where one side calls an operator or module more often, which calls belong together is unknown,
+    so that all of them stay apart.
+    """
+    counts = _counts(x), _counts(y)
+
+    def alike(key: Key) -> bool:
+        calls = [key[:3]]
+        if key.kind == recording.GRADIENT:
+            calls.append((recording.MODULE, x[key][0].where, recording.FORWARD))
+        return all(counts[0].get(c) == counts[1].get(c) for c in calls)
+
+    both = {key for key in x if key in y and alike(key)}
+    after: dict[Key | None, list[Key]] = {}
+    last: Key | None = None
+    for key in y:
+        if key in both:
+            last = key
+        else:
+            after.setdefault(last, []).append(key)
+    yield from (([], y[key]) for key in after.get(None, ()))
+    for key in x:
+        yield x[key], y[key] if key in both else []
+        yield from (([], y[other]) for other in after.get(key, ()) if key in both)
+
+
+# --- pairs of tensors ---
+
+
+def _whole(one: Taken, other: Taken) -> tuple[str, float]:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return SHAPE, 0.0
+    if one.whole is None or other.whole is None:
+        return UNREAD, 0.0
+    return _state([one.whole], [other.whole])
+
+
+def _state(ones: Sequence[Digest], others: Sequence[Digest]) -> tuple[str, float]:
+    if [d.hash for d in ones] == [d.hash for d in others]:
+        return EQUAL, 0.0
+    return DIFFERS, relative(ones, others)
+
+
+def _per_sequence(one: Entries, other: Entries, is_input: bool) -> tuple[str, float]:
+    """Compare the sequences of all runs in order; whole tensors where they have none."""
+    every = [*one, *other]
+    parts = [_sequences(side) for side in (one, other)]
+    if _scales(every) and len({taken.dtype for _, taken in every}) > 1:
+        return SHAPE, 0.0
+    if _scales(every) and parts[0] and len(parts[0]) == len(parts[1]):
+        return _state(*parts)
+    wholes = [taken.whole for _, taken in every]
+    alike = len({taken.shape for _, taken in every}) == 1
+    if is_input and alike and wholes[0] and len({d.hash if d else 0 for d in wholes}) == 1:
+        return EQUAL, 0.0
+    return UNREAD, 0.0  # a sum over rows
+
+
+def _sequences(entries: Entries) -> list[Digest]:
+    return [d for n, t in entries for d in (t.parts if n > 1 or t.parts else [t.whole]) if d]
+
+
+def _scales(entries: Entries) -> bool:
+    """Whether the axis of sequences is as long as the number of sequences says, in all runs."""
+    lengths = set()
+    for rows, taken in entries:
+        if len(taken.shape) <= taken.axis or taken.shape[taken.axis] % rows:
+            return False
+        shape = list(taken.shape)
+        shape[taken.axis] //= rows
+        lengths.add(tuple(shape))
+    return len(lengths) == 1
+
+
+def _worst(states: Mapping[str, str]) -> str:
+    """The state of several tensors together; empty for none."""
+    for state in (SHAPE, DIFFERS):
+        if state in states.values():
+            return state
+    if not states:
+        return ""
+    return EQUAL if EQUAL in states.values() else UNREAD
+
+
+def _described(row: Row, taken: Taken | None) -> Row:
+    if taken is None:
+        return row
+    return replace(row, shape=taken.shape, dtype=str(taken.dtype).removeprefix("torch."))
+
+
+def _statistic(
+    x: list[Record], y: list[Record], name: str, of: Callable[[Digest], float]
+) -> tuple[float, ...]:
+    found = []
+    for records in (x, y):
+        taken = [r.outputs.get(name) for r in records]
+        known = [of(t.whole) for t in taken if t is not None and t.whole is not None]
+        found += [max(known)] if known else []
+    return tuple(found)
+
+
+def _hashes(records: list[Record], name: str) -> str:
+    taken = [r.outputs.get(name) for r in records]
+    return " ".join(f"{t.whole.hash:016x}" for t in taken if t is not None and t.whole is not None)
+
+
+def _same_bits(before: Recorded, now: Recorded, key: Key) -> bool:
+    """Whether a record has the same bits in two runs of one side."""
+    sides = []
+    for recorded in (before, now):
+        records = [r for each in recorded.recorders for r in each.records if r.key == key]
+        sides.append([
+            (name, None if t.whole is None else t.whole.hash)
+            for r in records for what in (r.inputs, r.outputs) for name, t in what.items()
+        ])  # fmt: skip
+    return sides[0] == sides[1]
+
+
+def _joined(recorded: Recorded, place: tuple[str, str], record: Record) -> Tensor | None:
+    """A kept tensor of all runs in order."""
+    parts = [r.kept[place] for r in recorded.recorders if place in r.kept]
+    if not parts or len(parts) == 1:
+        return parts[0] if parts else None
+    taken = getattr(record, place[0])[place[1]]
+    return torch.cat(parts, taken.axis)
+
+
+def _shapes(x: Record, y: Record, per_sequence: bool) -> str:
+    for what in ("inputs", "outputs"):
+        for name, one in getattr(x, what).items():
+            other = getattr(y, what).get(name)
+            if other is None:
+                continue
+            if one.dtype != other.dtype or (one.shape != other.shape and not per_sequence):
+                text = f"{what.removesuffix('s')} {name}".rstrip()
+                return f"{text} is {one.shape} {one.dtype} in a, {other.shape} {other.dtype} in b"
+    return "shapes or dtypes differ"

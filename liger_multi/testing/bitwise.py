@@ -1,0 +1,269 @@
+"""Checks of what operators promise about bits, without pytest.
+
+A public call and its gradients are recorded as calls of forward and of backward
+(:func:`calls_of`), and each of them is run again: twice, under checkpointing, with other rows beside
+a row, with chunks of other sizes. Results are compared bit by bit, so that NaN equals NaN and 0.0
+does not equal -0.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_multi.dispatch.bitwise import MODES, Rows, promised, several
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.primitive import Primitive, plan_for
+from liger_multi.errors import BackendUnavailableError
+from liger_multi.testing.checks import Order, call, grads, outputs
+from liger_multi.testing.samples import Sample
+
+SETTINGS: dict[str, bool | str] = {"": False, "deterministic": True, "rows": "rows"}
+"""What :func:`liger_multi.use` is given for every setting of the switch."""
+CHUNKS = (1, 7, 256)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two results have the same bits: tensors, None, or sequences of both."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(_bytes(a), _bytes(b))
+    if isinstance(a, Sequence) and isinstance(b, Sequence):
+        return len(a) == len(b) and all(same_bits(*pair) for pair in zip(a, b, strict=True))
+    return a is None and b is None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of forward or backward.
+
+    Attributes:
+        prim: The direction of the operator.
+        args: Its arguments.
+        order: The backend, or backends in order, that run it.
+    """
+
+    prim: Primitive
+    args: tuple[Any, ...]
+    order: Order
+
+    @property
+    def name(self) -> str:
+        """Operator and direction."""
+        return f"{self.prim.op.name}.{self.prim.direction}"
+
+    def run(self, mode: str, args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        """Call it again under a setting of the switch; what it writes to is copied and returned."""
+        args = self.args if args is None else args
+        given = [
+            x.clone() if name in self.prim.mutates and isinstance(x, Tensor) else x
+            for name, x in zip(self.prim.params, args, strict=True)
+        ]
+        with self._under(mode):
+            made = several(self.prim.call(*given))
+        written = [given[self.prim.params.index(name)] for name in self.prim.mutates]
+        return (*made, *written)
+
+    def promise(self, mode: str) -> frozenset[str]:
+        """The properties that its backend promises; empty where no backend takes the call."""
+        with self._under(mode), contextlib.suppress(BackendUnavailableError):
+            plan = plan_for(self.prim, self.args[self.prim.anchor])
+            return promised(plan.chosen(self.args).name, self.prim).under(mode)
+        return frozenset()
+
+    def _under(self, mode: str) -> AbstractContextManager[None]:
+        named: Any = {self.prim.op.name: self.order}
+        return use(**named, deterministic=SETTINGS[mode])
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Primitive, tuple[Any, ...], tuple[Any, ...]]]]:
+    """Calls of forward and backward within a block: direction, copies of arguments, results."""
+    original, found = Primitive.call, []
+
+    def call_and_keep(prim: Primitive, *args: Any) -> Any:
+        kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+        made = original(prim, *args)
+        found.append((prim, kept, tuple(_kept(t) for t in several(made))))
+        return made
+
+    with mock.patch.object(Primitive, "call", call_and_keep):
+        yield found
+
+
+def _kept(made: Tensor) -> Tensor:
+    return made.detach().clone()
+
+
+def calls_of(
+    op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order
+) -> list[Call]:
+    """The calls of forward and backward that a sample leads to."""
+    tensors = sample.make(device, dtype)
+    with recorded() as found:
+        result, _ = outputs(call(op, tensors, sample.options, **{op: order}))
+        generator = torch.Generator().manual_seed(1)
+        upstream: dict[str, Tensor | None] = {
+            n: torch.randn(t.shape, generator=generator).to(t) for n, t in result.items()
+        }
+        grads(result, tensors, upstream)
+    return [Call(prim, args, order) for prim, args, _ in found if prim.op.name == op]
+
+
+# --- one property each ---
+
+
+def check_repeat(given: Call, mode: str) -> None:
+    """The same call twice, between other allocations."""
+    first = given.run(mode)
+    blocks = [torch.full((size,), float("nan"), device=_device(given)) for size in (100, 5000)]
+    second = given.run(mode)
+    del blocks
+    _require(given, mode, "repeat", first, second, "a second call")
+
+
+def check_recompute(
+    op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order, mode: str
+) -> None:
+    """Forward under checkpointing, and the forward that its backward runs again."""
+    tensors = sample.make(device, dtype)
+    written = OPS[op].inplace if sample.options.get("inplace") else None
+    names = [n for n in tensors if n != written]
+
+    def run(*given: Tensor) -> Any:
+        return call(
+            op, {**tensors, **dict(zip(names, given, strict=True))}, sample.options, **named
+        )
+
+    named: Any = {op: order, "deterministic": SETTINGS[mode]}
+    with recorded() as found:
+        made = checkpoint(run, *[tensors[n] for n in names], use_reentrant=False)
+        result, _ = outputs(made)
+        grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
+    forwards = [(prim, args, out) for prim, args, out in found if prim is OPS[op].fwd]
+    if len(forwards) == 2:
+        (prim, args, first), (_, _, second) = forwards
+        _require(Call(prim, args, order), mode, "recompute", first, second, "the recomputation")
+
+
+def check_rows(given: Call, mode: str) -> int:
+    """Rows in other orders, alone, in other numbers, and beside other rows; how many there are."""
+    prim = given.prim
+    rows = Rows(prim.op.bitwise, dict(zip(prim.params, given.args, strict=True)))
+    if not rows.count or not rows.lead:
+        return 0
+    every = torch.arange(rows.count)
+    whole = given.run(mode, _selected(rows, given, every))
+    last, generator = rows.count - 1, torch.Generator().manual_seed(2)
+    some = torch.randint(rows.count, (67,), generator=generator)
+    for chosen in ([0], [last], [last, 0], [0, last, 0], every.flip(0).tolist(), some.tolist()):
+        index = torch.tensor(chosen)
+        made = given.run(mode, _selected(rows, given, index))
+        names = (
+            (*prim.returns, *prim.mutates)
+            if len(whole) > len(prim.returns) or not prim.returns
+            else prim.returns
+        )
+        for name, all_rows, part in zip(names, whole, made, strict=True):
+            axis = prim.op.bitwise.axis(name)
+            if axis is None or all_rows.ndim <= axis or all_rows.shape[axis] != rows.count:
+                continue
+            wanted = all_rows.index_select(axis, index.to(all_rows.device))
+            _require(given, mode, "rows", (wanted,), (part,), f"{name} of rows {chosen[:8]}")
+    return rows.count
+
+
+def _selected(rows: Rows, given: Call, index: Tensor) -> tuple[Any, ...]:
+    """The arguments with these rows."""
+    args = []
+    for name, value in zip(given.prim.params, given.args, strict=True):
+        flat, axis = rows.flat(name, value)
+        args.append(value if flat is None else flat.index_select(axis, index.to(flat.device)))
+    return tuple(args)
+
+
+def check_chunk(given: Call, mode: str) -> None:
+    """Chunks of other sizes, by the argument of that name."""
+    prim = given.prim
+    place, spec = prim.params.index("chunk"), prim.op.bitwise
+    whole = given.run(mode)
+    for chunk in CHUNKS:
+        made = given.run(mode, (*given.args[:place], chunk, *given.args[place + 1 :]))
+        for name, wanted, got in zip(prim.returns, whole, made, strict=True):
+            if spec.axis(name) is not None and got.ndim:
+                _require(given, mode, "chunk", (wanted,), (got,), f"{name} by chunks of {chunk}")
+
+
+def _device(given: Call) -> torch.device:
+    found: torch.device = given.args[given.prim.anchor].device
+    return found
+
+
+def _require(
+    given: Call, mode: str, name: str, wanted: Sequence[Any], got: Sequence[Any], what: str
+) -> None:
+    if same_bits(wanted, got):
+        return
+    differ = [
+        (a.double() - b.double()).abs().max().item()
+        for a, b in zip(wanted, got, strict=True)
+        if a.shape == b.shape and a.numel()
+    ]
+    raise AssertionError(
+        f"{given.name} by {given.order} under deterministic={SETTINGS[mode]!r} promises {name!r}, "
+        f"but {what} differs by {differ}"
+    )
+
+
+def check_promises(
+    op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order
+) -> set[tuple[str, str, str]]:
+    """Check every promise that holds for the calls of a sample.
+
+    Args:
+        op: Name of the operator.
+        sample: Its inputs.
+        dtype: Dtype of the inputs whose dtype the sample leaves open.
+        device: Where the tensors stand.
+        order: The backend, or backends in order.
+
+    Returns:
+        What was checked: direction, setting of the switch, property.
+
+    Raises:
+        AssertionError: A promise is broken; the message names it.
+    """
+    checked = set()
+    for given in calls_of(op, sample, dtype, device, order):
+        for mode in MODES:
+            made = given.promise(mode)
+            for name in sorted(made & CHECKS.keys()):
+                if name == "chunk" and "chunk" not in given.prim.params:
+                    continue
+                CHECKS[name](given, mode)
+                checked.add((given.prim.direction, mode, name))
+    for mode in {mode for direction, mode, name in checked if direction == "forward"}:
+        check_recompute(op, sample, dtype, device, order, mode)
+        checked.add(("forward", mode, "recompute"))
+    return checked
+
+
+CHECKS: dict[str, Callable[[Call, str], Any]] = {
+    "repeat": check_repeat,
+    "rows": check_rows,
+    "chunk": check_chunk,
+}

@@ -1,0 +1,91 @@
+"""How strictly a caller asks for equal bits; set by dispatch around a call, read in backends.
+
+Settings are ``""``, ``"deterministic"`` and ``"rows"``; the last includes the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+Gemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+"""``out = a @ b (+ bias)`` whose rows do not depend on each other: ``(a, b, bias, out)``."""
+
+_mode: ContextVar[str] = ContextVar("liger_multi_strict", default="")
+_gemm: ContextVar[Gemm | None] = ContextVar("liger_multi_gemm_by_rows", default=None)
+
+
+@contextlib.contextmanager
+def within(mode: str, gemm: Gemm | None) -> Iterator[None]:
+    """Ask for a setting within a block; ``gemm`` takes the place of the vendor's under "rows"."""
+    tokens = _mode.set(mode), _gemm.set(gemm if mode == "rows" else None)
+    try:
+        yield
+    finally:
+        _mode.reset(tokens[0])
+        _gemm.reset(tokens[1])
+
+
+def strict() -> bool:
+    """Whether a repeated call must give the same bits."""
+    return _mode.get() != ""
+
+
+def by_rows() -> bool:
+    """Whether a row must not depend on the others."""
+    return _mode.get() == "rows"
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``out = a @ b (+ bias)``; its rows are independent where that is asked for."""
+    gemm = _gemm.get()
+    if gemm is not None:
+        gemm(a, b, bias, out)
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T (+ bias)`` of rows ``(..., K)``, as :func:`multiply`."""
+    if _gemm.get() is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+    made = x.new_empty(rows.shape[0], weight.shape[0])
+    multiply(rows, weight.t(), bias, made)
+    return made.view(*x.shape[:-1], weight.shape[0])
+
+
+def matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
+    """``a @ b``, added to ``onto`` in its buffer where that is given, as :func:`multiply`."""
+    if _gemm.get() is None:
+        return a @ b if onto is None else onto.addmm_(a, b)
+    made = multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1]))
+    return made if onto is None else onto.add_(made)
+
+
+@contextlib.contextmanager
+def vendor() -> Iterator[None]:
+    """Ask PyTorch and cuDNN for deterministic algorithms within a block, if that is wanted."""
+    if not strict():
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not before:
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True,
+            allow_tf32=torch.backends.cudnn.allow_tf32,
+        ):  # fmt: skip
+            yield
+    finally:
+        if not before:
+            torch._C._set_deterministic_algorithms(before, warn_only=warn)

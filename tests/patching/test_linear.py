@@ -1,0 +1,426 @@
+"""Plain linear layers of a patched model: independent rows on request, PyTorch's layers else.
+
+A library whose GEMMs depend on the number of rows is made for these tests: whether a CPU's do
+depends on its instructions and on sizes.
+"""
+
+import copy
+import importlib
+import pickle
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, patched, real_logits, register_attention, unpatch
+from liger_multi.patching.replace.linear import LinearByRows
+from tests.models import VOCABULARY, batch, build
+
+FUNCTION = F.linear
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def by_batch(x, weight, bias=None):
+    """A GEMM whose rows depend on their number, but for probes, which compare with formulas."""
+    rows = x.shape[:-1].numel() if torch._C._get_mkldnn_enabled() else 0
+    return FUNCTION(x, weight, bias) * (1.0 + rows * 2.0**-7)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    monkeypatch.setattr(F, "linear", by_batch)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found = []
+    stock = ops.linear
+    spy = lambda *a: (found.append(a), stock(*a))[1]  # noqa: E731
+    for where in (ops, importlib.import_module("liger_multi.ops.linear")):
+        monkeypatch.setattr(where, "linear", spy)
+    return found
+
+
+def rows():
+    return liger_multi.use(deterministic="rows")
+
+
+def model(kind="llama", dtype=torch.float32, attention="liger_multi", **config):
+    register_attention()
+    made = build(kind, **config).to(dtype).eval()
+    made.set_attn_implementation(attention)
+    return made
+
+
+def ids(sequences=4, length=11):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+
+
+def alone_as_in_a_batch(made, tokens, grad=False):
+    """Whether the logits of every sequence are the same bits in both."""
+    with torch.set_grad_enabled(grad):
+        whole = real_logits(made(tokens).logits.detach())
+        parts = [real_logits(made(one[None]).logits.detach())[0] for one in tokens]
+    return [torch.equal(a, b) for a, b in zip(parts, whole, strict=True)]
+
+
+# --- whole models ---
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["scored", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
+def test_a_sequence_alone_is_a_sequence_in_a_batch(kind, dtype, grad, library):
+    ours, tokens = model(kind, dtype), ids()
+    assert not any(alone_as_in_a_batch(ours, tokens, grad))
+    with rows():
+        report = patch(ours, strict=True)
+        assert all(alone_as_in_a_batch(ours, tokens, grad))
+    assert report.count("linear") == sum(isinstance(m, LinearByRows) for m in ours.modules()) > 0
+    assert "linear" in str(report)
+    assert not any(alone_as_in_a_batch(ours, tokens, grad)), "the mode is asked at every call"
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["lazy", "real"])
+def test_every_linear_layer_is_served_once(head, calls):
+    ours = model()
+    with rows():
+        patch(ours, fused_linear_cross_entropy=head)
+        with torch.no_grad():
+            real_logits(ours(ids()).logits)
+    layers = [m.weight for n, m in ours.named_modules() if n.endswith((*ATTENTION, "lm_head"))]
+    assert {id(weight) for _, weight, _ in calls} == {id(weight) for weight in layers}
+    assert len(calls) == len(layers) == 9
+
+
+def test_short_sequences_and_gradient_checkpointing(library):
+    ours, tokens = model(), ids(3, 1)
+    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    with rows():
+        patch(ours)
+        ours.train()
+        assert all(alone_as_in_a_batch(ours, tokens, True))
+
+
+def test_logits_that_are_read_after_the_block(library):
+    """Lazy logits are computed as the forward pass was."""
+    ours, tokens = model(), ids()
+    with rows():
+        patch(ours)
+        right = real_logits(ours(tokens).logits)
+        late = ours(tokens).logits
+    assert torch.equal(real_logits(late), right)
+
+
+def test_without_the_mode_they_are_pytorchs_layers(calls):
+    ours, stock = model(), model()
+    report = patch(ours, linear=True)
+    assert report.count("linear") == 14
+    patch(stock)
+    results = []
+    for made in (ours, stock):
+        made.zero_grad()
+        out = made(**batch())
+        out.loss.backward()
+        results.append([real_logits(out.logits.detach()), *(p.grad for p in made.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not calls
+
+
+def test_they_are_on_where_the_configuration_asks_for_it():
+    ours = model()
+    for mode, count in ((False, 0), (True, 0), ("rows", 14)):
+        with liger_multi.use(deterministic=mode):
+            assert patch(ours).count("linear") == count
+            assert patch(ours, linear=False).count("linear") == 0
+    liger_multi.configure({"deterministic": "rows"})
+    try:
+        assert patch(ours).count("linear") == 14
+    finally:
+        liger_multi.configure(None)
+    report = patch(ours)
+    assert sum(e.op == "linear" and e.status == "restored" for e in report.entries) == 14
+    assert not any(isinstance(m, LinearByRows) for m in ours.modules())
+
+
+def test_other_keys_serve_as_before():
+    """An MLP runs as one operator, and a head has lazy logits, whoever came first."""
+    first = {e.path: e.replaced_by for e in patch(model()).entries}
+    ours = model()
+    patch(ours, linear=True, fused_linear_cross_entropy=False)
+    assert isinstance(ours.lm_head, LinearByRows)
+    again = patch(ours, linear=True)
+    assert {e.path: e.replaced_by for e in again.entries if e.op != "linear"} == first
+    assert not isinstance(ours.lm_head, LinearByRows)
+    assert {e.status for e in patch(ours, linear=True).entries} == {"already patched"}
+    back = patch(ours, linear=True, fused_linear_cross_entropy=False)
+    assert isinstance(ours.lm_head, LinearByRows)
+    assert back.count("linear") == 15
+
+
+def test_unpatch_restores_every_class():
+    ours = model()
+    before = [type(m) for m in ours.modules()]
+    state = {n: t.clone() for n, t in ours.state_dict().items()}
+    with rows():
+        patch(ours)
+        assert ours.state_dict().keys() == state.keys()
+        unpatch(ours)
+        assert [type(m) for m in ours.modules()] == before
+        with patched(ours) as report:
+            assert report.count("linear") == 14
+        assert [type(m) for m in ours.modules()] == before
+    assert all(torch.equal(t, state[n]) for n, t in ours.state_dict().items())
+    assert not any("forward" in vars(m) for m in ours.modules())
+
+
+def test_a_model_type():
+    with rows():
+        report = patch("llama")
+        try:
+            ours = build("llama")
+        finally:
+            unpatch("llama")
+    assert {e.op for e in report.entries} >= {"linear"}
+    assert sum(isinstance(m, LinearByRows) for m in ours.modules()) == 14
+
+
+# --- LoRA ---
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+@pytest.mark.parametrize("lora", [True, False])
+def test_lora(patch_first, lora, library):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "lm_head"])
+    ours, tokens = model(), ids()
+    with rows():
+        if patch_first:
+            patch(ours, lora=lora)
+        ours = peft.get_peft_model(ours, config).eval()
+        for name, parameter in ours.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        report = patch(ours, lora=lora)
+        assert not [s for s in report.skipped if s.op == "linear"]
+        assert report.count("lora") == (6 if lora else 0)
+        assert all(alone_as_in_a_batch(ours, tokens))
+        assert all(alone_as_in_a_batch(ours, tokens, True))
+    served = {n for n, m in ours.named_modules() if isinstance(m, LinearByRows)}
+    assert any(n.endswith("q_proj.base_layer") for n in served)
+    assert any(n.endswith("q_proj.lora_A.default") for n in served)
+    unpatch(ours)
+    assert not any(isinstance(m, LinearByRows) for m in ours.modules())
+
+
+# --- single layers ---
+
+
+class Model(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def one(layer=None, **options):
+    """A patched model of one layer, its report and an input."""
+    made = Model(nn.Linear(12, 7) if layer is None else layer)
+    return made, patch(made, fused_linear_cross_entropy=False, linear=options or True)
+
+
+X = torch.randn(5, 12, generator=torch.Generator().manual_seed(4))
+
+
+def independent(made, x=X):
+    with rows():
+        whole = made(x)
+        return all(torch.equal(made(x[i : i + 1])[0], whole[i]) for i in range(len(x)))
+
+
+def test_copies_pickles_and_states(library):
+    made, _ = one()
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(other.layer) is type(made.layer)
+        assert independent(other)
+        assert torch.equal(other(X), made(X))
+        other.load_state_dict(made.state_dict())
+        unpatch(other)
+        assert type(other.layer) is nn.Linear
+    assert isinstance(made.layer, LinearByRows)
+
+
+def test_hooks_see_the_call(calls):
+    made, _ = one()
+    seen = []
+    made.layer.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    made.layer.register_forward_hook(lambda m, args, y: seen.append("after") or y * 2)
+    with rows():
+        y = made(X)
+    assert seen == ["before", "after"]
+    torch.testing.assert_close(y, made(X))
+    assert len(calls) == 1
+
+
+def test_tied_weights(library):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    made = Tied()
+    assert patch(made, fused_linear_cross_entropy=False, linear=True).count("linear") == 2
+    assert made.first.weight is made.second.weight
+    assert independent(made)
+
+
+class Same(nn.Linear):
+    """A subclass with PyTorch's forward."""
+
+
+class Scaled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Codes(nn.Module):
+    """As libraries of quantized weights have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 12, 7
+        self.register_buffer("qweight", torch.zeros(7, 3, dtype=torch.int32))
+
+    def forward(self, x):
+        return x[:, :7]
+
+
+def eight_bits():
+    layer = nn.Linear(12, 7, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(7, 12, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+def replaced():
+    layer = nn.Linear(12, 7)
+    layer.forward = lambda x: x[:, :7]
+    return layer
+
+
+LEFT = {
+    "own forward": (lambda: Scaled(12, 7), r"a forward of its own \(Scaled\)"),
+    "codes": (Codes, r"a forward of its own \(Codes\)"),
+    "8 bits": (eight_bits, "stored as torch.int8"),
+    "replaced": (replaced, "somebody else replaced its forward"),
+    "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(12, 7)), "parametrize"),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), "multiplies with its weight itself"),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_layers_that_are_left(kind):
+    make, reason = LEFT[kind]
+    layer = make()
+    before = [type(m) for m in layer.modules()]
+    made, report = one(layer)
+    assert [type(m) for m in made.layer.modules()] == before
+    (skipped,) = [s for s in report.skipped if s.op == "linear"]
+    assert re.search(reason, skipped.reason)
+    with pytest.raises(PatchError, match="strict=True"):
+        patch(made, strict=True, fused_linear_cross_entropy=False, linear=True)
+
+
+def test_a_model_without_a_linear_layer():
+    made = Model(nn.Conv1d(3, 3, 3))
+    report = patch(made, fused_linear_cross_entropy=False, linear=True)
+    assert [s.reason for s in report.skipped if s.op == "linear"] == [
+        "the model has no module of this kind"
+    ]
+    with rows():
+        report = patch(made, fused_linear_cross_entropy=False)
+    assert not [s for s in report.skipped if s.op == "linear"]
+
+
+def test_subclasses_with_pytorchs_forward(library):
+    made, report = one(Same(12, 7))
+    assert [(e.op, e.stock) for e in report.entries] == [("linear", "Same")]
+    assert isinstance(made.layer, Same)
+    assert independent(made)
+    unpatch(made)
+    assert type(made.layer) is Same
+
+
+def test_transposed_layers_of_transformers(monkeypatch):
+    library = pytest.importorskip("transformers.pytorch_utils")
+    layer = library.Conv1D(7, 12)
+    nn.init.normal_(layer.bias)
+    right = layer(X)
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda b, x, w: addmm(b, x, w) * (1 + len(x) / 128))
+    made, report = one(layer)
+    assert report.count("linear") == 1
+    assert independent(made)
+    with rows():
+        torch.testing.assert_close(made(X), right)
+
+
+def test_a_layer_that_is_parametrized_after_the_patch(library):
+    made, _ = one()
+    kind = type(made.layer)
+    parametrizations.weight_norm(made.layer)
+    assert independent(made)
+    with pytest.raises(PatchError, match="swapped again"):
+        unpatch(made)
+    parametrize.remove_parametrizations(made.layer, "weight")
+    assert type(made.layer) is kind
+    unpatch(made)
+    assert type(made.layer) is nn.Linear
+
+
+def test_a_backend_of_its_own():
+    made, report = one(backend="reference")
+    assert report.entries[0].options == {"backend": "reference"}
+    assert independent(made)
+    with pytest.raises(PatchError, match="option of linear"):
+        patch(made, linear={"chunk": 3})
+
+
+def test_a_bound_forward_outlives_the_patch(calls):
+    made, _ = one()
+    held = made.layer.forward
+    unpatch(made)
+    with rows():
+        assert torch.equal(held(X), made(X))
+    assert not calls
+
+
+def test_a_replaced_forward_of_pytorchs_class(monkeypatch, calls):
+    made, _ = one()
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input[..., :7])
+    with rows():
+        assert torch.equal(made(X), X[:, :7])
+    assert not calls
+
+
+def test_a_compiled_model(calls):
+    made, _ = one()
+    for mode in (False, "rows"):
+        torch._dynamo.reset()
+        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+        with liger_multi.use(deterministic=mode):
+            assert torch.equal(compiled(X), made(X))
