@@ -247,21 +247,22 @@ class Rows:
         named = (given.get(n) for name in spec.batched for n in (name, f"d{name}"))
         first = next((t for t in named if isinstance(t, Tensor)), None)
         name = next((n for n, t in given.items() if t is first), "")
-        axis = None if first is None else self._axis(name, first)
+        axis = None if first is None else self.axis(name, first)
         self.lead = torch.Size()
         if first is not None and axis is not None:
             stop = axis + 1 if spec.trailing is None else first.ndim - spec.trailing
             self.lead = first.shape[axis:stop]
         self.count = self.lead.numel() if self.lead else 0
 
-    def _axis(self, name: str, tensor: Tensor) -> int | None:
+    def axis(self, name: str, tensor: Tensor) -> int | None:
+        """The axis of rows of a tensor; None where it has none."""
         axis = self.spec.axis(name)
         axis = axis + tensor.ndim if axis is not None and axis < 0 else axis
         return axis if axis is not None and 0 <= axis < tensor.ndim else None
 
     def flat(self, name: str, tensor: Any) -> tuple[Any, int]:
         """A tensor with its rows on one axis, and that axis; None where it has none."""
-        axis = self._axis(name, tensor) if isinstance(tensor, Tensor) and self.lead else None
+        axis = self.axis(name, tensor) if isinstance(tensor, Tensor) and self.lead else None
         if axis is None:
             return None, 0
         before, after = tensor.shape[:axis], tensor.shape[axis + len(self.lead) :]

@@ -1,9 +1,9 @@
 """Checks of what operators promise about bits, without pytest.
 
 A public call and its gradients are recorded as calls of forward and of backward
-(:func:`calls_of`), and each of them is run again: twice, under checkpointing, with other rows beside
-a row, with chunks of other sizes. Results are compared bit by bit, so that NaN equals NaN and 0.0
-does not equal -0.0.
+(:func:`calls_of`), and each of them is run again: twice, under checkpointing, with other rows
+beside a row, with chunks of other sizes. Results are compared bit by bit, so that NaN equals NaN
+and 0.0 does not equal -0.0.
 """
 
 from __future__ import annotations
@@ -160,31 +160,32 @@ def check_recompute(
         _require(Call(prim, args, order), mode, "recompute", first, second, "the recomputation")
 
 
-def check_rows(given: Call, mode: str) -> int:
-    """Rows in other orders, alone, in other numbers, and beside other rows; how many there are."""
+def check_rows(given: Call, mode: str) -> None:
+    """Rows in other orders, alone, in other numbers, and beside other rows.
+
+    A mean divides by the number of rows: its gradients are not looked at.
+    """
     prim = given.prim
-    rows = Rows(prim.op.bitwise, dict(zip(prim.params, given.args, strict=True)))
-    if not rows.count or not rows.lead:
-        return 0
-    every = torch.arange(rows.count)
-    whole = given.run(mode, _selected(rows, given, every))
+    named = dict(zip(prim.params, given.args, strict=True))
+    rows, counted = Rows(prim.op.bitwise, named), named.get("reduction") == "mean"
+    if not rows.count or (counted and prim.direction == "backward"):
+        return
+    whole = given.run(mode, _selected(rows, given, torch.arange(rows.count)))
     last, generator = rows.count - 1, torch.Generator().manual_seed(2)
     some = torch.randint(rows.count, (67,), generator=generator)
-    for chosen in ([0], [last], [last, 0], [0, last, 0], every.flip(0).tolist(), some.tolist()):
+    backwards = list(range(last, -1, -1))
+    for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, some.tolist()):
         index = torch.tensor(chosen)
         made = given.run(mode, _selected(rows, given, index))
-        names = (
-            (*prim.returns, *prim.mutates)
-            if len(whole) > len(prim.returns) or not prim.returns
-            else prim.returns
-        )
-        for name, all_rows, part in zip(names, whole, made, strict=True):
-            axis = prim.op.bitwise.axis(name)
-            if axis is None or all_rows.ndim <= axis or all_rows.shape[axis] != rows.count:
+        names = (*prim.returns, *prim.mutates)
+        for name, every, part in zip(names, whole, made, strict=True):
+            axis = rows.axis(name, every)
+            if axis is None or every.shape[axis] != rows.count:
                 continue
-            wanted = all_rows.index_select(axis, index.to(all_rows.device))
+            if counted and name in prim.mutates:
+                continue
+            wanted = every.index_select(axis, index.to(every.device))
             _require(given, mode, "rows", (wanted,), (part,), f"{name} of rows {chosen[:8]}")
-    return rows.count
 
 
 def _selected(rows: Rows, given: Call, index: Tensor) -> tuple[Any, ...]:
@@ -204,7 +205,7 @@ def check_chunk(given: Call, mode: str) -> None:
     for chunk in CHUNKS:
         made = given.run(mode, (*given.args[:place], chunk, *given.args[place + 1 :]))
         for name, wanted, got in zip(prim.returns, whole, made, strict=True):
-            if spec.axis(name) is not None and got.ndim:
+            if spec.axis(name) is not None and got.ndim:  # what is summed has other orders
                 _require(given, mode, "chunk", (wanted,), (got,), f"{name} by chunks of {chunk}")
 
 

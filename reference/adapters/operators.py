@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_multi.reference.activations.operators import Activation, ReferenceActivation
 from liger_multi.reference.common.chunking import as_rows, has_out_dtype, row_blocks
 from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.common.strict import addmm, apart, linear, matmul, multiply, product
 
 # --- thin products ---
 
@@ -57,42 +57,45 @@ class LowRank:
     def narrow(self, wide: Tensor, thin: Tensor) -> Tensor:
         """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
         if wide.dtype == thin.dtype:
-            return wide @ thin
+            return matmul(wide, thin)
         if _splits(wide, thin):
-            made = _product(wide, self._split(thin, PARTS, 1))
-            return made.view(-1, 3, thin.shape[1]).sum(1)
+            made = product(wide, self._split(thin, PARTS, 1), thin.dtype)
+            made = made.view(-1, 3, thin.shape[1])
+            return made[:, 0] + made[:, 1] + made[:, 2] if apart() else made.sum(1)
         made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
         for block in _blocks(wide, thin.dtype):
-            torch.mm(wide[block].to(thin.dtype), thin, out=made[block])
+            multiply(wide[block].to(thin.dtype), thin, None, made[block])
         return made
 
     def add_(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
         """``rows += scale low @ thin``, rounded once."""
         if rows.dtype == low.dtype:
-            return rows.addmm_(low, thin, alpha=scale)
+            return addmm(rows, low, thin, scale, into=True)
         if _splits(rows, low):
-            return rows.addmm_(*self._terms(low, thin), alpha=scale)
+            return addmm(rows, *self._terms(low, thin), scale, into=True)
         for block in _blocks(rows, low.dtype):
-            rows[block] = torch.addmm(rows[block].to(low.dtype), low[block], thin, alpha=scale)
+            rows[block] = addmm(rows[block].to(low.dtype), low[block], thin, scale)
         return rows
 
     def added(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
         """``rows + scale low @ thin``, rounded once."""
         if rows.dtype == low.dtype:
-            return torch.addmm(rows, low, thin, alpha=scale)
+            return addmm(rows, low, thin, scale)
         if _splits(rows, low):
-            return torch.addmm(rows, *self._terms(low, thin), alpha=scale)
+            return addmm(rows, *self._terms(low, thin), scale)
         return self.add_(rows.clone(memory_format=torch.contiguous_format), low, thin, scale)
 
     def widened(self, low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """``scale low @ thin`` in a dtype of its own."""
         if dtype == low.dtype:
-            return (low @ thin).mul_(scale)
+            return matmul(low, thin).mul_(scale)
         made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
         if _splits(made, low):
+            if apart():
+                return made.copy_(product(*self._terms(low, thin), low.dtype).mul_(scale))
             return made.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
         for block in _blocks(made, low.dtype):
-            made[block] = (low[block] @ thin).mul_(scale)
+            made[block] = matmul(low[block], thin).mul_(scale)
         return made
 
     def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -251,7 +254,7 @@ def _common_input_gradient(
     dx: Tensor | None = None
     for dy, weight in zip(upstream, weights, strict=True):
         if dy is not None and weight is not None:
-            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            dx = matmul(dy, weight, dx)
     assert dx is not None
     for scale in dict.fromkeys(one.scale for one in adapters):
         same = [one for one in adapters if one.scale == scale]
@@ -344,7 +347,7 @@ def _input_gradient(
     low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
     if not needed:
         return dy.new_empty(0), low
-    dx = dy @ weight if into is None else into.addmm_(dy, weight)
+    dx = matmul(dy, weight, into)
     return (dx if a is None else thin.add_(dx, low, a, scale)), low
 
 

@@ -123,10 +123,11 @@ def backward_apart(
     dsinks = q.new_zeros(q.shape[1] if sinks is not None and needs[3] else 0, dtype=kind)
     wide = None if sinks is None else sinks.to(kind)
     for b, i, keys in queries_apart(q, k, ranges, causal):
-        ours = [t.to(kind) for t in (dy[b, :, i], q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])]
         made = backward_by_blocks(
-            *ours, wide, None, y[b, :, i].to(kind), lse[b, :, i], False, scale, softcap, *needs
-        )
+            dy[b, :, i].to(kind), q[b, :, i].to(kind), k[b][:, :, keys].to(kind),
+            v[b][:, :, keys].to(kind), wide, None, y[b, :, i].to(kind), lse[b, :, i], False,
+            scale, softcap, *needs,
+        )  # fmt: skip
         if needs[0]:
             totals[0][b, :, i] = made[0]
         for total, part, needed in zip(totals[1:], made[1:3], needs[1:3], strict=True):

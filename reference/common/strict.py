@@ -40,6 +40,11 @@ def by_rows() -> bool:
     return _mode.get() == "rows"
 
 
+def apart() -> bool:
+    """Whether a GEMM of independent rows stands in the place of the vendor's."""
+    return _gemm.get() is not None
+
+
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """``out = a @ b (+ bias)``; its rows are independent where that is asked for."""
     gemm = _gemm.get()
@@ -54,7 +59,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T (+ bias)`` of rows ``(..., K)``, as :func:`multiply`."""
-    if _gemm.get() is None:
+    if not apart():
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     made = x.new_empty(rows.shape[0], weight.shape[0])
@@ -64,10 +69,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     """``a @ b``, added to ``onto`` in its buffer where that is given, as :func:`multiply`."""
-    if _gemm.get() is None:
+    if not apart():
         return a @ b if onto is None else onto.addmm_(a, b)
     made = multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1]))
     return made if onto is None else onto.add_(made)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` in a dtype of its own, rounded once, as :func:`multiply`."""
+    if not apart():
+        return torch.mm(a, b, out_dtype=dtype)
+    return multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+
+
+def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) -> Tensor:
+    """``base + alpha a @ b``, rounded once, written over ``base`` on wish, as :func:`multiply`."""
+    if not apart():
+        given = base.addmm_ if into else base.addmm
+        return given(a, b, alpha=alpha)
+    total = torch.add(base, product(a, b, torch.float32), alpha=alpha)
+    return base.copy_(total) if into else total.to(base.dtype)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import torch
 
 from liger_multi.dispatch.registry import module, operators, unavailable
 from liger_multi.testing import samples
+from liger_multi.testing.bitwise import check_promises
 from liger_multi.testing.checks import DTYPES, compare, dtypes_of, exact, has_several_outputs
 from tests import harness
 
@@ -18,6 +19,8 @@ HALF_BY_ITSELF = (
 )  # fmt: skip
 # kernels with a flag that two options set together
 BY_TWO_OPTIONS = ("cross_entropy", "cross_entropy_inplace")
+# promises run a call some twenty times: these are checked by `make test`, the others are slow
+BITS_INTERPRETED = ("rms_norm", "swiglu", "softmax", "token_log_prob")
 TILES_OF_ROWS = (
     "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
 )  # fmt: skip
@@ -38,6 +41,7 @@ def pytest_generate_tests(metafunc):
         return
     keep = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
     once = metafunc.function is test_forward_and_backward
+    bits = metafunc.function is test_promised_bits
     given = []
     for op in operators():
         for backend in backends_of(metafunc.config):
@@ -50,13 +54,13 @@ def pytest_generate_tests(metafunc):
                     name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * (
                         "dtype" in keep
                     )
-                    slow = seldom(op, sample, dtype, once)
+                    slow = seldom(op, sample, dtype, once, bits)
                     case = (op, backend, sample, dtype)[: len(keep)]
                     given.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
     metafunc.parametrize(keep, given)
 
 
-def seldom(op, sample, dtype, once):
+def seldom(op, sample, dtype, once, bits):
     """Whether a test is slow: interpreted kernels meet code that another test reaches.
 
     Every sample runs in float32. What adds to the kernels that are launched runs in bfloat16 and in
@@ -69,6 +73,8 @@ def seldom(op, sample, dtype, once):
         return True
     if once and dtype == torch.float32:
         return False
+    if bits:
+        return op not in BITS_INTERPRETED or not harness.first_sample(op, sample)
     as_bf16 = (
         dtype == torch.float16 and op not in HALF_BY_ITSELF and not harness.first_sample(op, sample)
     )
@@ -110,6 +116,13 @@ def test_mixed_directions(request, op, backend, sample):
     compare(op, sample, torch.float32, device, "reference", bound(op, backend))
 
 
+def test_promised_bits(request, op, backend, sample):
+    """What contract and backend promise of bits: twice, recomputed, other rows, other chunks."""
+    dtype = torch.bfloat16 if backend != "reference" else torch.float32
+    checked = check_promises(op, sample, dtype, place(request, backend), bound(op, backend))
+    assert {("forward", "", "repeat"), ("forward", "deterministic", "recompute")} <= checked
+
+
 def runs(op, backend, sample):
     """Whether a sample is small enough where it runs."""
     many = sample.name == "past-65535-rows"
@@ -128,7 +141,13 @@ def mixes(op, backend, sample):
     return sample.size == "small" and backend != "reference"
 
 
+def promises(op, backend, sample):
+    """Samples that add to the kernels that are launched; interpreted, the first of an operator."""
+    return harness.adds_a_launch(op, sample) and sample.name != "past-65535-rows"
+
+
 APPLIES = {
+    test_promised_bits: promises,
     test_forward_and_backward: runs,
     test_one_output_at_a_time: has_several,
     test_mixed_directions: mixes,
