@@ -26,7 +26,7 @@ from liger_multi.bench.cases import Case, draw
 from liger_multi.bench.measure import Clock, Runner, Times, call_ms, host_us, memory_bytes, release
 from liger_multi.bench.providers import Provider
 from liger_multi.dispatch import launch
-from liger_multi.dispatch.bitwise import MODES, Rows, goes_row_by_row
+from liger_multi.dispatch.bitwise import MODES, RowAxes, goes_row_by_row
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import plan_for
@@ -181,13 +181,13 @@ def rows_hold(given: Call, mode: str, most: int | None) -> bool | None:
     named = dict(zip(prim.params, given.args, strict=True))
     if not any(prim.op.bitwise.axis(name) is not None for name in (*prim.returns, *prim.mutates)):
         return None
-    rows = Rows(prim.op.bitwise, named)
+    rows = RowAxes(prim.op.bitwise, named)
     order = torch.randperm(rows.count, generator=torch.Generator().manual_seed(2))
     whole_args = given.args
     if most is not None and rows.count > most:
         whole_args = _selected(rows, given, order[:most])
         order = torch.randperm(most, generator=torch.Generator().manual_seed(2))
-        rows = Rows(prim.op.bitwise, dict(zip(prim.params, whole_args, strict=True)))
+        rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, whole_args, strict=True)))
     whole = _named(given, given.run(mode, whole_args))
     parts = Call(prim, whole_args, given.order)
     compared, start = 0, 0
@@ -212,7 +212,7 @@ def _named(given: Call, made: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, made, strict=True))
 
 
-def _selected(rows: Rows, given: Call, index: Tensor) -> tuple[Any, ...]:
+def _selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
     args = []
     for name, value in zip(given.prim.params, given.args, strict=True):
         flat, axis = rows.flat(name, value)

@@ -209,7 +209,7 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], args: tuple[Any, ...])
     Every row is a call of its own on fresh memory, so that nothing about the others can show in its
     bits. Results without rows (sums over them) are those of the first run.
     """
-    rows = Rows(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
+    rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
     written = {prim.params.index(name) for name in prim.mutates}
     made = call(*[a.clone() if i in written else a for i, a in enumerate(args)])
     outs = several(made)
@@ -239,7 +239,7 @@ def several(made: Any) -> tuple[Any, ...]:
     return () if made is None else (made,) if isinstance(made, Tensor) else tuple(made)
 
 
-class Rows:
+class RowAxes:
     """The rows of one call: their number, and where each tensor has them."""
 
     def __init__(self, spec: Bitwise, given: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi.dispatch.bitwise import MODES, Rows, promised, several
+from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import Primitive, plan_for
@@ -167,7 +167,7 @@ def check_rows(given: Call, mode: str) -> None:
     """
     prim = given.prim
     named = dict(zip(prim.params, given.args, strict=True))
-    rows, counted = Rows(prim.op.bitwise, named), named.get("reduction") == "mean"
+    rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):
         return
     whole = given.run(mode, _selected(rows, given, torch.arange(rows.count)))
@@ -188,7 +188,7 @@ def check_rows(given: Call, mode: str) -> None:
             _require(given, mode, "rows", (wanted,), (part,), f"{name} of rows {chosen[:8]}")
 
 
-def _selected(rows: Rows, given: Call, index: Tensor) -> tuple[Any, ...]:
+def _selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
     """The arguments with these rows."""
     args = []
     for name, value in zip(given.prim.params, given.args, strict=True):
