@@ -21,16 +21,17 @@ def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-# Multiprocessors of the full card: A100, H100 SXM and H200, B200. The programs that share a sum
-# over rows follow it, so that smaller cards of the architecture add in the same order.
-FULL_CARD = {"sm80": 108, "sm90": 132, "sm100": 148}
+# Multiprocessors of the full card: A100, H100 SXM and H200, B200; a usual number elsewhere. The
+# programs that share a sum over rows follow it, so that every card of an architecture, and every
+# part of one, adds in the same order.
+FULL_CARD, USUAL_CARD = {"sm80": 108, "sm90": 132, "sm100": 148}, 128
 
 
 def _device_info(device: torch.device) -> DeviceInfo:
     facts = torch.cuda.get_device_properties(device)
     shared = getattr(facts, "shared_memory_per_block_optin", 49152)
     arch = f"sm{facts.major}{facts.minor}"
-    cores = FULL_CARD.get(arch, facts.multi_processor_count)
+    cores = FULL_CARD.get(arch, USUAL_CARD)
     return DeviceInfo("cuda", arch, 32, 1024, shared, cores)
 
 

@@ -14,10 +14,10 @@ SIBLINGS = {
     "gfx1200": "gfx1201",
 }
 
-
-# Compute units of the full card: a die of MI250X, MI300X and MI325X, MI355X. The programs that
-# share a sum over rows follow it, so that smaller cards of the architecture add in the same order.
-FULL_CARD = {"gfx90a": 110, "gfx942": 304, "gfx950": 256}
+# Compute units of the full card: a die of MI250X, MI300X and MI325X, MI355X; a usual number
+# elsewhere. The programs that share a sum over rows follow it, so that every card of an
+# architecture, and every part of one, adds in the same order.
+FULL_CARD, USUAL_CARD = {"gfx90a": 110, "gfx942": 304, "gfx950": 256}, 64
 
 
 def _probe() -> str | None:
@@ -31,7 +31,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.partition(":")[0]  # gfx942:sramecc+:xnack-
     lds = getattr(facts, "shared_memory_per_block", 65536)
-    cores = FULL_CARD.get(arch, facts.multi_processor_count)
+    cores = FULL_CARD.get(arch, USUAL_CARD)
     return DeviceInfo("rocm", arch, facts.warp_size, 1024, lds, cores, SIBLINGS.get(arch, arch))
 
 

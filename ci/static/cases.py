@@ -563,7 +563,6 @@ LAYERS = (
     Launches("gemm_by_rows {}x{}x{} {} gradient", _gemm, (
         (8192, 4096, 128256, BF16), (8192, 4096, 4096, FP32),
     ), {"gradient": True}),
-    Launches("gemm_by_rows {}x{}x{}, nothing aligned", _gemm, ((4097, 1001, 333),)),
     Launches(
         "fused_moe {0}x{3} {4} of {2}",
         _fused_moe,

@@ -145,7 +145,8 @@ def _accelerator(device: torch.device) -> dict[str, str]:
     if hasattr(properties, "total_memory"):
         entry["memory"] = format_bytes(properties.total_memory)
     info = device_info(device)
-    return entry | {"arch": info.arch, "backend": info.backend, "cores": str(info.cores)}
+    cores = getattr(properties, "multi_processor_count", info.cores)
+    return entry | {"arch": info.arch, "backend": info.backend, "cores": str(cores)}
 
 
 def backends(probes: Probes) -> dict[str, dict[str, str]]:

@@ -31,8 +31,8 @@ class DeviceInfo:
         warp_size: Threads that run in lock step (32 or 64).
         max_threads: Threads a program may have.
         shared_bytes: On-chip memory of one program, in bytes.
-        cores: Multiprocessors, compute units or vector cores; those of the architecture's full card
-            where it has one, so that all cards of an architecture add in the same order.
+        cores: Multiprocessors, compute units or vector cores of the architecture's full card, so
+            that all cards of an architecture add in the same order.
         table: Architecture whose launch table applies, where there is none of its own.
     """
 

@@ -59,8 +59,8 @@ class LowRank:
         if wide.dtype == thin.dtype:
             return matmul(wide, thin)
         if _splits(wide, thin):
-            made = product(wide, self._split(thin, PARTS, 1), thin.dtype)
-            made = made.view(-1, 3, thin.shape[1])
+            multiplied = product if apart() else _product
+            made = multiplied(wide, self._split(thin, PARTS, 1)).view(-1, 3, thin.shape[1])
             return made[:, 0] + made[:, 1] + made[:, 2] if apart() else made.sum(1)
         made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
         for block in _blocks(wide, thin.dtype):
@@ -92,7 +92,7 @@ class LowRank:
         made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
         if _splits(made, low):
             if apart():
-                return made.copy_(product(*self._terms(low, thin), low.dtype).mul_(scale))
+                return made.copy_(product(*self._terms(low, thin)).mul_(scale))
             return made.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
         for block in _blocks(made, low.dtype):
             made[block] = matmul(low[block], thin).mul_(scale)

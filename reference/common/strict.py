@@ -75,11 +75,9 @@ def matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     return made if onto is None else onto.add_(made)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in a dtype of its own, rounded once, as :func:`multiply`."""
-    if not apart():
-        return torch.mm(a, b, out_dtype=dtype)
-    return multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32 with independent rows, where :func:`apart`."""
+    return multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
 
 
 def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) -> Tensor:
@@ -87,7 +85,7 @@ def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) 
     if not apart():
         given = base.addmm_ if into else base.addmm
         return given(a, b, alpha=alpha)
-    total = torch.add(base, product(a, b, torch.float32), alpha=alpha)
+    total = torch.add(base, product(a, b), alpha=alpha)
     return base.copy_(total) if into else total.to(base.dtype)
 
 

@@ -24,11 +24,16 @@ from liger_multi.reference.common.chunking import (
     weight_gradient_dtype,
 )
 from liger_multi.reference.common.retry import divided
-from liger_multi.reference.common.strict import multiply
+from liger_multi.reference.common.strict import by_rows, multiply
 from liger_multi.reference.cross_entropy.float8 import GRADIENT, PLAIN, Head, Rounding, logits_dtype
 from liger_multi.reference.cross_entropy.rows import Objective
 
 # --- chunks of rows ---
+
+SCALES = (
+    'a head in FP8 has no independent rows, which deterministic="rows" asks for: one scale serves '
+    'a chunk; use head_gemms="exact" (compute_dtype=None), or deterministic=True'
+)
 
 # which chunks are gone through: a simulation leaves out those that repeat the one before them
 visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
@@ -62,6 +67,8 @@ class Chunks:
         self.kind, self.index = kind, None
         self.float8: Head | None = None
         if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
+            if by_rows():
+                raise ValueError(SCALES)
             self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
         if plan.compact and not capturing(hidden.device):
             # the one read-back: how many rows are valid

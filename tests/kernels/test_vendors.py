@@ -22,7 +22,7 @@ import yaml
 from ci import layering
 from ci.npu import levels
 from liger_multi.backends.npu.common import limits
-from liger_multi.backends.rocm import BACKEND, FULL_CARD, SIBLINGS
+from liger_multi.backends.rocm import BACKEND, FULL_CARD, SIBLINGS, USUAL_CARD
 from liger_multi.dispatch import launch, registry
 from liger_multi.dispatch.registry import OPS, operators
 from liger_multi.errors import ConfigurationError
@@ -77,12 +77,30 @@ def test_a_rocm_build_is_served_by_rocm_alone(card):
 
 
 def test_limits_are_the_device_s(card):
-    _, wave, lds, cores = CARDS[card]
+    _, wave, lds, _ = CARDS[card]
     info = launch.device_info(DEVICE)
     assert (info.backend, info.arch, info.table) == ("rocm", card, card)
     assert (info.warp_size, info.max_threads, info.shared_bytes) == (wave, 1024, lds)
-    assert info.cores == FULL_CARD.get(card, cores)  # all cards of an architecture add alike
+    assert info.cores == FULL_CARD.get(card, USUAL_CARD)
     assert f"waves of {wave}" in BACKEND.describe()["cuda:0"]
+
+
+@pytest.mark.parametrize("cores", [19, 38, 228, 304, 400])
+def test_every_card_of_an_architecture_adds_in_the_same_order(monkeypatch, cores):
+    """The promise "cards": no launch follows the number of cores that a card, or a part of it, has.
+
+    Everything that a formula can ask of a device is in its limits.
+    """
+    plug(monkeypatch, "gfx942:sramecc+:xnack-", 64, 65536, 304)
+    full = launch.device_info(DEVICE)
+    plug(monkeypatch, "gfx942:sramecc+:xnack-", 64, 65536, cores)
+    assert launch.device_info(DEVICE) == full
+
+
+def test_nobody_else_counts_cores():
+    folder = Path(registry.__file__).parent.parent.parent / "backends"
+    asks = [f.parent.name for f in folder.rglob("*.py") if "multi_processor_count" in f.read_text()]
+    assert not asks
 
 
 @pytest.mark.parametrize("present", [True, False], ids=["by another name", "absent"])

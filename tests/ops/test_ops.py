@@ -74,7 +74,7 @@ def seldom(op, sample, dtype, once, bits):
     if once and dtype == torch.float32:
         return False
     if bits:
-        return op not in BITS_INTERPRETED or not harness.first_sample(op, sample)
+        return op not in BITS_INTERPRETED or sample is not first_with_rows(op)
     as_bf16 = (
         dtype == torch.float16 and op not in HALF_BY_ITSELF and not harness.first_sample(op, sample)
     )
@@ -142,8 +142,15 @@ def mixes(op, backend, sample):
 
 
 def promises(op, backend, sample):
-    """Samples that add to the kernels that are launched; interpreted, the first of an operator."""
+    """Samples that add to the kernels that are launched; interpreted, one of an operator."""
+    if harness.interpreted():
+        return sample is first_with_rows(op)
     return harness.adds_a_launch(op, sample) and sample.name != "past-65535-rows"
+
+
+def first_with_rows(op):
+    """The first sample of an operator that has a few rows."""
+    return next(s for s in samples.of(op) if s.size == "small" and s.elements > 100)
 
 
 APPLIES = {

@@ -1,0 +1,197 @@
+"""The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch import bitwise
+from liger_multi.dispatch.config import parse_deterministic
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.primitive import mode_in_force
+from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
+from liger_multi.testing import bitwise as checks
+from liger_multi.testing import samples
+from liger_multi.testing.checks import call
+
+
+@pytest.fixture
+def torch_strict():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def head(rows, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, 64, generator=generator).to(dtype)
+    weight = torch.randn(97, 64, generator=generator).to(dtype) * 0.2
+    return hidden, weight, torch.randint(97, (rows,), generator=generator)
+
+
+# --- where it is said ---
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [(True, "deterministic"), (False, ""), ("rows", "rows")]
+)
+def test_the_same_by_call_block_and_file(tmp_path, monkeypatch, value, mode):
+    liger_multi.configure({"deterministic": value})
+    assert mode_in_force() == mode
+    liger_multi.configure(None)
+    with liger_multi.use(deterministic=value):
+        assert mode_in_force() == mode
+        with liger_multi.use(rms_norm="reference"):
+            assert mode_in_force() == mode
+    assert mode_in_force() == ""
+    file = tmp_path / "override.yaml"
+    file.write_text(f"deterministic: {str(value).lower() if value != 'rows' else value}\n")
+    liger_multi.configure(str(file))
+    assert mode_in_force() == mode
+
+
+@pytest.mark.parametrize("value", ["row", 1, "true", ["rows"]])
+def test_other_values_are_refused(value):
+    with pytest.raises(ConfigurationError, match="must be true, false or 'rows', got"):
+        parse_deterministic(value, "a test")
+    with pytest.raises(ConfigurationError):
+        liger_multi.configure({"deterministic": value})
+    assert mode_in_force() == ""
+
+
+def test_pytorch_s_own_switch_is_followed(torch_strict):
+    assert mode_in_force() == "deterministic"
+    with liger_multi.use(deterministic=False):
+        assert mode_in_force() == ""
+    liger_multi.configure({"deterministic": "rows"})
+    assert mode_in_force() == "rows"
+
+
+def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
+    seen = []
+    resolve = liger_multi.dispatch.primitive.resolve
+
+    def watched(prim, args):
+        seen.append((prim.direction, mode_in_force()))
+        return resolve(prim, args)
+
+    monkeypatch.setattr(liger_multi.dispatch.primitive, "resolve", watched)
+    x = torch.randn(3, 8, requires_grad=True)
+    with liger_multi.use(deterministic="rows"):
+        y = ops.rms_norm(x, torch.ones(8))
+    y.sum().backward()
+    assert seen == [("forward", "rows"), ("backward", "rows")]
+
+
+# --- what it refuses ---
+
+
+def test_what_cannot_be_promised_names_operator_reason_and_way_out(monkeypatch):
+    x, scale = torch.randn(2, 3, 8), torch.randn(2, 8)
+    with (
+        liger_multi.use(deterministic="rows"),
+        pytest.raises(BackendUnavailableError, match="modulated_rms_norm forward") as raised,
+    ):
+        ops.modulated_rms_norm(x, scale)
+    assert "does not promise 'rows'" in str(raised.value)
+    assert "use(deterministic=True)" in str(raised.value)
+    with liger_multi.use(deterministic=True):
+        ops.modulated_rms_norm(x, scale)
+
+
+def test_a_backend_without_repeat_is_passed_over(monkeypatch):
+    prim = OPS["rms_norm"].fwd
+    weak = bitwise.bitwise(bitwise.promise("recompute", because={"repeat": "atomics"}), "x y", 1)
+    monkeypatch.setattr(OPS["rms_norm"], "bitwise", weak)
+    assert "does not promise 'repeat' (atomics)" in bitwise.refusal(
+        "reference", prim, "deterministic"
+    )
+    assert bitwise.refusal("reference", prim, "") is None
+
+
+def test_an_fp8_head_has_no_independent_rows():
+    hidden, weight, target = head(8)
+    liger_multi.configure({"head_gemms": "float8", "deterministic": "rows"})
+    with pytest.raises(ValueError, match="one scale serves a chunk"):
+        ops.fused_linear_cross_entropy(hidden, weight, target)
+
+
+@pytest.mark.parametrize("name", ["repeats", "Rows", ""])
+def test_an_unknown_property_is_refused(name):
+    if name:
+        with pytest.raises(ContractError, match="property"):
+            bitwise.promise(name)
+    with pytest.raises(ContractError, match="reference"):
+        bitwise.bitwise(bitwise.PER_ROW, "x", reference=name)
+
+
+# --- whose bits it keeps ---
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
+    hidden, weight, target = head(41)
+    lengths = [1, 17, 2, 21]
+    options = {} if chunk is None else {"chunk": chunk}
+    with liger_multi.use(deterministic="rows"):
+        packed = ops.fused_linear_log_prob(hidden, weight, target, **options)
+        alone = [
+            ops.fused_linear_log_prob(h, weight, t)
+            for h, t in zip(hidden.split(lengths), target.split(lengths), strict=True)
+        ]
+    assert checks.same_bits(packed.log_prob, torch.cat([each.log_prob for each in alone]))
+
+
+def test_every_operator_says_what_it_promises():
+    for name, op in OPS.items():
+        for prim in op.primitives:
+            made = getattr(op.bitwise, prim.direction)
+            assert {"repeat", "recompute"} <= made.under("deterministic"), name
+            missing = {"rows", "cards"} - made.always
+            said = set(made.because) | made.rows | made.deterministic
+            assert missing <= said, (name, missing)
+
+
+@pytest.mark.parametrize("kind", ["repeat", "rows"])
+def test_a_broken_promise_is_named(monkeypatch, kind):
+    """The checks of the common suite fail where a call depends on what it must not."""
+    sample = next(s for s in samples.of("softmax") if s.elements > 100)
+    calls = checks.calls_of("softmax", sample, torch.float32, torch.device("cpu"), "reference")
+    count = iter(range(1, 100))
+
+    class Broken(checks.Call):
+        def run(self, mode, args=None):
+            made = super().run(mode, args)
+            if kind == "repeat":
+                return (made[0] + next(count) * 2.0**-20, *made[1:])
+            return (made[0] + made[0].shape[0] * 2.0**-20, *made[1:])
+
+    given = Broken(calls[0].prim, calls[0].args, calls[0].order)
+    checks.CHECKS[kind](calls[0], "rows")
+    with pytest.raises(AssertionError, match=f"promises '{kind}'"):
+        checks.CHECKS[kind](given, "rows")
+
+
+def test_in_place_is_a_permission_that_rows_do_not_need():
+    logits = torch.randn(5, 11, requires_grad=True)
+    target = torch.tensor([1, 2, -100, 4, 5])
+    with liger_multi.use(deterministic="rows"):
+        result = call(
+            "cross_entropy_inplace", {"logits": logits, "target": target}, {"inplace": True}
+        )
+    wanted = torch.nn.functional.cross_entropy(logits, target)
+    torch.testing.assert_close(result, wanted)
+
+
+def test_attention_does_not_see_what_fills_or_packs_a_sequence():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 23, 16, generator=generator) for _ in range(3))
+    ends = torch.arange(1, 24, dtype=torch.int32)
+    starts = torch.where(ends <= 9, 0, 9).int()
+    ranges = torch.stack([starts, ends], -1)[None]
+    with liger_multi.use(deterministic="rows"):
+        both = OPS["attention"](q, k, v, None, ranges, False, 0.25, 0.0)
+        first = OPS["attention"](*(t[:, :, :9] for t in (q, k, v)), None, None, True, 0.25, 0.0)
+        second = OPS["attention"](*(t[:, :, 9:] for t in (q, k, v)), None, None, True, 0.25, 0.0)
+    assert checks.same_bits(both[:, :, :9], first)
+    assert checks.same_bits(both[:, :, 9:], second)
