@@ -115,9 +115,8 @@ def build(run: Run, device: torch.device) -> Any:
     import transformers
 
     family, sizes = MODELS[run.model]
-    config = getattr(transformers, f"{family}Config")(
-        max_position_embeddings=max(2048, run.tokens), **sizes
-    )
+    sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(device):

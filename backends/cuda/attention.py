@@ -43,8 +43,9 @@ _forced: list[str] = []  # by benchmarks of one route
 
 
 def route(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float
-) -> str:
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float,
+    backward: bool = False,
+) -> str:  # fmt: skip
     """Which implementation runs a call: cudnn, flash or triton."""
     if _forced:
         return _forced[-1]
@@ -58,7 +59,8 @@ def route(
     major = torch.cuda.get_device_capability(q.device)[0]
     routes = ROUTES.get((major, 128 if q.shape[3] <= 128 else 256), ())
     for name in routes:
-        if name != "cudnn" or (torch.backends.cuda.cudnn_sdp_enabled() and not strict()):
+        ordered = not (backward and strict())  # that of cuDNN is in no fixed order
+        if name != "cudnn" or (torch.backends.cuda.cudnn_sdp_enabled() and ordered):
             return name
     return "triton"
 
@@ -118,7 +120,7 @@ def backward(
     needs_k: bool, needs_v: bool, needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of FlashAttention or cuDNN, from the lse that includes the sinks; or Triton's."""
-    by = route(q, k, v, ranges, causal, softcap)
+    by = route(q, k, v, ranges, causal, softcap, backward=True)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
         return kernels.backward(

@@ -91,6 +91,7 @@ def promise(
 _GEMM = "the vendor's library chooses a GEMM by the number of rows and the card"
 _TABLE = "a launch table chooses the tile by the number of rows"
 PER_ROW = promise("repeat recompute rows cards")
+BY_PIECES = promise("repeat recompute cards", rows="rows")
 BY_GEMM = promise("repeat recompute", because={"rows": _GEMM, "cards": _GEMM})
 BY_OUR_GEMM = promise(
     "repeat recompute", rows="rows chunk", because={"rows": _GEMM, "cards": _GEMM}

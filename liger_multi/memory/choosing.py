@@ -315,8 +315,8 @@ def adapt(
 ) -> Adaptive:
     """Choose policies again before each forward with gradients, by the memory that is free then.
 
-    The choice follows from the free bytes and the number of tokens alone, and no result depends on
-    it.
+    The choice follows from the free bytes and the number of tokens alone. Results depend on it by
+    rounding only: a patched gated MLP runs in steps where it is recomputed.
 
     Args:
         model: As of ``apply_recompute``.

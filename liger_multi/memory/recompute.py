@@ -391,7 +391,8 @@ def apply_recompute(
 ) -> Recompute:
     """Let decoder layers keep less for backward and compute the rest again.
 
-    Loss and gradients are the same to the bit. Works on Hugging Face models and others whose
+    Loss and gradients are the same to the bit, but to rounding with a patched gated MLP, which runs
+    in steps where it is recomputed. Works on Hugging Face models and others whose
     layers stand in a ``ModuleList``, patched or not, in either order, and under ``torch.compile``.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.bitwise import PER_ROW, bitwise
+from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.testing.samples import Sample
@@ -16,7 +16,7 @@ ACTIVATIONS = ("none", "silu")
 op = Op(
     "causal_conv1d",
     family="linear_attention",
-    bitwise=bitwise(PER_ROW, "x initial_state segments y"),
+    bitwise=bitwise(PER_ROW, "x initial_state segments y", backward=BY_PIECES),
 )
 
 

@@ -91,8 +91,8 @@ def fused_linear_cross_entropy(
 
     Math:
         As :func:`cross_entropy` of ``softcap * tanh(logit_scale * logits / softcap)``. Rows are
-        processed in chunks; no result depends on their size. Rows with an ignored target are
-        dropped before the GEMMs.
+        processed in chunks; results depend on their size by rounding only. Rows with an ignored
+        target are dropped before the GEMMs.
 
     Shapes:
         hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``, class_weight

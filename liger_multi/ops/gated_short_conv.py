@@ -5,14 +5,18 @@ from typing import Optional
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.bitwise import PER_ROW, bitwise
+from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("gated_short_conv", family="linear_attention", bitwise=bitwise(PER_ROW, "x segments y"))
+op = Op(
+    "gated_short_conv",
+    family="linear_attention",
+    bitwise=bitwise(PER_ROW, "x segments y", backward=BY_PIECES),
+)
 
 
 @op.forward(returns="y")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.bitwise import PER_ROW, bitwise
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise, promise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.rms_norm import CASTINGS, numbers
@@ -15,10 +15,16 @@ from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
+_SUMS = "gradients of scale and shift are sums that the number of modulations splits"
 op = Op(
     "modulated_rms_norm",
     family="norms",
-    bitwise=bitwise(PER_ROW, "x:-3 scale shift y:-3 rstd:-2", reference="no"),
+    bitwise=bitwise(
+        PER_ROW,
+        "x:-3 scale shift y:-3 rstd:-2",
+        backward=promise("repeat recompute cards", because={"rows": _SUMS}),
+        reference="no",
+    ),
 )
 
 

@@ -91,14 +91,18 @@ def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) 
 
 @contextlib.contextmanager
 def vendor() -> Iterator[None]:
-    """Ask PyTorch and cuDNN for deterministic algorithms within a block, if that is wanted."""
+    """Ask PyTorch and cuDNN for deterministic algorithms within a block, if that is wanted.
+
+    FlashAttention's backward takes ``warn_only`` for a wish that it need not grant.
+    """
     if not strict():
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    if not before:
-        torch._C._set_deterministic_algorithms(True, warn_only=True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with torch.backends.cudnn.flags(
             enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True,
@@ -106,5 +110,5 @@ def vendor() -> Iterator[None]:
         ):  # fmt: skip
             yield
     finally:
-        if not before:
-            torch._C._set_deterministic_algorithms(before, warn_only=warn)
+        torch._C._set_deterministic_algorithms(before, warn_only=warn)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import assume_rows, cdiv, round_to, warps
-from liger_multi.backends.triton.experts.grouped import dot
+from liger_multi.backends.triton.experts.grouped import dot, load_factor
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
+BAND = tl.constexpr(8)  # tiles of rows whose programs share the columns of b
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,10 +34,13 @@ class GemmConfig:
     num_warps: int
 
 
-def gemm_config(info: DeviceInfo, element_bytes: int, narrow: int) -> GemmConfig:
+def gemm_config(
+    info: DeviceInfo, cols: int, element_bytes: int, narrow: int, turned: int
+) -> GemmConfig:
     """The largest tiles whose sums stay in registers, of any number of rows.
 
-    ``narrow`` says that K or N is no multiple of 16 bytes: tiles that are loaded by elements take
+    Tables may look at the columns, and whether b is ``turned``: adjacent along K, as the weight of
+    a layer is in its forward. ``narrow`` says that K or N is no multiple of 16 bytes: tiles that are loaded by elements take
     a register for each, so that a shorter piece of K fits. In fp32, waves of 64 with much memory
     would copy ahead of the sum 4 bytes at a time (ci.static, triton 3.9).
     """
@@ -50,19 +54,22 @@ def gemm_config(info: DeviceInfo, element_bytes: int, narrow: int) -> GemmConfig
 def _gemm_by_rows_kernel(
     a_ptr, b_ptr, bias_ptr, out_ptr, a_stride, a_k_stride, b_stride, b_k_stride, out_stride, rows,
     cols, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GEMM: out[m, n] = sum over k of a[m, k] b[k, n], and bias[n].
 
-    Program: BLOCK_M rows by BLOCK_N columns; programs of one band of columns follow each other, so
-    that its part of b stays in the cache. Reads a and b of any strides, BLOCK_K at a time, in
-    order; writes its tile.
+    Program: BLOCK_M rows by BLOCK_N columns; BAND tiles of rows by all columns follow each other,
+    so that parts of a and b stay in the cache. Reads a and b of any strides, BLOCK_K at a time, in
+    order, the last row in place of those past it; writes its tile.
     """
-    bands = tl.cdiv(rows, BLOCK_M)
-    first = (tl.program_id(0) % bands).to(tl.int64) * BLOCK_M
-    start_n = (tl.program_id(0) // bands).to(tl.int64) * BLOCK_N
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
+    band, place = tl.program_id(0) // (BAND * tiles_n), tl.program_id(0) % (BAND * tiles_n)
+    high = tl.minimum(tiles_m - band * BAND, BAND)
+    first = (band * BAND + place % high).to(tl.int64) * BLOCK_M
+    start_n = (place // high).to(tl.int64) * BLOCK_N
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     row_mask, col_mask = (first + m < rows)[:, None], (start_n + n < cols)[None, :]
+    row = tl.minimum(m, tl.maximum((rows - 1 - first).to(tl.int32), 0))
     # twice the tile: both of its axes together end within 2 GiB
     assume_rows(a_ptr, a_stride, 2 * BLOCK_M)
     assume_rows(a_ptr, a_k_stride, 2 * BLOCK_K)
@@ -71,14 +78,17 @@ def _gemm_by_rows_kernel(
     assume_rows(out_ptr, out_stride, 2 * BLOCK_M)
     a_ptr += first * a_stride
     b_ptr += start_n * b_stride
-    a_at = m[:, None] * a_stride + k[None, :] * a_k_stride
+    a_at = row[:, None] * a_stride + k[None, :] * a_k_stride
     b_at = k[:, None] * b_k_stride + n[None, :] * b_stride
     step = tl.full([], BLOCK_K, tl.int64)  # steps may pass 2 GiB
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
         inside = start + k < inner
-        a = tl.load(a_ptr + a_at, mask=row_mask & inside[None, :], other=0.0)
-        b = tl.load(b_ptr + b_at, mask=col_mask & inside[:, None], other=0.0)
+        if EVEN_K:
+            a = tl.load(a_ptr + a_at)
+        else:
+            a = tl.load(a_ptr + a_at, mask=inside[None, :], other=0.0)
+        b = load_factor(b_ptr + b_at, inside[:, None], col_mask, EVEN_K, EVEN_N)
         total = dot(a, b, total)
         a_ptr += step * a_k_stride
         b_ptr += step * b_k_stride
@@ -126,7 +136,10 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
         return
     size = a.element_size()
     narrow = int(inner * size % 16 > 0 or cols * size % 16 > 0)
-    k = launch_config("gemm_by_rows", gemm_config, a.device, element_bytes=size, narrow=narrow)
+    k = launch_config(
+        "gemm_by_rows", gemm_config, a.device, cols=cols, element_bytes=size, narrow=narrow,
+        turned=int(b.stride(0) == 1),
+    )  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     most = 2**30 // size
     if max(inner, cols) * max(k.block_m, k.block_n) >= most:
@@ -135,5 +148,6 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
     launch(
         _gemm_by_rows_kernel, cdiv(rows, k.block_m) * cdiv(cols, k.block_n),
         (a, b, bias, out, *a.stride(), b.stride(1), b.stride(0), out.stride(0), rows, cols, inner),
-        (k.block_m, k.block_n, k.block_k, k.stages), k.num_warps,
+        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0, k.stages),
+        k.num_warps,
     )  # fmt: skip

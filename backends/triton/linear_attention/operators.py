@@ -22,6 +22,7 @@ from liger_multi.backends.triton.linear_attention.convolution_kernels import (
     _gated_convolution_backward_kernel,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import by_rows
 
 WIDEST = 8  # taps; a program's registers hold three vectors for each
 
@@ -52,6 +53,7 @@ def _config(
     Gradients of the initial state want at least WIDEST - 1 of them.
     """
     rows, length, cols = shape
+    rows = length if by_rows() else rows  # sums at the seams of pieces have another order
     most, step, stages = k
     most = min(most, max(WIDEST, power_of_2(length)))
     block = min(power_of_2(cols), each * threads)
