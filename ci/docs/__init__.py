@@ -197,6 +197,7 @@ def operator_page(name: str) -> str:
         if heading in ("Raises", "Args"):
             body = re.sub(r"^(\w+): ", r"- \1: ", body, flags=re.MULTILINE)
         out += [f"## {heading}", "", markdown(body), ""]
+    out += ["## Equal bits", "", *promises(op), "", f"See {BITS}.", ""]
     out += ["## Backends", ""]
     out += [f"- {backend}: {cell(backend, name, folders)}" for backend in folders]
     out += ["", "[Verification](../verification.md) has the devices of each backend.", ""]
@@ -205,6 +206,7 @@ def operator_page(name: str) -> str:
     return "\n".join([*out, "## Schema", "", "```", *_schemas(op), "```", ""])
 
 
+BITS = "[equal bits](../bitwise.md); a backend may promise less"
 TOLERANCE = """\
 The suite compares results and gradients of every backend with fp64 on the same rounded inputs. An
 element may differ by its own size times the first number, plus the largest element times the
@@ -218,6 +220,20 @@ def _tolerances() -> list[str]:
         numbers = f"{allowed.relative:.2g} | {allowed.of_largest:.2g}"
         rows.append(f"| {str(dtype).removeprefix('torch.')} | {numbers} | {allowed.reason} |")
     return rows
+
+
+def promises(op: Any) -> list[str]:
+    """A table of what an operator promises of bits, by direction and property."""
+    bits = importlib.import_module("liger_multi.dispatch.bitwise")
+    since = {"": "always", "deterministic": "`deterministic=True`", "rows": '`"rows"`'}
+    head = ["| | " + " | ".join(bits.PROPERTIES) + " |", "|---" * (len(bits.PROPERTIES) + 1) + "|"]
+    reasons = {}
+    for direction in DIRECTIONS:
+        made = getattr(op.bitwise, direction)
+        cells = [since.get(made.since(name), "no") for name in bits.PROPERTIES]
+        head.append(f"| {direction} | {' | '.join(cells)} |")
+        reasons |= {n: why for n, why in made.because.items() if n not in made.always}
+    return [*head, "", *[f"- `{name}`: {why}." for name, why in sorted(reasons.items())]]
 
 
 def _compiled(op: Any) -> str:

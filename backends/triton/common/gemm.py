@@ -19,7 +19,7 @@ from liger_multi.backends.triton.common.rows import assume_rows, cdiv, round_to,
 from liger_multi.backends.triton.experts.grouped import dot, load_factor
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
-BAND = tl.constexpr(8)  # tiles of rows whose programs share the columns of b
+BAND = tl.constexpr(16)  # tiles of rows whose programs share the columns of b
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,9 +40,10 @@ def gemm_config(
     """The largest tiles whose sums stay in registers, of any number of rows.
 
     Tables may look at the columns, and whether b is ``turned``: adjacent along K, as the weight of
-    a layer is in its forward. ``narrow`` says that K or N is no multiple of 16 bytes: tiles that are loaded by elements take
-    a register for each, so that a shorter piece of K fits. In fp32, waves of 64 with much memory
-    would copy ahead of the sum 4 bytes at a time (ci.static, triton 3.9).
+    a layer is in its forward. ``narrow`` says that K or N is no multiple of 16 bytes: tiles that
+    are loaded by elements take a register for each, so that a shorter piece of K fits. In fp32,
+    waves of 64 with much memory would copy ahead of the sum 4 bytes at a time (ci.static, triton
+    3.9).
     """
     large, threads = info.shared_bytes > 2**16, warps(256, info.warp_size)
     if element_bytes > 2:  # multiply-adds from registers
