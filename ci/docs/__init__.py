@@ -227,7 +227,7 @@ def promises(op: Any) -> list[str]:
     bits = importlib.import_module("liger_multi.dispatch.bitwise")
     since = {"": "always", "deterministic": "`deterministic=True`", "rows": '`"rows"`'}
     head = ["| | " + " | ".join(bits.PROPERTIES) + " |", "|---" * (len(bits.PROPERTIES) + 1) + "|"]
-    reasons = {}
+    reasons: dict[str, str] = {}
     for direction in DIRECTIONS:
         made = getattr(op.bitwise, direction)
         cells = [since.get(made.since(name), "no") for name in bits.PROPERTIES]
@@ -355,6 +355,7 @@ TASKS = (
     ("Run on Ascend", "CANN and torch_npu first", "docs/ascend.md"),
     ("Override a backend in YAML", "`LIGER_MULTI_CONFIG=file.yaml`", "docs/configuration.md"),
     ("Find out why a backend was chosen", "`liger-multi explain rms_norm`", "docs/dispatch.md"),
+    ("Get the same bits in every run or batch", "`deterministic`", "docs/bitwise.md"),
     ("Find the first operator that differs", "`liger-multi bisect FILE.py`", "docs/bisect.md"),
     ("Write a model with modules", "`liger_multi.nn`", "liger_multi/nn"),
     ("Call operators", "`liger_multi.ops`", "liger_multi/ops"),
@@ -388,14 +389,13 @@ def pages() -> dict[Path, Callable[[str], str]]:
     docs = ROOT / "docs"
     made: dict[Path, Callable[[str], str]] = {
         ROOT / "README.md": readme,
+        docs / "bitwise.md": docs_bitwise.page,
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
         ROOT / "examples" / "README.md": docs_benchmarks.examples_page,
     }
-    if (docs / "bitwise.md").exists():
-        made[docs / "bitwise.md"] = docs_bitwise.page
     return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
 
 

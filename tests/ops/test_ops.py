@@ -54,27 +54,27 @@ def pytest_generate_tests(metafunc):
                     name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * (
                         "dtype" in keep
                     )
-                    slow = seldom(op, sample, dtype, once, bits)
+                    slow = seldom(op, backend, sample, dtype, once, bits)
                     case = (op, backend, sample, dtype)[: len(keep)]
                     given.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
     metafunc.parametrize(keep, given)
 
 
-def seldom(op, sample, dtype, once, bits):
+def seldom(op, backend, sample, dtype, once, bits):
     """Whether a test is slow: interpreted kernels meet code that another test reaches.
 
     Every sample runs in float32. What adds to the kernels that are launched runs in bfloat16 and in
     other tests as well, and the first sample of every operator in float16, whose code is that of
     bfloat16 but for ``HALF_BY_ITSELF``.
     """
+    if bits and (harness.interpreted() or backend == "npu"):
+        return op not in BITS_INTERPRETED
     if not harness.interpreted():
         return False
     if (op, sample.name) in INTERPRETED_IN_MINUTES:
         return True
     if once and dtype == torch.float32:
         return False
-    if bits:
-        return op not in BITS_INTERPRETED or sample is not first_with_rows(op)
     as_bf16 = (
         dtype == torch.float16 and op not in HALF_BY_ITSELF and not harness.first_sample(op, sample)
     )
@@ -143,7 +143,7 @@ def mixes(op, backend, sample):
 
 def promises(op, backend, sample):
     """Samples that add to the kernels that are launched; interpreted, one of an operator."""
-    if harness.interpreted():
+    if harness.interpreted() or backend == "npu":
         return sample is first_with_rows(op)
     return harness.adds_a_launch(op, sample) and sample.name != "past-65535-rows"
 

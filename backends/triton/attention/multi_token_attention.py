@@ -40,7 +40,14 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.cross_entropy import sparsemax
 from liger_multi.backends.triton.cross_entropy.softmax import _weight, tile_config
+from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import vendor
+
+_CONVOLUTION = "cuDNN and MIOpen choose a convolution by its sizes and the card"
+BITWISE = bitwise(
+    promise("repeat recompute", because={"rows": _CONVOLUTION, "cards": _CONVOLUTION}), "scores y p"
+)
 
 # --- kernels ---
 
@@ -477,9 +484,9 @@ def forward(
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
     how, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
-    if k.block:
-        return _transpose(conv2d(_transpose(p, k, True), weight, bias, *how), k, False), p
-    return _zero_(conv2d(p, weight, bias, *how).contiguous()), p
+    with vendor(always=True):
+        y = conv2d(_transpose(p, k, True) if k.block else p, weight, bias, *how)
+    return _transpose(y, k, False) if k.block else _zero_(y.contiguous()), p
 
 
 def backward(
@@ -490,11 +497,12 @@ def backward(
     """The convolution's gradients; that of the probabilities becomes the one of the scores."""
     k = _transposing(weight, p, 8)
     sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
-    found = torch.ops.aten.convolution_backward(
-        *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
-        [padding] * 2, [dilation] * 2, False, [0, 0], groups,
-        [needs_scores, needs_weight, bias is not None and needs_bias],
-    )  # fmt: skip
+    with vendor(always=True):
+        found = torch.ops.aten.convolution_backward(
+            *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
+            [padding] * 2, [dilation] * 2, False, [0, 0], groups,
+            [needs_scores, needs_weight, bias is not None and needs_bias],
+        )  # fmt: skip
     dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in found)
     if needs_scores:
         dp = _transpose(dp, k, False) if k.block else dp.contiguous()
