@@ -33,7 +33,7 @@ from liger_multi.dispatch.primitive import plan_for
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.testing import samples
-from liger_multi.testing.bitwise import SETTINGS, Call, recorded, same_bits
+from liger_multi.testing.bitwise import SETTINGS, Call, recorded, same_bits, selected
 
 Row = dict[str, Any]
 NAMES = {mode: mode or "default" for mode in MODES}
@@ -185,7 +185,7 @@ def rows_hold(given: Call, mode: str, most: int | None) -> bool | None:
     order = torch.randperm(rows.count, generator=torch.Generator().manual_seed(2))
     whole_args = given.args
     if most is not None and rows.count > most:
-        whole_args = _selected(rows, given, order[:most])
+        whole_args = selected(rows, given, order[:most])
         order = torch.randperm(most, generator=torch.Generator().manual_seed(2))
         rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, whole_args, strict=True)))
     whole = _named(given, given.run(mode, whole_args))
@@ -196,7 +196,7 @@ def rows_hold(given: Call, mode: str, most: int | None) -> bool | None:
         start += size
         if not index.numel():
             break
-        made = _named(given, given.run(mode, _selected(rows, parts, index)))
+        made = _named(given, given.run(mode, selected(rows, parts, index)))
         for name, out in whole.items():
             flat, axis = rows.flat(name, out)
             if flat is None:
@@ -210,14 +210,6 @@ def rows_hold(given: Call, mode: str, most: int | None) -> bool | None:
 def _named(given: Call, made: tuple[Any, ...]) -> dict[str, Any]:
     names = (*given.prim.returns, *given.prim.mutates)
     return dict(zip(names, made, strict=True))
-
-
-def _selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
-    args = []
-    for name, value in zip(given.prim.params, given.args, strict=True):
-        flat, axis = rows.flat(name, value)
-        args.append(value if flat is None else flat.index_select(axis, index.to(flat.device)))
-    return tuple(args)
 
 
 def first_line(failure: BaseException) -> str:

@@ -170,13 +170,13 @@ def check_rows(given: Call, mode: str) -> None:
     rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):
         return
-    whole = given.run(mode, _selected(rows, given, torch.arange(rows.count)))
+    whole = given.run(mode, selected(rows, given, torch.arange(rows.count)))
     last, generator = rows.count - 1, torch.Generator().manual_seed(2)
     some = torch.randint(rows.count, (67,), generator=generator)
     backwards = list(range(last, -1, -1))
     for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, some.tolist()):
         index = torch.tensor(chosen)
-        made = given.run(mode, _selected(rows, given, index))
+        made = given.run(mode, selected(rows, given, index))
         names = (*prim.returns, *prim.mutates)
         for name, every, part in zip(names, whole, made, strict=True):
             axis = rows.axis(name, every)
@@ -188,7 +188,7 @@ def check_rows(given: Call, mode: str) -> None:
             _require(given, mode, "rows", (wanted,), (part,), f"{name} of rows {chosen[:8]}")
 
 
-def _selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
+def selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
     """The arguments with these rows."""
     args = []
     for name, value in zip(given.prim.params, given.args, strict=True):
