@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_multi.backends.triton.attention import attention as kernels
 from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import unless_causal
-from liger_multi.reference.common.strict import strict, vendor
+from liger_multi.reference.common.strict import ordered_attention, strict
 
 __all__ = ["BITWISE", "ROUTES", "backward", "forward", "route", "supports"]
 
@@ -157,7 +157,7 @@ def _flash(
 ) -> Any:  # fmt: skip
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     none: Any = None
-    with vendor():
+    with ordered_attention():
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
             scale=scale,

@@ -15,7 +15,7 @@ from torch.nn.functional import conv2d
 from liger_multi.reference.attention import attention
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
-from liger_multi.reference.common.strict import vendor
+from liger_multi.reference.common.strict import ordered_convolutions
 from liger_multi.reference.cross_entropy.operators import Sparsemax
 
 LOWEST = -1e30  # finite: sparsemax takes differences
@@ -44,7 +44,7 @@ class MultiTokenAttention:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Probabilities block by block of queries, then the convolution as a whole."""
         p = _probabilities(scores, sparse)
-        with vendor(always=True):  # it costs nothing here
+        with ordered_convolutions(p.device):
             y = conv2d(p, weight, bias, stride, padding, dilation, groups)
         return y.contiguous().tril_(), p
 
@@ -56,7 +56,7 @@ class MultiTokenAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The convolution's gradients, then those of the rows' probabilities."""
         has_bias = bias is not None and needs_bias
-        with vendor(always=True):  # it costs nothing here
+        with ordered_convolutions(p.device):
             found = torch.ops.aten.convolution_backward(
                 dy.tril(), p, weight, None if bias is None else list(bias.shape), [stride] * 2,
                 [padding] * 2, [dilation] * 2, False, [0, 0], groups,

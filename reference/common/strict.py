@@ -6,8 +6,11 @@ Settings are ``""``, ``"deterministic"`` and ``"rows"``; the last includes the o
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,26 +92,70 @@ def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) 
     return base.copy_(total) if into else total.to(base.dtype)
 
 
-@contextlib.contextmanager
-def vendor(always: bool = False) -> Iterator[None]:
-    """Ask PyTorch and cuDNN for deterministic algorithms within a block, if that is wanted.
+# --- settings of the vendor's libraries ---
 
-    FlashAttention's backward takes ``warn_only`` for a wish that it need not grant.
+
+class Held:
+    """A setting of the whole process within blocks that several threads may be in at once.
+
+    The first to enter changes it, and the last to leave restores it.
+
+    Args:
+        change: Makes the change, and returns what undoes it.
     """
-    if not (always or strict()):
-        yield
-        return
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        self._change, self._lock, self._inside = change, threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        """Change the setting, unless another block has."""
+        with self._lock:
+            if not self._inside:
+                self._undo = self._change()
+            self._inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        """Restore it, unless another block needs it."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._undo()
+
+
+def _order_convolutions() -> Callable[[], None]:
+    settings: Any = torch.backends.cudnn
+    before = settings.deterministic, settings.benchmark
+    settings.deterministic, settings.benchmark = True, False
+
+    def undo() -> None:
+        settings.deterministic, settings.benchmark = before
+
+    return undo
+
+
+def _order_attention() -> Callable[[], None]:
+    """FlashAttention's backward takes ``warn_only`` for a wish that it need not grant."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    settings: Any = torch.utils.deterministic
+    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     torch._C._set_deterministic_algorithms(True, warn_only=False)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        with torch.backends.cudnn.flags(
-            enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True,
-            allow_tf32=torch.backends.cudnn.allow_tf32,
-        ):  # fmt: skip
-            yield
-    finally:
+
+    def undo() -> None:
         torch._C._set_deterministic_algorithms(before, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = filled
+
+    return undo
+
+
+_convolutions, _attention = Held(_order_convolutions), Held(_order_attention)
+
+
+def ordered_convolutions(device: torch.device) -> AbstractContextManager[None]:
+    """Have cuDNN and MIOpen add in one order within a block; those of a CPU do."""
+    return contextlib.nullcontext() if device.type == "cpu" else _convolutions
+
+
+def ordered_attention() -> AbstractContextManager[None]:
+    """Have PyTorch's attention add in one order within a block, where that is asked for."""
+    return _attention if strict() else contextlib.nullcontext()

@@ -1,5 +1,7 @@
 """The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
 
+import threading
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from liger_multi.dispatch.config import parse_deterministic
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import mode_in_force
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
+from liger_multi.reference.common import strict
 from liger_multi.testing import bitwise as checks
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call
@@ -195,3 +198,45 @@ def test_attention_does_not_see_what_fills_or_packs_a_sequence():
         second = OPS["attention"](*(t[:, :, 9:] for t in (q, k, v)), None, None, True, 0.25, 0.0)
     assert checks.same_bits(both[:, :, :9], first)
     assert checks.same_bits(both[:, :, 9:], second)
+
+
+def _switches():
+    cudnn, found = torch.backends.cudnn, torch.utils.deterministic
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        found.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
+def test_threads_leave_the_process_as_it_was(held):
+    """The second to enter took the first one's setting for the caller's, and restored that."""
+    before, inside, leave = _switches(), threading.Event(), threading.Event()
+
+    def stay():
+        with held:
+            inside.set()
+            leave.wait(30)
+
+    with held:
+        other = threading.Thread(target=stay)
+        other.start()
+        assert inside.wait(30)
+        changed = _switches()
+    assert _switches() == changed != before
+    leave.set()
+    other.join()
+    assert _switches() == before
+    with pytest.raises(RuntimeError, match="stop"), held, held:
+        raise RuntimeError("stop")
+    assert _switches() == before
+
+
+def test_operators_leave_the_process_as_it_was():
+    before = _switches()
+    scores = torch.randn(1, 2, 8, 8, requires_grad=True)
+    for setting in (False, True, "rows"):
+        with liger_multi.use(deterministic=setting):
+            ops.multi_token_attention(scores, torch.randn(2, 2, 3, 3), padding=1).sum().backward()
+        assert _switches() == before

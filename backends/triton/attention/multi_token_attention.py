@@ -42,7 +42,7 @@ from liger_multi.backends.triton.cross_entropy import sparsemax
 from liger_multi.backends.triton.cross_entropy.softmax import _weight, tile_config
 from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.common.strict import vendor
+from liger_multi.reference.common.strict import ordered_convolutions
 
 _CONVOLUTION = "cuDNN and MIOpen choose a convolution by its sizes and the card"
 BITWISE = bitwise(
@@ -484,7 +484,7 @@ def forward(
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
     how, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
-    with vendor(always=True):
+    with ordered_convolutions(p.device):
         y = conv2d(_transpose(p, k, True) if k.block else p, weight, bias, *how)
     return _transpose(y, k, False) if k.block else _zero_(y.contiguous()), p
 
@@ -497,7 +497,7 @@ def backward(
     """The convolution's gradients; that of the probabilities becomes the one of the scores."""
     k = _transposing(weight, p, 8)
     sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
-    with vendor(always=True):
+    with ordered_convolutions(p.device):
         found = torch.ops.aten.convolution_backward(
             *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
             [padding] * 2, [dilation] * 2, False, [0, 0], groups,
