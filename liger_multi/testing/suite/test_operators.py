@@ -9,7 +9,7 @@ import torch
 
 from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import BackendUnavailableError
-from liger_multi.testing import checks, samples
+from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.samples import Sample
 
 
@@ -59,6 +59,12 @@ def test_forward_and_backward(
 ) -> None:
     """Outputs and gradients, in every dtype."""
     _compare(op, sample, dtype, device, *checks.runs(backend, op))
+
+
+def test_promised_bits(device: torch.device, op: str, backend: str, sample: Sample) -> None:
+    """What contract and backend promise of bits: twice, recomputed, other rows, other chunks."""
+    order = list(dict.fromkeys((*checks.runs(backend, op), REFERENCE)))
+    bitwise.check_promises(op, sample, torch.float32, device, order)
 
 
 def test_one_output_at_a_time(device: torch.device, op: str, backend: str, sample: Sample) -> None:
