@@ -57,6 +57,10 @@ class PatchError(LigerMultiError, ValueError):
     """A model cannot be patched or unpatched as asked."""
 
 
+class PackingError(LigerMultiError, ValueError):
+    """Samples of a packed row see each other; the message says what to pass instead."""
+
+
 class PlanError(LigerMultiError, RuntimeError):
     """No way to train that was weighed fits into the memory given.
 

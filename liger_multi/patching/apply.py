@@ -21,7 +21,7 @@ from torch import nn
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
 from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.options import OpChoice, Request, parse_request
+from liger_multi.patching.options import PACKING, OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
 from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal, with_heads
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS
@@ -48,6 +48,7 @@ from liger_multi.patching.replace.mixers import (
 )
 from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, FusedMlp
 from liger_multi.patching.replace.norms import FusedNorm
+from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked
 from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
 from liger_multi.patching.replace.swap import (
     Block,
@@ -311,15 +312,40 @@ def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) 
 
 
 def _packed(report: PatchReport, request: Request, model: nn.Module) -> None:
-    """Models that tell mixers which sample a token belongs to, or refuse rows of several."""
+    """Models that tell mixers which sample a token belongs to, refuse packed rows, or are tried."""
     found = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
+    refuses = any(swap.behavior is SeparateModel for swap in found.values())
+    if request.get(PACKING) is None:
+        found = {} if refuses else found
+    elif not refuses:
+        found |= {p: _tried(m, found.get(p)) for p, m in checked(model).items() if _free(m)}
     for path, module in model.named_modules():
         swap = found.get(path)
         if swap is not None and not conflicts.of_module(module):
-            by = "ids of samples" if swap.behavior is PackedModel else "one sample a row only"
-            _apply(report, path, module, swap, by, {})
-        elif isinstance(module, (PackedModel, SeparateModel)):
+            _apply(report, path, module, swap, _PACKED[swap.behavior], {})
+        elif _is_packed(module):
             _restore(report, path, module)
+
+
+_PACKED: dict[type[Patched], str] = {
+    PackedModel: "ids of samples",
+    SeparateModel: "one sample a row only",
+    CheckedModel: "a check that samples of a row are apart",
+}
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return any(isinstance(module, kind) for kind in _PACKED)
+
+
+def _free(module: nn.Module) -> bool:
+    return not isinstance(module, Patched) or _is_packed(module)
+
+
+def _tried(module: nn.Module, swap: Swap | None) -> Swap:
+    if swap is not None:
+        return replace(swap, around=CheckedModel)
+    return Swap(PACKING, unpatched_class(module), CheckedModel, CheckSettings())
 
 
 def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:

@@ -77,16 +77,18 @@ class FusedOptions(LossOptions):
     materialize_bytes: int = 256 * 2**20
 
 
+PACKING = "packing"
+"""The patch key of no operator: whether packed rows are checked."""
 _OPTIONS: dict[str, type[Options]] = {
     **dict.fromkeys(
-        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear"), Options
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear", PACKING), Options
     ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora"), True),
+    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", PACKING), True),
     "linear": by_rows,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
@@ -170,6 +172,8 @@ def _parse(op: str, choice: OpChoice) -> Any:
     kind = _OPTIONS.get(op, Options)
     if isinstance(choice, bool):
         return kind() if choice else None
+    if op == PACKING:
+        raise PatchError(f"{op} must be True or False, got {describe(choice)}")
     if isinstance(choice, str):
         return _checked(op, kind(backend=choice))
     if not isinstance(choice, Mapping):

@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import functools
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,7 @@ def test_changed_options_take_effect():
         ("rms_norm", "restored"),
         ("swiglu", "options changed"),
         ("rope", "already patched"),
+        ("packing", "already patched"),
         ("fused_linear_cross_entropy", "options changed"),
     }
     assert type(model.model.norm) is LlamaRMSNorm
@@ -129,8 +131,9 @@ def test_report_is_data_and_a_table():
     assert (head.path, head.stock, head.options) == ("lm_head", "Linear", {"chunk": 8})
     text = str(report)
     assert "4 x LlamaRMSNorm" not in text
-    assert "2 x LlamaRMSNorm    rms_norm[llama]" in text
-    assert "2 x LlamaAttention  rope[half]" in text
+    assert re.search(r"2 x LlamaRMSNorm +rms_norm\[llama\]", text)
+    assert re.search(r"2 x LlamaAttention +rope\[half\]", text)
+    assert re.search(r"packing +1 x LlamaForCausalLM +a check that samples", text)
     assert "model.layers.*.mlp" in text
     assert "fused_linear_cross_entropy (chunk=8)" in text
     skipped = patch(Holder(nn.Linear(2, 2)))
@@ -231,6 +234,7 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
             "ssd_scan",
         ),
         "fused_linear_cross_entropy",
+        "packing",
     }
     try:
         ours = build(kind)

@@ -24,6 +24,7 @@ from liger_multi.patching.replace.rotary import served_function
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
+    "packing": False,
     "rms_norm": False,
     "swiglu": False,
     "geglu": False,

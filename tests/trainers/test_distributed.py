@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_multi import ops
+from liger_multi.errors import PackingError
 from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients
 from tests.models import build
@@ -230,6 +231,27 @@ def fsdp2_with_checkpointing(run):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     fully_sharded(run, ours, *ours.model.layers)
     run.same(ours, run.train(ours), run.right(stock))
+
+
+@case()
+def fsdp2_with_packed_rows(run):
+    """All ranks try the model together, also where one of them has rows of one sample."""
+    stock, ours = run.pair()
+    patch(ours)
+    fully_sharded(run, ours, *ours.model.layers)
+    whole = run.batch()
+    positions = torch.arange(12, device=run.device).repeat(4, 1)
+    positions[:2, 7:] -= 7
+    whole["position_ids"] = positions
+    total = run.count(whole["labels"])
+    loss = ours(**run.mine(whole), use_cache=False, num_items_in_batch=total).loss
+    (loss * WORLD).backward()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    run.same(ours, loss, run.right(stock, whole, use_cache=False))
+    positions[2:, 7:] -= 7
+    with pytest.raises(PackingError, match="use_cache=False"):
+        ours(**run.mine(whole))
 
 
 @case()

@@ -14,7 +14,7 @@ from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import PatchReport, modeltypes
-from liger_multi.patching.options import BUILT_IN
+from liger_multi.patching.options import BUILT_IN, PACKING
 from liger_multi.patching.recognize import registered
 
 _DENSE = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu")
@@ -55,8 +55,10 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Patch keys of Liger-like flags: None is off, and swiglu rules the experts too.
 
     A flag at its default is dropped: that every model is asked for every flag names none of them.
+    Packed rows are not checked unless that is asked for: Liger-Kernel does not look at them.
     """
     made = {name: False if value is None else value for name, value in flags.items()}
+    made.setdefault(PACKING, False)
     if isinstance(made.get("swiglu"), bool):
         made.setdefault("fused_moe", made["swiglu"])
     known = (*BUILT_IN, *registered.probes())

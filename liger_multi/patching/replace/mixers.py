@@ -13,7 +13,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -31,6 +31,7 @@ from liger_multi.patching.recognize.mixers import (
     unserved,
 )
 from liger_multi.patching.replace.calling import Call, Calling, named
+from liger_multi.patching.replace.samples import rows_of, sample_ids, unmasked
 from liger_multi.patching.replace.swap import Patched, Swap, unpatched_class
 
 
@@ -199,32 +200,6 @@ class PackedSettings:
     lacking: tuple[str, ...] = ()
 
 
-def sample_ids(given: Mapping[str, Any]) -> Tensor | None:
-    """Ids of the sample that every token belongs to, ``(B, T)`` or ``(1, T)``; None if not told.
-
-    As given, or from ``cu_seq_lens_q``, or from where ``position_ids`` do not go on. Of positions
-    in three axes (images), those that are 0 in each begin a sample.
-    """
-    ids: Tensor | None = given.get("seq_idx")
-    if ids is not None:
-        return ids
-    tokens = _rows(given)
-    ends, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
-    if ends is not None and tokens is not None:
-        place = torch.arange(tokens.shape[1], device=tokens.device, dtype=ends.dtype)
-        return torch.searchsorted(ends.contiguous(), place, right=True).to(torch.int32)[None]
-    if positions is None:
-        return None
-    if positions.ndim == 3 and positions.shape[0] == 3:
-        begins = (positions == 0).all(0)
-    else:
-        positions = positions[0] if positions.ndim == 3 else positions
-        begins = positions[:, 1:] != positions[:, :-1] + 1
-        begins = torch.cat([torch.zeros_like(positions[:, :1], dtype=torch.bool), begins], 1)
-    made: Tensor = begins.cumsum(1).to(torch.int32)
-    return made
-
-
 class _Model(Patched):
     """A model whose forward sees the arguments first; its signature is that of its class."""
 
@@ -260,7 +235,7 @@ class PackedModel(_Model):
     @staticmethod
     def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add the ids, unless there is one token a row."""
-        ids, rows = sample_ids(given), _rows(given)
+        ids, rows = sample_ids(given), rows_of(given)
         if ids is None or rows is None or rows.shape[1] == 1:
             return kwargs
         return {**kwargs, "seq_idx": ids.expand(rows.shape[0], -1)}
@@ -279,10 +254,7 @@ class SeparateModel(_Model):
         ids = sample_ids(given)
         if ids is None or ids.shape[-1] < 2:
             return kwargs
-        begins = ids[:, 1:] != ids[:, :-1]
-        mask = given.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == ids.shape[1]:
-            begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        begins = unmasked(ids[:, 1:] != ids[:, :-1], given)
         lacking = ", ".join(cast(Any, swap.settings).lacking)
         message = (
             f"{swap.stock.__name__} got rows of several samples, which it would mix: nothing keeps "
@@ -293,12 +265,6 @@ class SeparateModel(_Model):
         elif bool(begins.any()):
             raise ValueError(message)
         return kwargs
-
-
-def _rows(given: Mapping[str, Any]) -> Tensor | None:
-    tokens = given.get("input_ids")
-    rows: Tensor | None = given.get("inputs_embeds") if tokens is None else tokens
-    return rows
 
 
 def packing(model: nn.Module) -> dict[str, Swap]:

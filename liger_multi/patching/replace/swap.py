@@ -61,6 +61,8 @@ class Patched(nn.Module):
     of the behavior's, the forward is the one of the class.
     """
 
+    loose: ClassVar[bool] = False
+    """Whether a module may be called unpatched while somebody's class is on top of this one."""
     _liger_multi_swap: ClassVar[Swap]
     _liger_multi_code: ClassVar[Code]
     _liger_multi_inner: ClassVar[type[nn.Module]]
@@ -183,7 +185,11 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
     Raises:
         PatchError: Names the first module and its class.
     """
-    found = [(path, type(m).__name__) for path, m in modules if buried(m)]
+    found = [
+        (path, type(m).__name__)
+        for path, m in modules
+        if buried(m) and not cast("type[Patched]", type(m))._liger_multi_swap.behavior.loose
+    ]
     if found:
         path, name = found[0]
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -1,0 +1,364 @@
+"""Whether a model keeps the samples of a packed row apart, found out by running it.
+
+A row of two short samples goes through the model with the kinds of arguments that a call has, and
+again with other tokens in one of the samples. If what comes out for the other sample changes, the
+samples see each other. So nothing needs to be known of a model: masks, caches, convolutions and
+recurrences are all seen. The tokens are made up and the same on every device, so ranks that call a
+sharded model together also try it together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.errors import summary
+
+Arguments: TypeAlias = dict[str, Any]
+TOKENS = 64  # of a trial, where a call has as many
+LEAST_TOKENS = 8
+COARSE, FINE = 1e-2, 1e-4  # changes that rounding explains, in 16 bits and in more
+SHIFT = 7  # from one made-up token to another
+
+# --- the row of a trial ---
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two samples in a row.
+
+    Attributes:
+        tokens: Of both.
+        first: Of the first one.
+        device: Where the model is called.
+        vocabulary: Ids that stand for text.
+    """
+
+    tokens: int
+    first: int
+    device: torch.device
+    vocabulary: tuple[int, ...]
+
+    def ids(self, first: int = 0, second: int = 0) -> Tensor:
+        """Made-up ids ``(1, tokens)``, moved on by a number in each of the samples."""
+        many = len(self.vocabulary)
+        moved = [first] * self.first + [second] * (self.tokens - self.first)
+        made = [self.vocabulary[(3 * i + by) % many] for i, by in enumerate(moved)]
+        return torch.tensor([made], device=self.device)
+
+    def samples(self) -> Tensor:
+        """The sample of every token, ``(1, tokens)``."""
+        return (torch.arange(self.tokens, device=self.device) >= self.first).long()[None]
+
+    def positions(self) -> Tensor:
+        """Positions that begin again, ``(1, tokens)``."""
+        place = torch.arange(self.tokens, device=self.device)
+        return torch.where(place < self.first, place, place - self.first)[None]
+
+    def ends(self) -> Tensor:
+        """Where samples begin and end."""
+        made = [0, self.first, self.tokens]
+        return torch.tensor(made, device=self.device, dtype=torch.int32)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """A causal mask ``(1, 1, tokens, tokens)`` that hides the other sample."""
+        samples = self.samples()
+        seen = (samples[:, :, None] == samples[:, None]).tril()[:, None]
+        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=self.device)
+        return hidden.masked_fill(seen, 0.0)
+
+
+def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
+    """The row for a call with ``input_ids`` or ``inputs_embeds`` as ``rows``."""
+    tokens = min(TOKENS, rows.shape[1])
+    configs = [c for c in (getattr(model, "config", None), _text_config(model)) if c is not None]
+    special = {
+        value
+        for config in configs
+        for name, value in vars(config).items()
+        if isinstance(value, int) and name.endswith(("token_id", "token_index"))
+    }
+    most = _vocabulary(model, given)
+    text = tuple(i for i in range(min(most, 512)) if i not in special) or (0,)
+    return Row(tokens, tokens // 2 + tokens // 8, rows.device, text)
+
+
+def _text_config(model: Any) -> Any:
+    get = getattr(getattr(model, "config", None), "get_text_config", None)
+    return get() if callable(get) else None
+
+
+def _vocabulary(model: Any, given: Mapping[str, Any]) -> int:
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return len(model.get_input_embeddings().weight)
+    return int(given["input_ids"].max()) + 1 if given.get("input_ids") is not None else 1
+
+
+# --- the arguments of a trial ---
+
+DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "loss_kwargs")
+
+
+def arguments_of(given: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
+    """The arguments of a call, for the row: per token or per sample anew, others as they are."""
+    made: Arguments = {"return_dict": True}
+    for name, value in given.items():
+        if name in DROPPED or value is None:
+            continue
+        if name in _ANEW:
+            made[name] = _ANEW[name](row, value)
+        elif not isinstance(value, Tensor):
+            made[name] = value
+        elif value.shape[:2] == rows.shape[:2] and name not in ("input_ids", "inputs_embeds"):
+            made[name] = value.new_zeros(1, row.tokens, *value.shape[2:])
+    return made
+
+
+def _positions(row: Row, value: Tensor) -> Tensor:
+    made = row.positions()
+    return made if value.ndim < 3 else made.expand(value.shape[0], -1, -1)
+
+
+_ANEW: dict[str, Callable[[Row, Any], Any]] = {
+    "position_ids": _positions,
+    "seq_idx": lambda row, value: row.samples().to(value.dtype),
+    "cu_seq_lens_q": lambda row, value: row.ends().to(value.dtype),
+    "cu_seq_lens_k": lambda row, value: row.ends().to(value.dtype),
+    "max_length_q": lambda row, value: row.first,
+    "max_length_k": lambda row, value: row.first,
+    "attention_mask": lambda row, value: value.new_ones(1, row.tokens),
+}
+
+# --- what to pass instead ---
+
+
+def _no_cache(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**given, "use_cache": False}
+
+
+def _no_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {name: value for name, value in given.items() if name != "attention_mask"}
+
+
+def _with_positions(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**given, "position_ids": row.positions()}
+
+
+def _four_rows(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**given, "position_ids": row.positions().expand(4, -1, -1)}
+
+
+def _lengths(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    ends = {"cu_seq_lens_q": row.ends(), "cu_seq_lens_k": row.ends()}
+    most = {"max_length_q": row.first, "max_length_k": row.first}
+    return {**given, **ends, **most, "seq_idx": row.samples().int()}
+
+
+def _block_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**given, "attention_mask": row.mask(dtype)}
+
+
+Remedy: TypeAlias = tuple[str, Callable[[Arguments, Row, torch.dtype], Arguments]]
+REMEDIES: tuple[Remedy, ...] = (
+    ("use_cache=False", _no_cache),
+    ("no attention_mask", _no_mask),
+    ("position_ids of shape (B, T) that begin again with every sample", _with_positions),
+    ("position_ids of shape (4, B, T), the positions of text first", _four_rows),
+    ("cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx", _lengths),
+    ("an attention_mask of shape (B, 1, T, T) that hides other samples", _block_mask),
+)
+"""What may keep samples apart where a call does not, the least trouble first."""
+
+
+def _choices() -> Iterator[Sequence[Remedy]]:
+    """One of them, then two, then three; a mask of one's own after all others."""
+    *others, mask = REMEDIES
+    for many in (1, 2, 3):
+        yield from itertools.combinations(others, many)
+    yield from ((mask,), (others[0], mask))
+
+
+# --- a trial ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial found.
+
+    Attributes:
+        change: Of what comes out for a sample, relative to its size, where the other one's tokens
+            are changed; 0 where rounding explains it.
+        remedy: What was tried in place of the arguments and keeps samples apart; empty: nothing.
+        untried: Why there was no trial; the others then say nothing.
+    """
+
+    change: float = 0.0
+    remedy: tuple[str, ...] = ()
+    untried: str = ""
+
+
+def trial(
+    model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any], rows: Tensor
+) -> Verdict:
+    """Try a model with the arguments of a call, and others if these do not keep samples apart.
+
+    The model, its buffers and attributes, and the states of random numbers are afterwards what
+    they were; hooks of users are not called.
+    """
+    if rows.shape[1] < LEAST_TOKENS:
+        return Verdict(untried=f"a row of {rows.shape[1]} tokens is too short")
+    row = row_of(model, given, rows)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    arguments = arguments_of(given, row, rows)
+    embeds = None if given.get("input_ids") is not None else rows[:1, : row.tokens].detach()
+    with undisturbed(model):
+        try:
+            change = _change(forward, arguments, row, embeds)
+        except Exception as error:  # of any model's code, which meets inputs of ours
+            return Verdict(untried=summary(error))
+        limit = COARSE if _coarse(model, rows.device) else FINE
+        if change <= limit:
+            return Verdict()
+        for chosen in _choices():
+            other = arguments
+            for _, remedy in chosen:
+                other = remedy(other, row, dtype)
+            with contextlib.suppress(Exception):
+                if _change(forward, other, row, embeds) <= limit:
+                    return Verdict(change, tuple(text for text, _ in chosen))
+    return Verdict(change)
+
+
+def _coarse(model: nn.Module, device: torch.device) -> bool:
+    """Whether anything is computed in 16 bits or fewer."""
+    small = any(p.dtype.itemsize < 4 for p in model.parameters())
+    return small or torch.is_autocast_enabled(device.type)
+
+
+def _change(
+    forward: Callable[..., Any], arguments: Arguments, row: Row, embeds: Tensor | None
+) -> float:
+    """How much a sample changes with the other one, relative to its size."""
+
+    def run(first: int, second: int) -> Tensor:
+        torch.manual_seed(0)  # dropout drops the same
+        if embeds is None:
+            rows: Arguments = {"input_ids": row.ids(first, second)}
+        else:
+            moved = torch.where(row.samples().bool()[..., None], second > 0, first > 0)
+            rows = {"inputs_embeds": torch.where(moved, -embeds.flip(1), embeds)}
+        return _per_token(forward(**rows, **arguments), row)
+
+    plain, border = run(0, 0), row.first
+    other_first, other_second = run(SHIFT, 0), run(0, SHIFT)
+    found = max(
+        _relative(plain[border:], other_first[border:]),
+        _relative(plain[:border], other_second[:border]),
+    )
+    if not 0 <= found < float("inf"):
+        raise ValueError("what comes out is not finite")
+    return found
+
+
+def _per_token(output: Any, row: Row) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        found = getattr(output, name, None)
+        if isinstance(found, Tensor) and found.shape[:2] == (1, row.tokens):
+            return found[0].float().clone()
+    raise ValueError("the model gives neither logits nor hidden states of every token")
+
+
+def _relative(plain: Tensor, other: Tensor) -> float:
+    """The largest change of a token, relative to the size of its numbers."""
+    size = plain.norm(dim=-1).clamp_min(1e-30)
+    return float(((other - plain).norm(dim=-1) / size).max())
+
+
+# --- a model that is left as it was ---
+
+LIBRARIES = ("torch", "accelerate", "deepspeed", "peft", "transformers", "liger_multi")
+"""Packages whose hooks are part of how a model runs."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """No gradients, warnings or hooks of users within; afterwards everything is as it was."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.no_grad())
+        for keep in (_random_numbers, _no_cached_casts):
+            stack.enter_context(keep())
+        stack.enter_context(_attributes(model))
+        yield
+
+
+@contextlib.contextmanager
+def _random_numbers() -> Iterator[None]:
+    kind = getattr(torch.accelerator, "current_accelerator", lambda: None)()
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    forked = contextlib.ExitStack()
+    if kind is None:
+        forked.enter_context(torch.random.fork_rng(devices=[]))
+    else:
+        count = torch.accelerator.device_count()
+        forked.enter_context(torch.random.fork_rng(devices=range(count), device_type=kind.type))
+    with forked:
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Autocast keeps casts of weights, and those made without gradients would serve with them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _attributes(model: nn.Module) -> Iterator[None]:
+    """Buffers and attributes of all modules come back; hooks of users are set aside."""
+    modules = list(model.modules())
+    buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
+    tables = [
+        (vars(m), {k: v.copy() if k == "_buffers" else v for k, v in vars(m).items()})
+        for m in modules
+    ]
+    hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
+    for table, held in hooks:
+        for kind, every in held.items():
+            table[kind] = type(every)((k, h) for k, h in every.items() if _of_library(h))
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            for name in [n for n in table if n not in before]:
+                del table[name]
+            table.update(before)
+        for buffer, before_it in buffers:
+            if not torch.equal(buffer, before_it):
+                buffer.copy_(before_it)
+
+
+def _of_library(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES

@@ -1,0 +1,386 @@
+"""Packed rows: a model that mixes their samples is found by a trial, at the first such call."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import copy
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+import liger_multi
+from liger_multi.errors import PackingError, PatchError
+from liger_multi.patching import patch, unpatch
+from liger_multi.patching.recognize import packing as trials
+from liger_multi.patching.replace.packing import CheckedModel
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import build
+
+LENGTHS = (11, 6, 9)
+TOKENS = sum(LENGTHS)
+APART = {"use_cache": False}
+
+
+def positions(lengths=LENGTHS):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def tokens(rows=1, length=TOKENS, seed=1):
+    return torch.randint(3, 223, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Forms that were tried."""
+    from liger_multi.patching.replace import packing
+
+    seen, trial = [], packing.trial
+
+    def counting(*arguments):
+        seen.append(trial(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(packing, "trial", counting)
+    return seen
+
+
+def patched(kind="llama", **config):
+    model = build(kind, **config)
+    with torch.no_grad():  # samples of a model at its first step hardly see each other
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    patch(model)
+    return model
+
+
+# --- what is said of rows whose samples see each other ---
+
+MASK = {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({}, "use_cache=False"),
+        ({"use_cache": True}, "use_cache=False"),
+        ({**MASK, **APART}, "no attention_mask"),
+        (MASK, "use_cache=False and no attention_mask"),
+    ],
+    ids=["default", "cache", "mask", "both"],
+)
+def test_leaks_raise_with_what_keeps_samples_apart(arguments, remedy):
+    model, ids = patched(), tokens()
+    with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
+        model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
+    given = {n: v for n, v in arguments.items() if n not in ("use_cache", "attention_mask")}
+    if "mask" not in remedy:
+        given |= {n: v for n, v in arguments.items() if n == "attention_mask"}
+    assert model(input_ids=ids, position_ids=positions(), labels=ids, **given, **APART).loss > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "qwen3_moe"])
+def test_what_is_let_through_equals_the_samples(kind):
+    model, ids = patched(kind), tokens()
+    parts = torch.split(ids, LENGTHS, 1)
+    apart = torch.cat([model(input_ids=part, **APART).logits for part in parts], 1)
+    weights = torch.randn(apart.shape, generator=torch.Generator().manual_seed(2))
+    (apart * weights).sum().backward()
+    wanted = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    together = model(input_ids=ids, position_ids=positions(), **APART).logits
+    (together * weights).sum().backward()
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    assert_same_gradients(gradients(model), wanted, rtol=1e-4)
+
+
+def test_masks_that_know_no_positions():
+    model, ids = patched("gpt_oss", output_router_logits=False), tokens()
+    with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
+        model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
+    row = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,))
+    mask = row.mask(torch.float32)
+    assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
+
+
+def test_a_model_that_cannot(monkeypatch):
+    monkeypatch.setattr(trials, "REMEDIES", trials.REMEDIES[2:3] * 2)
+    model, ids = patched(), tokens()
+    with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
+        model(input_ids=ids, position_ids=positions())
+
+
+def test_encoders_see_samples_after_and_before():
+    config = transformers.BertConfig(
+        vocab_size=223, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    patch(model)
+    with pytest.raises(PackingError, match="BertForMaskedLM got rows of several samples"):
+        model(input_ids=tokens(), position_ids=positions())
+
+
+def test_axes_of_positions():
+    from tests.sweep import cases
+
+    pair = next(p for p in cases.registered() if p.cls == "Qwen2VLForConditionalGeneration")
+    model = cases.build(pair)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    patch(model)
+    ids, place = tokens().clamp(10, 60), positions()
+    for given in (place, place.expand(3, -1, -1)):
+        with pytest.raises(PackingError, match=re.escape("position_ids of shape (4, B, T)")):
+            model(input_ids=ids, position_ids=given, labels=ids, **APART)
+    four = place.expand(4, -1, -1)
+    assert model(input_ids=ids, position_ids=four, labels=ids, **APART).loss > 0
+
+
+def test_embeddings_in_place_of_ids():
+    model = patched()
+    rows = model.get_input_embeddings()(tokens())
+    with pytest.raises(PackingError, match="use_cache=False"):
+        model(inputs_embeds=rows, position_ids=positions())
+    assert model(inputs_embeds=rows, position_ids=positions(), **APART).logits.any()
+
+
+def test_layers_of_attention_in_a_hybrid():
+    """Its mixers keep samples apart, and its attention sees all of a cache."""
+    from tests.sweep import cases
+
+    pair = next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM")
+    model = cases.build(pair)
+    model.config.use_cache = True
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "norm" not in name:
+                parameter.normal_(std=0.2)
+    report = patch(model)
+    assert {e.path for e in report.entries if e.op == "packing"} == {"", "model"}
+    ids = tokens().clamp(10, 60)
+    with pytest.raises(PackingError, match="use_cache=False"):
+        model(input_ids=ids, position_ids=positions())
+    assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
+
+
+# --- calls of one sample per row ---
+
+FIRST = torch.ones(2, TOKENS, dtype=torch.long)
+FIRST[0, :5] = 0  # padding on the left
+LEFT = (FIRST.cumsum(1) - 1).masked_fill(FIRST == 0, 1)
+RIGHT = torch.arange(TOKENS).expand(2, -1).clone()
+RIGHT[0, -4:] = 0
+JUMP = torch.cat([torch.arange(9), torch.arange(40, 40 + TOKENS - 9)]).expand(2, -1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"position_ids": torch.arange(TOKENS)[None]},
+        {"position_ids": torch.arange(7, 7 + TOKENS)[None]},
+        {"position_ids": LEFT, "attention_mask": FIRST},
+        {"position_ids": RIGHT},
+        {"position_ids": JUMP},
+    ],
+    ids=["plain", "late", "left", "right", "jump"],
+)
+def test_one_sample_per_row_never_raises(arguments, counted):
+    model, ids = patched(), tokens(2)
+    assert model(input_ids=ids, labels=ids, **arguments).loss > 0
+    assert counted[0].change > 0.01, "this form would mix samples"
+
+
+def test_generation_is_not_tried(counted):
+    model = patched().eval()
+    model.generate(tokens(2, 9), max_new_tokens=3, do_sample=False)
+    ids = tokens(1, 1)
+    model(input_ids=ids, position_ids=torch.tensor([[4]]), use_cache=True)
+    model(input_ids=tokens())
+    assert not counted
+
+
+def test_a_form_is_tried_once(counted):
+    model, ids = patched(), tokens()
+    for _ in range(3):
+        model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
+    assert len(counted) == 1
+    model.eval()(input_ids=ids, position_ids=positions(), **APART)
+    assert len(counted) == 2
+    copy.deepcopy(model)(input_ids=ids, position_ids=positions(), **APART)
+    assert len(counted) == 3
+
+
+# --- a model and its process are left as they were ---
+
+
+def test_nothing_changes_but_the_verdict():
+    model = patched(attention_dropout=0.3)
+    model.register_buffer("seen", torch.zeros(2))
+    calls = []
+
+    def hook(module, arguments, output):
+        calls.append(output.shape)
+        model.seen += 1
+        model.last = output.shape
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    attributes = set(vars(model.model))
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight.clone()
+    trials.trial(
+        model, type(model).forward.__get__(model),
+        {"input_ids": tokens(), "position_ids": positions()}, tokens(),
+    )  # fmt: skip
+    assert not calls
+    assert not model.seen.any()
+    assert not hasattr(model, "last")
+    assert set(vars(model.model)) == attributes
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert torch.equal(model.get_input_embeddings().weight, rows)
+    model(input_ids=tokens(), position_ids=positions(), **APART)
+    assert calls == [(1, TOKENS, 32)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_step_is_that_without_a_check(dropout):
+    stock = build(attention_dropout=dropout)
+    models = copy.deepcopy(stock), copy.deepcopy(stock)
+    losses = []
+    for model, check in zip(models, (True, False), strict=True):
+        patch(model, packing=check)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(
+                input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART
+            ).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    found, wanted = map(gradients, models)
+    assert found.keys() == wanted.keys()
+    assert len(found) > 10
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_cannot_be_tried_is_said_once(recwarn):
+    model = patched()
+
+    def refuses(module, arguments, keywords):
+        if keywords["position_ids"].shape[1] != TOKENS or arguments:
+            raise RuntimeError("rows of other lengths")
+
+    refuses.__module__ = "accelerate.hooks"  # part of how the model runs
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(trials, "TOKENS", 16)
+        model.model.register_forward_pre_hook(refuses, with_kwargs=True)
+        for _ in range(2):
+            model(input_ids=tokens(), position_ids=positions())
+    (told,) = [w for w in recwarn if "could not be tried" in str(w.message)]
+    assert "RuntimeError: rows of other lengths" in str(told.message)
+
+
+# --- options, other ways to call, copies ---
+
+
+def test_it_can_be_turned_off():
+    model, ids = patched(), tokens()
+    report = patch(model, packing=False)
+    assert [(e.op, e.status) for e in report.entries if e.op == "packing"] == [
+        ("packing", "restored")
+    ]
+    assert type(model) is transformers.LlamaForCausalLM
+    model(input_ids=ids, position_ids=positions())
+    with pytest.raises(PatchError, match="packing must be True or False, got str 'triton'"):
+        patch(model, packing="triton")
+
+
+def test_the_class_comes_back():
+    model = patched()
+    assert isinstance(model, CheckedModel)
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    bound = model.forward
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(PackingError):
+            other(input_ids=tokens(), position_ids=positions())
+    unpatch(model)
+    assert type(model) is transformers.LlamaForCausalLM
+    wanted = model(input_ids=tokens(), position_ids=positions()).logits
+    assert torch.equal(bound(input_ids=tokens(), position_ids=positions()).logits, wanted)
+
+
+def test_models_of_a_patched_type():
+    patch("llama")
+    try:
+        model = build()
+    finally:
+        unpatch("llama")
+    assert [path for path, m in model.named_modules() if isinstance(m, CheckedModel)] == [""]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["patch-first", "adapter-first"])
+def test_with_adapters(first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    model = build()
+    if first:
+        patch(model)
+    model = peft.get_peft_model(model, config)
+    if not first:
+        patch(model)
+    with pytest.raises(PackingError, match="LlamaForCausalLM got rows"):
+        model(input_ids=tokens(), position_ids=positions(), labels=tokens())
+    model(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+
+
+def test_a_model_within_a_module():
+    class Reward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = build().model
+            self.score = nn.Linear(32, 1)
+
+        def forward(self, **given):
+            return self.score(self.model(**given).last_hidden_state)
+
+    model = Reward()
+    patch(model)
+    with pytest.raises(PackingError, match="LlamaModel got rows"):
+        model(input_ids=tokens(), position_ids=positions())
+
+
+def test_a_compiled_model_is_one_graph(counted):
+    torch._dynamo.reset()
+    model = patched()
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+    assert not counted
+
+
+def test_in_16_bits_experts_are_no_leak():
+    model = patched("qwen3_moe").to(torch.bfloat16)
+    model(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+    with pytest.raises(PackingError):
+        model(input_ids=tokens(), position_ids=positions(), labels=tokens())
+
+
+def test_attention_of_this_library_keeps_samples_apart():
+    model = patched()
+    liger_multi.patching.register_attention()
+    model.set_attn_implementation("liger_multi")
+    model(input_ids=tokens(), position_ids=positions(), **APART)
+    with pytest.raises(PackingError, match="use_cache=False"):
+        model(input_ids=tokens(), position_ids=positions())
