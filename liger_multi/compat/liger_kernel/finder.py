@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -44,7 +44,10 @@ CHUNKED = (
     "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss"
 )
 _MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APPLY_LIGER_FN"
-_AUTO = "AutoLigerKernelForCausalLM"
+_PATCHES = (
+    "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module "
+    "_patch_swiglu_module"
+)
 
 _SUBMODULES: dict[str, tuple[str, str]] = {
     "utils": ("helpers", "PEFT_AVAILABLE infer_device is_npu_available is_peft_available"),
@@ -81,7 +84,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.model": ("", ""),
     "transformers.model.loss_utils": ("losses", "LigerForCausalLMLoss"),
     "transformers.monkey_patch": ("models", _MODELS),
-    "transformers.auto_model": ("models", _AUTO),
+    "transformers.auto_model": ("", ""),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
@@ -148,7 +151,7 @@ _CLASSES = "modules losses"
 _TOP = [
     *((home, names) for home, names in _SUBMODULES.values() if home in _CLASSES.split()),
     ("functional", _ROPES),
-    ("models", f"{_MODELS} {_AUTO}"),
+    ("models", _MODELS),
 ]
 
 
@@ -162,6 +165,7 @@ def _sources() -> Iterator[tuple[str, str, str]]:
             yield "ops", f"function_classes.{home}", names
     for path in ("ops", "ops.fused_linear_cross_entropy"):
         yield path, "helpers", _HALVES
+    yield "transformers.monkey_patch", "patches", _PATCHES
 
 
 def _table() -> dict[str, dict[str, str]]:
@@ -180,6 +184,18 @@ TREE = _table()
 
 DYNAMIC = {"transformers": "models", "transformers.monkey_patch": "models"}
 """Submodules that also have the functions ``apply_liger_kernel_to_<model>`` of a module here."""
+
+_AUTO = {"AutoLigerKernelForCausalLM": "auto"}
+_VERSIONS = dict.fromkeys(
+    ("IS_TRANSFORMERS_V5_OR_LATER", "MIN_SUPPORTED_TRANSFORMERS_VERSION", "transformer_version"),
+    "versions",
+)
+LAZY = {
+    "transformers": _AUTO,
+    "transformers.auto_model": _AUTO,
+    "transformers.monkey_patch": _VERSIONS,
+}
+"""Submodule to names that are looked up when they are asked for: they import transformers."""
 
 
 # --- the finder ---
@@ -223,7 +239,23 @@ class _Loader(Loader):
         if path in DYNAMIC:
             more = importlib.import_module(f"{HERE}.{DYNAMIC[path]}").functions()
             names.update(more)
-        names["__all__"] = [*TREE[path], *more]
+        lazy = LAZY.get(path, {})
+        if lazy:
+            names["__getattr__"] = _looked_up(module, lazy)
+        names["__all__"] = [*TREE[path], *more, *lazy]
+
+
+def _looked_up(module: ModuleType, lazy: dict[str, str]) -> Callable[[str], Any]:
+    """The module's ``__getattr__``."""
+
+    def get(name: str) -> Any:
+        if name not in lazy:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{HERE}.{lazy[name]}"), name)
+        vars(module)[name] = value
+        return value
+
+    return get
 
 
 class _Finder(MetaPathFinder):
