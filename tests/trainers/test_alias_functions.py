@@ -452,11 +452,35 @@ def test_a_tiled_mlp_is_the_mlp():
             torch.testing.assert_close(mine, right)
 
 
+FUNCTIONS = {
+    "liger_fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", {}),
+    "liger_attn_res": ("LigerAttnResFunction", {}),
+    "liger_multi_token_attention": ("LigerMultiTokenAttentionFunction", {}),
+    "liger_fused_neighborhood_attention": ("LigerFusedNeighborhoodAttentionFunction", {}),
+    "liger_mhc_coeffs": ("LigerMHCCoeffsFunction", {"allow_fp32": True, "pre_eps": 1e-3}),
+    "liger_mhc_pre": ("LigerMHCPreFunction", {}),
+    "liger_mhc_post_res": ("LigerMHCPostResFunction", {}),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_hand_their_arguments_to_the_classes(name):
+    from liger_multi.compat.liger_kernel import functional_blocks
+
+    case, options = FUNCTIONS[name]
+    args, _ = CASES[case]
+    given = args[:6] if options else args
+    got = several(getattr(functional_blocks, name)(*given, **options))
+    for mine, right in zip(got, several(function(case).apply(*args)), strict=True):
+        assert torch.equal(mine, right)
+
+
 # --- a vocabulary of two processes ---
 
 RANKS = """
 import sys, torch, torch.distributed as dist
 import torch.nn.functional as F
+from liger_multi.compat.liger_kernel import functional_blocks
 from liger_multi.compat.liger_kernel.function_classes import heads, losses
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
@@ -479,6 +503,9 @@ got = tp.apply(*ours, target, group, 0.7, -100, 1, True)
 for a, b in zip((*got, ours[0].grad, ours[1].grad), (*right, wide[0].grad, wide[1].grad[part])):
     torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 assert isinstance(tp.apply(*ours, target, group), torch.Tensor)
+function = functional_blocks.liger_fused_linear_scaled_cross_entropy_tp
+for a, b in zip(function(*ours, target, group, 0.7, return_entropy=True), got):
+    assert torch.equal(a, b)
 
 for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * 12 / 11)):
     whole = (hidden @ weight.T).double().requires_grad_()

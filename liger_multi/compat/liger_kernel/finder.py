@@ -44,6 +44,11 @@ CHUNKED = (
     "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss"
 )
 _MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APPLY_LIGER_FN"
+_BLOCKS = (
+    "liger_attn_res liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp "
+    "liger_fused_neighborhood_attention liger_mhc_coeffs liger_mhc_post_res liger_mhc_pre "
+    "liger_multi_token_attention"
+)
 _PATCHES = (
     "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module "
     "_patch_swiglu_module"
@@ -166,6 +171,7 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for path in ("ops", "ops.fused_linear_cross_entropy"):
         yield path, "helpers", _HALVES
     yield "transformers.monkey_patch", "patches", _PATCHES
+    yield "transformers.functional", "functional_blocks", _BLOCKS
 
 
 def _table() -> dict[str, dict[str, str]]:
