@@ -76,7 +76,8 @@ def test_a_name_that_is_not_there_is_an_import_error(installed):
 def test_every_name_of_the_tree_exists(installed):
     for path, names in finder.TREE.items():
         module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
-        assert set(names) <= set(module.__all__) <= set(vars(module))
+        assert set(names) | set(finder.LAZY.get(path, {})) <= set(module.__all__)
+        assert all(getattr(module, name) is not None for name in module.__all__)
         assert module.__spec__ is not None
 
 
@@ -143,12 +144,12 @@ def test_flags_are_in_the_signature(installed):
 
     flags = inspect.signature(apply_liger_kernel_to_llama).parameters
     assert [*flags] == ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm",
-                        "swiglu", "model", "kwargs"]  # fmt: skip
+                        "swiglu", "model"]  # fmt: skip
     assert flags["fused_linear_cross_entropy"].default is True
     assert flags["cross_entropy"].default is False
     assert "geglu" in inspect.signature(apply_liger_kernel_to_gemma2).parameters
     assert MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] is apply_liger_kernel_to_llama
-    assert len(MODEL_TYPE_TO_APPLY_LIGER_FN) == 50
+    assert len(MODEL_TYPE_TO_APPLY_LIGER_FN) == 53
 
 
 def test_every_model_type_is_known_to_transformers(installed):
@@ -283,6 +284,77 @@ def test_auto_model(installed, tmp_path):
     build().save_pretrained(tmp_path)
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, dtype="float32")
     assert counts(model) == without("rope")
+
+
+def test_auto_model_is_one_of_transformers(installed):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from tests.models import build
+
+    assert issubclass(AutoLigerKernelForCausalLM, AutoModelForCausalLM)
+    model = AutoLigerKernelForCausalLM.from_config(build().config, swiglu=False)
+    assert counts(model) == without("swiglu")
+
+
+def test_every_flag_that_a_signature_shows_may_be_turned_off(installed):
+    """LLaMA-Factory does this with those that were not asked for, whatever their names."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    from tests.models import build
+
+    model = build()
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    names = set(inspect.signature(apply).parameters) - {"model"}
+    apply(model=model, **{name: name == "rms_norm" for name in names})
+    assert counts(model) == {"rms_norm": 5}
+
+
+def test_a_function_of_the_table_is_called_for_its_type(installed, caplog):
+    from liger_kernel.transformers import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+        _apply_liger_kernel,
+        _apply_liger_kernel_to_instance,
+    )
+
+    from tests.models import build
+
+    seen, model = [], build()
+    usual = MODEL_TYPE_TO_APPLY_LIGER_FN["llama"]
+    MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = lambda **given: seen.append(given)
+    try:
+        _apply_liger_kernel("llama", rope=False)
+        _apply_liger_kernel_to_instance(model, swiglu=False)
+    finally:
+        MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = usual
+    assert seen == [{"rope": False}, {"model": model, "swiglu": False}]
+    assert counts(model) == {}
+    _apply_liger_kernel_to_instance(model, swiglu=False)
+    assert counts(model) == without("swiglu")
+    with caplog.at_level("INFO"):
+        _apply_liger_kernel("nobody_has_this")
+    assert "nobody_has_this" in caplog.text
+
+
+def test_one_module_is_patched_in_place(installed):
+    from liger_kernel.transformers import LigerSwiGLUMLP, monkey_patch
+    from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaMLP, GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    norm, layer = GemmaRMSNorm(8, eps=0.1), torch.nn.LayerNorm(8, eps=0.1)
+    swiglu, geglu = LlamaMLP(LlamaConfig(**sizes)), GemmaMLP(GemmaConfig(**sizes))
+    modules = (norm, layer, swiglu, geglu)
+    wanted = [module(x) for module in modules]
+    monkey_patch._patch_rms_norm_module(norm, offset=1.0, casting_mode="gemma")
+    monkey_patch._patch_layer_norm_module(layer)
+    monkey_patch._patch_swiglu_module(swiglu, LigerSwiGLUMLP)
+    monkey_patch._patch_geglu_module(geglu)
+    for module, right in zip(modules, wanted):
+        assert "forward" in vars(module)
+        torch.testing.assert_close(module(x), right)
+    assert (norm.offset, norm.variance_epsilon, norm.casting_mode) == (1.0, 0.1, "gemma")
 
 
 # --- the trainer's own switch ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -44,18 +44,21 @@ CHUNKED = (
     "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss"
 )
 _MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APPLY_LIGER_FN"
-_AUTO = "AutoLigerKernelForCausalLM"
+_BLOCKS = (
+    "liger_attn_res liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp "
+    "liger_fused_neighborhood_attention liger_mhc_coeffs liger_mhc_post_res liger_mhc_pre "
+    "liger_multi_token_attention"
+)
+_PATCHES = (
+    "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module "
+    "_patch_swiglu_module"
+)
 
 _SUBMODULES: dict[str, tuple[str, str]] = {
     "utils": ("helpers", "PEFT_AVAILABLE infer_device is_npu_available is_peft_available"),
-    "ops": ("", ""),
     "ops.utils": (
         "helpers",
         "calculate_settings compare_version ensure_contiguous torch_to_triton_dtype",
-    ),
-    "ops.fused_linear_cross_entropy": (
-        "helpers",
-        "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward",
     ),
     "ops.grpo_loss": ("functional", "fused_selective_log_softmax"),
     "ops.backends": ("", ""),
@@ -86,7 +89,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.model": ("", ""),
     "transformers.model.loss_utils": ("losses", "LigerForCausalLMLoss"),
     "transformers.monkey_patch": ("models", _MODELS),
-    "transformers.auto_model": ("models", _AUTO),
+    "transformers.auto_model": ("", ""),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
@@ -100,19 +103,85 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "chunked_loss.jsd_loss": ("chunked", "LigerFusedLinearJSDLoss"),
     "chunked_loss.fused_linear_distillation": ("chunked", "LigerFusedLinearDistillationBase"),
 }
+_FUNCTION_CLASSES: dict[str, dict[str, str]] = {
+    "norms": {
+        "rms_norm": "LigerRMSNormFunction",
+        "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+        "modulated_rms_norm": "LigerModulatedRMSNormFunction",
+        "layer_norm": "LigerLayerNormFunction",
+        "group_norm": "LigerGroupNormFunction",
+        "poly_norm": "LigerPolyNormFunction",
+        "dyt": "LigerDyTFunction",
+    },
+    "activations": {
+        "swiglu": "LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction",
+        "geglu": "LigerGELUMulFunction",
+        "relu_squared": "LigerReLUSquaredFunction",
+        "softmax": "LigerSoftmaxFunction",
+        "sparsemax": "LigerSparsemaxFunction",
+        "rope": "LigerRopeFunction",
+        "qwen2vl_mrope": "LigerQwen2VLMRopeFunction",
+        "llama4_rope": "LigerLlama4RopeFunction",
+    },
+    "losses": {
+        "cross_entropy": "LigerCrossEntropyFunction",
+        "jsd": "LigerJSDFunction",
+        "kl_div": "LigerKLDivLossFunction",
+        "tvd": "LigerTVDLossFunction",
+        "fused_ce_tvd": "LigerFusedCETVDFunction",
+        "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
+    },
+    "heads": {
+        "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
+        "fused_linear_jsd": "LigerFusedLinearJSDFunction",
+        "fused_linear_kl_div": "LigerFusedLinearKLDivFunction",
+        "fused_linear_scaled_cross_entropy": "LigerFusedLinearScaledCrossEntropyFunction "
+        "LigerFusedLinearScaledCrossEntropyTPFunction",
+    },
+    "blocks": {
+        "mlp": "LigerMLPFunction",
+        "tiled_mlp": "LigerTiledMLPFunction apply_tiled_mlp",
+        "fused_moe": "LigerFusedMoEFunction",
+        "mhc": "LigerMHCCoeffsFunction LigerMHCPreFunction LigerMHCPostResFunction",
+        "attn_res": "LigerAttnResFunction",
+        "multi_token_attention": "LigerMultiTokenAttentionFunction",
+        "fused_neighborhood_attention": "LigerFusedNeighborhoodAttentionFunction",
+        "experimental.embedding": "LigerEmbeddingFunction",
+    },
+}
+"""Module of :mod:`function_classes` to file of ``liger_kernel.ops`` to names; ``ops`` has all."""
+
+_HALVES = "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward"
 _CLASSES = "modules losses"
 _TOP = [
     *((home, names) for home, names in _SUBMODULES.values() if home in _CLASSES.split()),
     ("functional", _ROPES),
-    ("models", f"{_MODELS} {_AUTO}"),
+    ("models", _MODELS),
 ]
+
+
+def _sources() -> Iterator[tuple[str, str, str]]:
+    """Submodule, the module here, and names of the first that the second has."""
+    yield from ((path, home, names) for path, (home, names) in _SUBMODULES.items())
+    yield from (("transformers", home, names) for home, names in _TOP)
+    for home, files in _FUNCTION_CLASSES.items():
+        for file, names in files.items():
+            yield f"ops.{file}", f"function_classes.{home}", names
+            yield "ops", f"function_classes.{home}", names
+    for path in ("ops", "ops.fused_linear_cross_entropy"):
+        yield path, "helpers", _HALVES
+    yield "transformers.monkey_patch", "patches", _PATCHES
+    yield "transformers.functional", "functional_blocks", _BLOCKS
 
 
 def _table() -> dict[str, dict[str, str]]:
     """Submodule to name to the module that has it."""
-    made = {path: dict.fromkeys(names.split(), home) for path, (home, names) in _SUBMODULES.items()}
-    made[""] = {}
-    made["transformers"] = {name: home for home, names in _TOP for name in names.split()}
+    made: dict[str, dict[str, str]] = {"": {}}
+    for path, home, names in _sources():
+        parts = path.split(".")
+        for end in range(1, len(parts)):  # packages without names of their own
+            made.setdefault(".".join(parts[:end]), {})
+        made.setdefault(path, {}).update(dict.fromkeys(names.split(), home))
     return made
 
 
@@ -121,6 +190,18 @@ TREE = _table()
 
 DYNAMIC = {"transformers": "models", "transformers.monkey_patch": "models"}
 """Submodules that also have the functions ``apply_liger_kernel_to_<model>`` of a module here."""
+
+_AUTO = {"AutoLigerKernelForCausalLM": "auto"}
+_VERSIONS = dict.fromkeys(
+    ("IS_TRANSFORMERS_V5_OR_LATER", "MIN_SUPPORTED_TRANSFORMERS_VERSION", "transformer_version"),
+    "versions",
+)
+LAZY = {
+    "transformers": _AUTO,
+    "transformers.auto_model": _AUTO,
+    "transformers.monkey_patch": _VERSIONS,
+}
+"""Submodule to names that are looked up when they are asked for: they import transformers."""
 
 
 # --- the finder ---
@@ -164,7 +245,23 @@ class _Loader(Loader):
         if path in DYNAMIC:
             more = importlib.import_module(f"{HERE}.{DYNAMIC[path]}").functions()
             names.update(more)
-        names["__all__"] = [*TREE[path], *more]
+        lazy = LAZY.get(path, {})
+        if lazy:
+            names["__getattr__"] = _looked_up(module, lazy)
+        names["__all__"] = [*TREE[path], *more, *lazy]
+
+
+def _looked_up(module: ModuleType, lazy: dict[str, str]) -> Callable[[str], Any]:
+    """The module's ``__getattr__``."""
+
+    def get(name: str) -> Any:
+        if name not in lazy:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{HERE}.{lazy[name]}"), name)
+        vars(module)[name] = value
+        return value
+
+    return get
 
 
 class _Finder(MetaPathFinder):

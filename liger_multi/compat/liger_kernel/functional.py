@@ -79,7 +79,7 @@ def liger_fused_linear_cross_entropy(
     label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
     return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
+    return_predicted_tokens: bool = False, chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """:func:`liger_multi.ops.fused_linear_cross_entropy`; with token scaling the DFT loss."""
     accumulate = torch.float32 if accum_dtype is None else accum_dtype
@@ -244,9 +244,9 @@ def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     return ops.sparsemax(input, dim)
 
 
-def liger_relu_squared(X: Tensor) -> Tensor:
+def liger_relu_squared(x: Tensor) -> Tensor:
     """:func:`liger_multi.ops.relu_squared`."""
-    return ops.relu_squared(X)
+    return ops.relu_squared(x)
 
 
 def liger_swiglu(
@@ -264,18 +264,15 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 # --- rotary embeddings: new tensors come back, and q and k stay what they are ---
 
 
-def liger_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """:func:`liger_multi.ops.rope`."""
-    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None,
+    unsqueeze_dim: int = 1, rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`liger_multi.ops.rope`."""
-    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+
+
+liger_rope = liger_rotary_pos_emb
 
 
 def liger_rotary_pos_emb_vision(

@@ -60,15 +60,15 @@ def compare_version(package: str, operator: Callable[[Any, Any], bool], target: 
         return False
 
 
-def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of tensors see contiguous ones."""
 
     def laid(x: Any) -> Any:
         return x.contiguous() if isinstance(x, Tensor) else x
 
-    @functools.wraps(function)
+    @functools.wraps(fn)
     def wrapped(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(ctx, *map(laid, args), **{k: laid(v) for k, v in kwargs.items()})
+        return fn(ctx, *map(laid, args), **{k: laid(v) for k, v in kwargs.items()})
 
     return wrapped
 

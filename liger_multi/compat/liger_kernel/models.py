@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,34 +17,42 @@ from liger_multi.patching import PatchReport, modeltypes
 from liger_multi.patching.options import BUILT_IN, PACKING
 from liger_multi.patching.recognize import registered
 
-_DENSE = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu")
-_GELU = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "geglu")
-_SEEN = (*_DENSE, "layer_norm")
-_HEADS = ("cross_entropy", "fused_linear_cross_entropy")
+_DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
+_GELU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
+_SEES = "rope cross_entropy fused_linear_cross_entropy layer_norm rms_norm {} model"
+_PARTS = "cross_entropy fused_linear_cross_entropy {} rope swiglu geglu"
 
 _LIKE_LLAMA = (
-    "deepseek_v4 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense "
-    "hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "
-    "qwen3_next smollm3 qwen3_5_text qwen3_5_moe_text"
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite "
+    "hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_moe qwen3_next smollm3 qwen3_5_text qwen3_5_moe_text"
 )
 _WITH_TEXT = "qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe"
 _LIKE_GEMMA = "gemma gemma2 gemma3_text gemma4_text"
 _GEMMA_SEES = "gemma3 gemma4 paligemma"
-_OF_PARTS = "internvl llava smolvlm"  # whose parts are models of other types
-MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     **{name: ((name,), _DENSE) for name in _LIKE_LLAMA.split()},
     **{name: ((name, f"{name}_text"), _DENSE) for name in _WITH_TEXT.split()},
     **{name: ((name,), _GELU) for name in _LIKE_GEMMA.split()},
-    **{name: ((name,), (*_GELU, "layer_norm")) for name in _GEMMA_SEES.split()},
-    **{name: ((name,), (*_SEEN, "geglu")) for name in _OF_PARTS.split()},
-    "qwen2_vl": (("qwen2_vl", "qwen2_vl_text"), _SEEN),
-    "llama4": (("llama4", "llama4_text"), _SEEN),
-    "mllama": (("mllama", "mllama_text_model"), _SEEN),
-    "nemotron": (("nemotron",), (*_HEADS, "relu_squared")),
-    "pixtral": (("pixtral",), ("rope", "rms_norm", "swiglu")),
+    **{name: ((name,), _SEES.format("geglu")) for name in _GEMMA_SEES.split()},
+    # whose parts are models of other types
+    "llava": (("llava",), _PARTS.format("model rms_norm layer_norm")),
+    "internvl": (("internvl",), _PARTS.format("rms_norm layer_norm model")),
+    "smolvlm": (("smolvlm",), _PARTS.format("rms_norm layer_norm model")),
+    "muse_glimmer": (("muse_glimmer",), _SEES.format("swiglu")),
+    "mllama": (("mllama", "mllama_text_model"), _SEES.format("swiglu")),
+    "qwen2_vl": (
+        ("qwen2_vl", "qwen2_vl_text"),
+        "rope cross_entropy fused_linear_cross_entropy rms_norm layer_norm swiglu model",
+    ),
+    "llama4": (("llama4", "llama4_text"), f"{_DENSE} layer_norm"),
+    "nemotron": (("nemotron",), "relu_squared cross_entropy fused_linear_cross_entropy model"),
+    "pixtral": (("pixtral",), "rope rms_norm swiglu model"),
 }
-"""Name of a function to the model types that it patches and the flags that it has."""
+MODELS = {name: (types, tuple(flags.split())) for name, (types, flags) in _FLAGS.items()}
+"""Name of a function to the model types that it patches and its arguments, in Liger's order."""
 
+_LOG = logging.getLogger(__name__)
 _PREFIX = "apply_liger_kernel_to_"
 _ON = {op: op != "cross_entropy" for op in BUILT_IN}
 _types: set[str] = set()
@@ -82,8 +90,27 @@ def _refuse_replaced_loss(choices: Mapping[str, Any]) -> None:
         )
 
 
-def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> PatchReport:
-    """Patch a model.
+def _patch_instance(model: nn.Module, flags: Mapping[str, Any]) -> PatchReport:
+    choices = _choices(flags)
+    _refuse_replaced_loss(choices)
+    return patching.patch(model, **choices)
+
+
+def _patch_type(model_type: str, flags: Mapping[str, Any]) -> None:
+    choices = _choices(flags)
+    _refuse_replaced_loss(choices)
+    patching.patch(model_type, **choices)
+    _types.add(model_type)
+
+
+def _registered(model_type: Any) -> Callable[..., Any] | None:
+    """A function that somebody else put into the table for a model type."""
+    found = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    return None if found is _OURS.get(model_type) else found
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
+    """Patch a model, by the function that is registered for its type if it is none of ours.
 
     Args:
         model: The model.
@@ -93,21 +120,26 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> PatchRep
     Raises:
         PatchError: An unknown operator or option.
     """
-    choices = _choices(kwargs)
-    _refuse_replaced_loss(choices)
-    return patching.patch(model, **choices)
+    other = _registered(getattr(getattr(model, "config", None), "model_type", None))
+    return _patch_instance(model, kwargs) if other is None else other(model=model, **kwargs)
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch the models of a type that are built from now on.
+    """Patch the models of a type that are built from now on, by the function of the table.
+
+    A type that the table does not have is logged and left as it is.
 
     Raises:
-        PatchError: An unknown model type, operator or option.
+        PatchError: An unknown operator or option.
     """
-    choices = _choices(kwargs)
-    _refuse_replaced_loss(choices)
-    patching.patch(model_type, **choices)
-    _types.add(model_type)
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if apply is None:
+        _LOG.info("no function for model type %r; nothing is patched", model_type)
+        return
+    if _registered(model_type) is None:
+        _patch_type(model_type, kwargs)
+    else:
+        apply(**kwargs)
 
 
 def forget_types() -> None:
@@ -127,75 +159,39 @@ def _known_types(model_types: tuple[str, ...]) -> list[str]:
 
 def _function(name: str) -> Callable[..., PatchReport | None]:
     model_types, flags = MODELS[name]
-    defaults = {flag: _ON[flag] for flag in flags}
+    kinds = inspect.Parameter
+    shown = inspect.Signature(
+        [
+            kinds(flag, kinds.POSITIONAL_OR_KEYWORD, default=_ON.get(flag))  # the model has none
+            for flag in flags
+        ]
+    )
 
-    def apply(model: nn.Module | None = None, **kwargs: Any) -> PatchReport | None:
+    def apply(*args: Any, **kwargs: Any) -> PatchReport | None:
+        more = {key: kwargs.pop(key) for key in list(kwargs) if key not in flags}
+        given = {**shown.bind(*args, **kwargs).arguments, **more}
+        model = given.pop("model", None)
         if model is not None:
-            return _apply_liger_kernel_to_instance(model, **kwargs)
+            return _patch_instance(model, given)
         for model_type in _known_types(model_types):
-            _apply_liger_kernel(model_type, **kwargs)
+            _patch_type(model_type, given)
         return None
 
-    kinds = inspect.Parameter
     apply.__name__ = apply.__qualname__ = f"{_PREFIX}{name}"
     named = ", ".join(model_types)
     apply.__doc__ = f"Patch a model, or the models of type {named} that are built from now on."
-    apply.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            *(
-                kinds(flag, kinds.POSITIONAL_OR_KEYWORD, default=on, annotation=bool)
-                for flag, on in defaults.items()
-            ),
-            kinds("model", kinds.POSITIONAL_OR_KEYWORD, default=None),
-            kinds("kwargs", kinds.VAR_KEYWORD),
-        ]
-    )
-    return _bound(apply)
-
-
-def _bound(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Take flags by position as the signature shows them."""
-
-    @functools.wraps(apply)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(apply).bind(*args, **kwargs).arguments
-        return apply(**{**given.pop("kwargs", {}), **given})
-
-    return function
+    apply.__signature__ = shown  # type: ignore[attr-defined]
+    return apply
 
 
 _functions = {name: _function(name) for name in MODELS}
-MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., PatchReport | None]] = {
+_OURS = {
     model_type: _functions[name] for name, (types, _) in MODELS.items() for model_type in types
 }
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Any]] = dict(_OURS)
+"""Model type to function; functions for other types may be put here."""
 
 
 def functions() -> dict[str, Callable[..., PatchReport | None]]:
     """The functions by their names."""
     return {f"{_PREFIX}{name}": function for name, function in _functions.items()}
-
-
-class AutoLigerKernelForCausalLM:
-    """``AutoModelForCausalLM`` whose models are patched.
-
-    Keywords that are operators go to :func:`liger_multi.patch`, the others to transformers.
-    """
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a model and patch it."""
-        return cls._made("from_pretrained", pretrained_model_name_or_path, *args, **kwargs)
-
-    @classmethod
-    def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """Build a model and patch it."""
-        return cls._made("from_config", config, **kwargs)
-
-    @staticmethod
-    def _made(way: str, *args: Any, **kwargs: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        ops = {name: kwargs.pop(name) for name in list(kwargs) if name in BUILT_IN}
-        model = getattr(AutoModelForCausalLM, way)(*args, **kwargs)
-        _apply_liger_kernel_to_instance(model, **ops)
-        return model

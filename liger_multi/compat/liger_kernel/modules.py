@@ -54,16 +54,26 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
     """As that of Gemma."""
 
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0,
+        casting_mode: str | int = "gemma", init_fn: str = "zeros", in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
     """As that of Gemma."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
     """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dim, eps, *args, **kwargs)
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str | int = "gemma",
+        init_fn: str = "zeros", in_place: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
@@ -71,18 +81,24 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "gemma",
-        init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
-        with_scale: bool = True,
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, row_mode, with_scale)
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, None, with_scale)
         self.with_scale = with_scale
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As that of Llama."""
 
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
-class LigerRMSNormForGlm4(LigerRMSNorm):
+
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
     """As that of Llama."""
 
 
@@ -121,16 +137,23 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
 
 class LigerLayerNorm(ours.LayerNorm):
-    """:class:`liger_multi.nn.LayerNorm`; the bias is there in any case and starts at zero."""
+    """:class:`liger_multi.nn.LayerNorm`; the bias is there in any case and starts at zero.
+
+    ``impl``, ``mode`` and ``backend`` are not read; :func:`liger_multi.configure` chooses backends.
+    """
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
-        **kwargs: Any,
+        impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, **kwargs)
         self.hidden_size, self.variance_epsilon = hidden_size, eps
         if self.weight is not None:
             self.weight.data.copy_(_filled("LigerLayerNorm", init_fn, hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last axis."""
+        return super().forward(hidden_states)
 
 
 class LigerGroupNorm(nn.Module):
@@ -157,6 +180,10 @@ class LigerPolyNorm(ours.PolyNorm):
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__(eps)
         nn.init.ones_(self.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Mix the norms of powers."""
+        return super().forward(hidden_states)
 
 
 class LigerDyT(nn.Module):
@@ -199,6 +226,10 @@ class LigerSparsemax(nn.Module):
 class LigerReLUSquared(ours.ReLUSquared):
     """:class:`liger_multi.nn.ReLUSquared`."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The square of what is positive."""
+        return super().forward(x)
+
 
 # --- MLPs ---
 
@@ -231,6 +262,10 @@ class LigerHunyuanV1SwiGLUMLP(ours.SwiGLUMLP):
 
 class LigerPhi3SwiGLUMLP(ours.PackedSwiGLUMLP):
     """:class:`liger_multi.nn.PackedSwiGLUMLP`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP."""
+        return super().forward(x)
 
 
 class LigerBlockSparseTop2MLP(nn.Module):

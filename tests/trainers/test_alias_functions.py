@@ -1,0 +1,539 @@
+"""The ``Liger*Function`` classes: values and gradients against formulas in fp64."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_multi.compat.liger_kernel import finder
+from tests import processes
+
+TARGET = torch.tensor([1, -100, 3, 4, 10, 0])
+VALID = TARGET != -100
+CLASSES = {
+    name: f"{finder.HERE}.function_classes.{home}"
+    for home, files in finder._FUNCTION_CLASSES.items()
+    for names in files.values()
+    for name in names.split()
+    if name.endswith("Function")
+}
+
+
+def function(name):
+    return getattr(importlib.import_module(CLASSES[name]), name)
+
+
+def draw(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+R = draw()
+
+
+def log_probs(*shape):
+    return R(*shape).log_softmax(-1)
+
+
+# --- formulas ---
+
+
+def rms(x, w, eps, offset=0.0):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (w + offset)
+
+
+def poly(x, w, b, eps):
+    return sum(w[2 - i] * rms(x ** (i + 1), 1.0, eps) for i in range(3)) + b
+
+
+def turned(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos.unsqueeze(1) + torch.cat([-x[..., half:], x[..., :half]], -1) * sin.unsqueeze(1)
+
+
+def partly(x, cos, sin):
+    width = cos.shape[-1]
+    return torch.cat([turned(x[..., :width], cos, sin), x[..., width:]], -1)
+
+
+def complexly(x, freqs):
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * freqs.to(pairs.dtype)[None, :, None]).flatten(-2)
+
+
+def entropies(logits):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def each(logits, **options):
+    return F.cross_entropy(logits, TARGET, reduction="none", **options)
+
+
+def z_loss(logits):
+    return 0.1 * logits.logsumexp(-1)[VALID].square().mean()
+
+
+def cross_entropy(z):
+    z = 5 * torch.tanh(z / 5)
+    accuracy = (z.argmax(-1) == TARGET)[VALID].double().mean()
+    z_part = z_loss(z)
+    loss = F.cross_entropy(z, TARGET, label_smoothing=0.1) + z_part
+    return loss, z_part.detach(), accuracy.detach(), torch.where(VALID, z.argmax(-1), -1)
+
+
+def scaled(x, w, ids):
+    log_p = (x @ w.T / 0.7).log_softmax(-1)
+    nll = F.nll_loss(log_p, TARGET, reduction="none")
+    rows = torch.where(VALID, entropies(x @ w.T / 0.7), 0)
+    return nll, rows, torch.where(VALID[:, None], log_p[:, ids], 0)
+
+
+def divergence(q, p):  # of log-probabilities, the teacher's second
+    m = torch.logaddexp(p + torch.tensor(0.3).log(), q + torch.tensor(0.7).log())
+    kl = [F.kl_div(m, s, log_target=True, reduction="none").sum(-1) for s in (p, q)]
+    return (0.3 * kl[0] + 0.7 * kl[1])[VALID].mean()
+
+
+def kl_of_head(x, w, p, labels=True, divide=1.0):
+    rows = F.kl_div((x @ w.T / 1.5).log_softmax(-1), p, reduction="none").sum(-1)
+    return (rows[VALID] if labels else rows).mean() / divide
+
+
+def tvd(p, q):
+    return 0.5 * (p - q).abs()
+
+
+def mlp(x, gate, up, down, first=1.0, last=1.0):
+    return (F.silu(x @ gate.T * first) * (x @ up.T)) @ down.T * last
+
+
+def experts(x, gate_up, down, index, routing):
+    made = torch.zeros_like(x)
+    for k in range(index.shape[1]):
+        for t, e in enumerate(index[:, k].tolist()):
+            gate, up = (gate_up[e] @ x[t]).chunk(2)
+            made[t] = made[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
+    return made
+
+
+def coefficients(x, phi, b, *alphas):
+    flat = x.flatten(-2)
+    parts = (flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)) @ phi
+    n = x.shape[-2]
+    pre, post, mix = (
+        a * m + c for a, m, c in zip(alphas, parts.split([n, n, n * n], -1), b.split([n, n, n * n]))
+    )
+    mix = mix.unflatten(-1, (n, n)).softmax(-1) + 1e-6
+    mix = mix / (mix.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(19):
+        mix = mix / (mix.sum(-1, keepdim=True) + 1e-6)
+        mix = mix / (mix.sum(-2, keepdim=True) + 1e-6)
+    return pre.sigmoid() + 1e-3, 2 * post.sigmoid(), mix
+
+
+def over_depth(v, query, norm):
+    s = (rms(v, norm, 1e-6) * query).sum(-1).softmax(0)
+    return (s.unsqueeze(-1) * v).sum(0)
+
+
+def many_tokens(scores, w, b):
+    past = torch.ones(scores.shape[-2:]).triu(1).bool()
+    p = scores.masked_fill(past, float("-inf")).softmax(-1)
+    return F.conv2d(p, w, b, padding=1).masked_fill(past, 0)
+
+
+def near_tokens(q, k, v):
+    place = torch.arange(q.shape[-2])
+    far = (place[:, None] - place).abs() > 2
+    p = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(far, float("-inf")).softmax(-1)
+    return p @ v
+
+
+def angles(*shape):
+    half = R(*shape[:-1], shape[-1] // 2)
+    return torch.cat([half, half], -1)
+
+
+def multimodal(x, cos, sin):
+    parts = [[m[i % 3] for i, m in enumerate(c.split([1, 1, 2] * 2, -1))] for c in (cos, sin)]
+    return turned(x, *(torch.cat(p, -1) for p in parts))
+
+
+# --- cases: a class, its arguments, and the same of those that are tensors ---
+
+A, M, FREQS = angles(1, 6, 8), angles(3, 2, 6, 8), torch.polar(torch.ones(6, 4), R(6, 4))
+INDEX = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+IDS = torch.tensor([0, 3, 3])
+FEW = torch.tensor([[0, 3], [3, 6]])
+
+CASES = {
+    "LigerCrossEntropyFunction": (
+        (R(6, 11), TARGET, None, -100, 0.1, 0.1, "mean", 5.0, True, True, True),
+        lambda z, t: cross_entropy(z),
+    ),
+    "LigerJSDFunction": (
+        (log_probs(6, 11), log_probs(6, 11), TARGET, 0.3), lambda q, p, t: divergence(q, p),
+    ),
+    "LigerKLDivLossFunction": (
+        (log_probs(6, 11), log_probs(6, 11).exp()),
+        lambda q, p: F.kl_div(q, p, reduction="batchmean"),
+    ),
+    "LigerKLDivLossFunction none": (
+        (log_probs(6, 11), log_probs(6, 11), "none", True),
+        lambda q, p: F.kl_div(q, p, reduction="none", log_target=True),
+    ),
+    "LigerTVDLossFunction": (
+        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), TARGET),
+        lambda p, q, t: tvd(p, q)[VALID].sum() / VALID.sum(),
+    ),
+    "LigerTVDLossFunction none": (
+        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), None, "none"), tvd,
+    ),
+    "LigerFusedCETVDFunction": (
+        (R(6, 11), R(6, 11), TARGET),
+        lambda z, y, t: (
+            each(z), torch.where(VALID, tvd(z.softmax(-1), y.softmax(-1)).sum(-1), 0)
+        ),
+    ),
+    "LigerVocabParallelCEFunction": (
+        (R(3, 2, 11), TARGET.reshape(3, 2), None, -100, 0.1, "pytorch", "global"),
+        lambda z, t: each(z.flatten(0, 1), label_smoothing=0.1).reshape(3, 2),
+    ),
+    "LigerVocabParallelCEFunction megatron": (
+        (R(3, 2, 11), TARGET.reshape(3, 2), None, -100, 0.1, "megatron", "partition"),
+        lambda z, t: each(z.flatten(0, 1), label_smoothing=0.11).reshape(3, 2),
+    ),
+    "LigerFusedLinearCrossEntropyFunction": (
+        (R(6, 8), R(11, 8), TARGET, R(11), None, -100, 0.1, 0.1, "sum", None, True),
+        lambda x, w, t, b: (
+            each(x @ w.T + b, label_smoothing=0.1).sum()
+            + 0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum(),
+            0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum().detach(), None, None,
+        ),
+    ),
+    "LigerFusedLinearScaledCrossEntropyFunction": (
+        (R(6, 8), R(11, 8), TARGET, 0.7, -100, 1, True, IDS), lambda x, w, t, i: scaled(x, w, i),
+    ),
+    "LigerFusedLinearScaledCrossEntropyFunction alone": (
+        (R(6, 8), R(11, 8), TARGET), lambda x, w, t: each(x @ w.T),
+    ),
+    "LigerFusedLinearJSDFunction": (
+        (R(6, 8), R(11, 8), R(6, 5), R(11, 5), TARGET, 0.3, -100, 2.0),
+        lambda x, w, y, v, t: divergence(
+            (x @ w.T / 2).log_softmax(-1), (y @ v.T / 2).log_softmax(-1)
+        ),
+    ),
+    "LigerFusedLinearKLDivFunction": (
+        (R(6, 8), R(11, 8), log_probs(6, 11).exp(), TARGET, "batchmean", -100, 1.5),
+        lambda x, w, p, t: kl_of_head(x, w, p),
+    ),
+    "LigerFusedLinearKLDivFunction mean": (
+        (R(6, 8), R(11, 8), log_probs(6, 11).exp(), None, "mean", 0, 1.5),
+        lambda x, w, p: kl_of_head(x, w, p, False, 11),
+    ),
+    "LigerRMSNormFunction": (
+        (R(3, 4, 8), R(8), 1e-5, 1.0, "gemma"), lambda x, w: rms(x, w, 1e-5, 1.0),
+    ),
+    "LigerFusedAddRMSNormFunction": (
+        (R(3, 4, 8), R(3, 4, 8), R(8), 1e-5), lambda x, r, w: (rms(x + r, w, 1e-5), x + r),
+    ),
+    "LigerModulatedRMSNormFunction": (
+        (R(2, 3, 8), R(8), R(2, 8), R(2, 8), 1e-5),
+        lambda x, w, a, b: rms(x, w, 1e-5) * (1 + a[:, None]) + b[:, None],
+    ),
+    "LigerLayerNormFunction": (
+        (R(3, 4, 8), R(8), R(8), 1e-5), lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
+    ),
+    "LigerGroupNormFunction": (
+        (R(2, 6, 8), R(6), R(6), 6, 3, 1e-5), lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5),
+    ),
+    "LigerPolyNormFunction": (
+        (R(3, 4, 8), R(3), torch.tensor(0.5)), lambda x, w, b: poly(x, w, b, 1e-6),
+    ),
+    "LigerDyTFunction": (
+        (R(3, 8), R(1), R(8), R(8)), lambda x, a, g, b: g * torch.tanh(a * x) + b,
+    ),
+    "LigerReLUSquaredFunction": ((R(3, 8),), lambda x: F.relu(x).square()),
+    "LigerSoftmaxFunction": ((R(3, 8),), lambda x: x.softmax(-1)),
+    "LigerSparsemaxFunction": (
+        (torch.tensor([[0.3, 0.1, -2.0], [0.0, 3.0, 0.1]]), -1),
+        lambda x: torch.stack([
+            torch.stack([(1 + x[0, 0] - x[0, 1]) / 2, (1 - x[0, 0] + x[0, 1]) / 2, 0 * x[0, 2]]),
+            torch.stack([0 * x[1, 0], 1 + 0 * x[1, 1], 0 * x[1, 2]]),
+        ]),
+    ),
+    "LigerSiLUMulFunction": (
+        (R(3, 8), R(3, 8), 1.5, 0.7), lambda a, b: F.silu(1.5 * a) * b * 0.7,
+    ),
+    "LigerGELUMulFunction": (
+        (R(3, 8), R(3, 8)), lambda a, b: F.gelu(a, approximate="tanh") * b,
+    ),
+    "LigerFusedGateUpSiLUMulFunction": ((R(3, 16),), lambda y: F.silu(y[:, :8]) * y[:, 8:]),
+    "LigerRopeFunction": (
+        (R(2, 4, 6, 16), R(2, 2, 6, 16), A.cos(), A.sin(), None, 1, 8),
+        lambda q, k, c, s: (partly(q, c, s), partly(k, c, s)),
+    ),
+    "LigerQwen2VLMRopeFunction": (
+        (R(2, 4, 6, 8), R(2, 2, 6, 8), M.cos(), M.sin(), [1, 1, 2]),
+        lambda q, k, c, s: (multimodal(q, c, s), multimodal(k, c, s)),
+    ),
+    "LigerLlama4RopeFunction": (
+        (R(2, 6, 4, 8), R(2, 6, 2, 8), FREQS),
+        lambda q, k, f: (complexly(q, f), complexly(k, f)),
+    ),
+    "LigerMLPFunction": ((R(3, 8), R(12, 8), R(12, 8), R(8, 12)), mlp),
+    "LigerMLPFunction multiplied": (
+        (R(3, 8), R(12, 8), R(12, 8), R(8, 12), 1.5, 0.5),
+        lambda *tensors: mlp(*tensors, 1.5, 0.5),
+    ),
+    "LigerFusedMoEFunction": (
+        (R(5, 8), R(3, 8, 8), R(3, 8, 4), INDEX, R(5, 2).softmax(-1)), experts,
+    ),
+    "LigerMHCCoeffsFunction": (
+        (R(3, 4, 8), R(32, 24) * 0.1, R(24), R(1)[0], R(1)[0], R(1)[0], True, 20, 1e-6, 1e-3, 1e-6,
+         2.0),
+        coefficients,
+    ),
+    "LigerMHCPreFunction": (
+        (R(3, 4, 8), R(3, 4)), lambda x, h: (h.unsqueeze(-1) * x).sum(-2),
+    ),
+    "LigerMHCPostResFunction": (
+        (R(3, 4, 8), R(3, 8), R(3, 4), R(3, 4, 4)),
+        lambda x, f, post, mix: post.unsqueeze(-1) * f.unsqueeze(-2) + mix @ x,
+    ),
+    "LigerAttnResFunction": ((R(3, 2, 4, 8), R(8), R(8), 1e-6), over_depth),
+    "LigerMultiTokenAttentionFunction": (
+        (R(2, 2, 8, 8), R(2, 2, 3, 3), R(2), 1, 1), many_tokens,
+    ),
+    "LigerFusedNeighborhoodAttentionFunction": (
+        (R(2, 2, 16, 8), R(2, 2, 16, 8), R(2, 2, 16, 8), 5), near_tokens,
+    ),
+    "LigerEmbeddingFunction": ((R(7, 8), FEW), lambda w, i: w[i]),
+}  # fmt: skip
+
+CONSTANT = {  # arguments that get no gradient, as there
+    "LigerJSDFunction": (1,), "LigerKLDivLossFunction": (1,), "LigerTVDLossFunction": (1,),
+    "LigerFusedCETVDFunction": (1,), "LigerFusedLinearJSDFunction": (2, 3),
+    "LigerFusedLinearKLDivFunction": (2,), "LigerRopeFunction": (2, 3),
+    "LigerQwen2VLMRopeFunction": (2, 3),
+}  # fmt: skip
+
+
+def leaves(args, dtype):
+    return [
+        a.to(dtype, copy=True).requires_grad_()
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in args
+    ]
+
+
+def gradients(outputs, inputs):
+    seeds = draw(1)
+    outs = [o for o in outputs if o is not None and o.requires_grad]
+    total = sum((o * seeds(*o.shape).to(o.dtype)).sum() for o in outs)
+    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(total, wanted, allow_unused=True)
+
+
+def several(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_formula(case):
+    args, formula = CASES[case]
+    name = case.split()[0]
+    ours, wide = leaves(args, torch.float32), leaves(args, torch.float64)
+    got = several(function(name).apply(*ours))
+    right = several(formula(*(x for x in wide if isinstance(x, torch.Tensor))))
+    assert len(got) == len(right)
+    for x, y in zip(got, right):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x.to(y.dtype), y, rtol=2e-5, atol=2e-6)
+    constant = {id(ours[i]) for i in CONSTANT.get(name, ())}
+    inputs = [x for x in ours if isinstance(x, torch.Tensor) and x.requires_grad]
+    for x, mine, exact in zip(inputs, gradients(got, ours), gradients(right, wide)):
+        if id(x) in constant:
+            assert mine is None
+        else:
+            torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_every_class_has_a_case():
+    shown = {case.split()[0] for case in CASES}
+    apart = {"LigerTiledMLPFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}
+    assert shown | apart == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_they_are_autograd_functions(name):
+    assert issubclass(function(name), torch.autograd.Function)
+
+
+# --- what is not a formula ---
+
+
+def test_losses_of_halves_have_the_dtypes_of_liger():
+    logits = R(6, 11).bfloat16()
+    loss, z, _, _ = function("LigerCrossEntropyFunction").apply(
+        logits, TARGET, None, -100, 0.1, 0.0, "mean", None, True
+    )
+    assert (loss.dtype, z.dtype) == (torch.bfloat16, torch.bfloat16)
+    q, p = (log_probs(6, 11).bfloat16() for _ in range(2))
+    assert function("LigerJSDFunction").apply(q, p).dtype == torch.bfloat16
+    assert function("LigerKLDivLossFunction").apply(q, p, "none", True).dtype == torch.float32
+    assert function("LigerTVDLossFunction").apply(q.exp(), p.exp(), None, "none").dtype == (
+        torch.float32
+    )
+    x, w = R(6, 8).bfloat16(), R(11, 8).bfloat16()
+    loss, z, _, _ = function("LigerFusedLinearCrossEntropyFunction").apply(
+        x, w, TARGET, None, None, -100, 0.1, 0.0, "mean", None, True
+    )
+    assert (loss.dtype, z.dtype) == (torch.float32, torch.bfloat16)
+    nll = function("LigerFusedLinearScaledCrossEntropyFunction").apply(x, w, TARGET)
+    assert nll.dtype == torch.float32
+    y = function("LigerModulatedRMSNormFunction").apply(x, R(8).bfloat16(), R(8), R(8), 1e-6)
+    assert y.dtype == torch.bfloat16
+
+
+def test_logits_of_an_operation_give_their_memory_to_the_gradient():
+    x = R(6, 11).requires_grad_()
+    logits, leaf = x * 1, x.detach().clone().requires_grad_()
+    kept, places = logits.detach().clone(), logits.data_ptr()
+    loss = function("LigerCrossEntropyFunction").apply(logits, TARGET)[0]
+    assert logits.data_ptr() == places
+    assert not torch.equal(logits.detach(), kept)
+    loss.backward()
+    function("LigerCrossEntropyFunction").apply(leaf, TARGET)[0].backward()
+    assert torch.equal(leaf.detach(), kept)
+    torch.testing.assert_close(x.grad, leaf.grad)
+
+
+def test_selected_ids_are_a_list_of_classes():
+    apply = function("LigerFusedLinearScaledCrossEntropyFunction").apply
+    args = R(6, 8), R(11, 8), TARGET, 1.0, -100, 1, False
+    with pytest.raises(ValueError, match=r"selected_token_ids must lie in \[0, 11\), got \[11\]"):
+        apply(*args, torch.tensor([11]))
+    with pytest.raises(ValueError, match=r"of shape \(K,\), got .*\(2, 1\)"):
+        apply(*args, torch.tensor([[1], [2]]))
+
+
+def test_hyper_connections_of_fp32_need_a_permission():
+    args = list(CASES["LigerMHCCoeffsFunction"][0])
+    args[6] = False
+    with pytest.raises(AssertionError, match="allow_fp32"):
+        function("LigerMHCCoeffsFunction").apply(*args)
+
+
+def test_a_tiled_mlp_is_the_mlp():
+    from liger_multi.compat.liger_kernel.function_classes.blocks import apply_tiled_mlp
+
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
+    seen = []
+
+    def run(module, x):
+        seen.append(x.shape[-2])
+        return module(x)
+
+    x = R(2, 10, 4).requires_grad_()
+    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for call, pieces in (
+        (lambda: function("LigerTiledMLPFunction").apply(run, layer, x, 4), [3, 3, 3, 1]),
+        (lambda: apply_tiled_mlp(run, layer, x), [4, 4, 2]),
+        (lambda: apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
+    ):
+        seen.clear()
+        got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
+        assert seen[: len(pieces)] == pieces
+        for mine, right in zip(got, wanted):
+            torch.testing.assert_close(mine, right)
+
+
+FUNCTIONS = {
+    "liger_fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", {}),
+    "liger_attn_res": ("LigerAttnResFunction", {}),
+    "liger_multi_token_attention": ("LigerMultiTokenAttentionFunction", {}),
+    "liger_fused_neighborhood_attention": ("LigerFusedNeighborhoodAttentionFunction", {}),
+    "liger_mhc_coeffs": ("LigerMHCCoeffsFunction", {"allow_fp32": True, "pre_eps": 1e-3}),
+    "liger_mhc_pre": ("LigerMHCPreFunction", {}),
+    "liger_mhc_post_res": ("LigerMHCPostResFunction", {}),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_hand_their_arguments_to_the_classes(name):
+    from liger_multi.compat.liger_kernel import functional_blocks
+
+    case, options = FUNCTIONS[name]
+    args, _ = CASES[case]
+    given = args[:6] if options else args
+    got = several(getattr(functional_blocks, name)(*given, **options))
+    for mine, right in zip(got, several(function(case).apply(*args)), strict=True):
+        assert torch.equal(mine, right)
+
+
+# --- a vocabulary of two processes ---
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+import torch.nn.functional as F
+from liger_multi.compat.liger_kernel import functional_blocks
+from liger_multi.compat.liger_kernel.function_classes import heads, losses
+
+rank, meeting = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+group = dist.group.WORLD
+g = torch.Generator().manual_seed(0)
+hidden, weight = (torch.randn(*s, generator=g) for s in ((5, 6), (12, 6)))
+target, part = torch.tensor([0, 7, -100, 11, 3]), slice(6 * rank, 6 * rank + 6)
+valid = target != -100
+
+wide = [x.double().requires_grad_() for x in (hidden, weight)]
+z = wide[0] @ wide[1].T / 0.7
+entropy = torch.where(valid, -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), 0)
+right = F.cross_entropy(z, target, reduction="none"), entropy
+ours = [x.clone().requires_grad_() for x in (hidden, weight[part])]
+tp = heads.LigerFusedLinearScaledCrossEntropyTPFunction
+got = tp.apply(*ours, target, group, 0.7, -100, 1, True)
+(right[0].sum() + 0.3 * right[1].sum()).backward()
+(got[0].sum() + 0.3 * got[1].sum()).backward()
+for a, b in zip((*got, ours[0].grad, ours[1].grad), (*right, wide[0].grad, wide[1].grad[part])):
+    torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+assert isinstance(tp.apply(*ours, target, group), torch.Tensor)
+function = functional_blocks.liger_fused_linear_scaled_cross_entropy_tp
+for a, b in zip(function(*ours, target, group, 0.7, return_entropy=True), got):
+    assert torch.equal(a, b)
+
+for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * 12 / 11)):
+    whole = (hidden @ weight.T).double().requires_grad_()
+    right = F.cross_entropy(whole, target, reduction="none", label_smoothing=share)
+    mine = (hidden @ weight.T)[:, part].clone().requires_grad_()
+    apply = losses.LigerVocabParallelCEFunction.apply
+    got = apply(mine, target, group, -100, 0.1, formula, "global")
+    right.sum().backward()
+    got.sum().backward()
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.grad.double(), whole.grad[:, part], rtol=1e-5, atol=1e-5)
+try:
+    apply(mine, target, group, -100, 0.1, "megatron", "partition")
+except NotImplementedError as error:
+    assert "label_smoothing_mode='partition'" in str(error)
+else:
+    raise AssertionError("partition")
+torch.testing.assert_close(
+    apply(mine, target, group, -100, 0.0, "megatron", "partition").double(),
+    F.cross_entropy(whole, target, reduction="none"), rtol=1e-5, atol=1e-5,
+)
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_a_vocabulary_of_two_processes(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    every = [[str(rank), str(tmp_path / "meeting")] for rank in range(2)]
+    for code, text in processes.run(script, tmp_path, every, {}, 120, False):
+        assert code == 0, text
