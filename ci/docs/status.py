@@ -260,6 +260,8 @@ kept result of `python -m tests.sweep --write`.
 | a number of modules | modules that ran in the compared step and called an operator of ours |
 | "2 of 8" | 8 modules were patched, and 2 of them called an operator |
 | **text only** | the model also takes images, video or sound, and the step had none |
+| with image, video, audio | the step had these beside text |
+| gradients | parameters whose gradient is not all zero, of all parameters |
 | **in part** | a tower did not run for another reason |
 | **fused**, real | the step computed its loss without logits; with logits |
 | not run, or no call | outermost parts that did not run; modules that ran and called no operator |
@@ -288,8 +290,11 @@ def coverage_page() -> str:
     for kind in dict.fromkeys(o["kind"] for o in pairs):
         some = [o for o in pairs if o["kind"] == kind]
         rows = [
-            "| type | class | step | norms | MLP | rotary | loss | not run, or no call |",
-            "|---|---|---|---|---|---|---|---|",
+            (
+                "| type | class | step | gradients | norms | MLP | rotary | loss "
+                "| not run, or no call |"
+            ),
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
@@ -396,8 +401,16 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
     whole = sum(o["modules"] == o["served"] and not idle_towers(o) for o in pairs)
     text = sum(o["text_only"] for o in pairs)
     towers = sum(bool(idle_towers(o)) for o in pairs)
+    beside = sum(bool({*o.get("inputs", ())} - {"text"}) for o in pairs)
+    counted = [o["gradients"] for o in pairs if "gradients" in o]
+    alive, every = (sum(one[at] for one in counted) for at in (0, 1))
     return [
         f"* {_totals(pairs)}",
+        (
+            f"* {beside} equal pairs ran with images, video or sound. In the {len(counted)} pairs "
+            f"where gradients were counted, {alive:,} of {every:,} parameters had one that is not "
+            "zero."
+        ),
         (
             f"* Of the equal pairs, {text} ran on text only, {towers} have an idle tower. "
             f"In {whole}, every patched module called its operator and every tower ran."
@@ -420,9 +433,9 @@ def _row(outcome: dict[str, Any]) -> str:
     if outcome["status"] != "equal":
         why = outcome["why"].replace("|", "\\|")
         return (
-            f"| {outcome['type']} | {outcome['cls']} | **{outcome['status']}**: {why} | | | | | |"
+            f"| {outcome['type']} | {outcome['cls']} | **{outcome['status']}**: {why} | | | | | | |"
         )
-    cells = [NOT_MEASURED] * 5
+    cells = [NOT_MEASURED] * 6
     step = "equal"
     if measured(outcome):
         if outcome["text_only"]:
@@ -431,8 +444,11 @@ def _row(outcome: dict[str, Any]) -> str:
             step = "equal **in part**"
         mlps = (*GATED, "relu_squared")
         counts = [_of(outcome, ops) for ops in (NORMS, mlps, FAMILIES["rotary"])]
+        beside = [kind for kind in outcome.get("inputs", ()) if kind != "text"]
+        step += f" with {_listed(beside)}" if beside else ""
+        alive = "{} of {}".format(*outcome["gradients"]) if "gradients" in outcome else NOT_MEASURED
         head = "**fused**" if "head" in covers(outcome) else "real"
-        cells = [*counts, head, "; ".join([*map(_idle, outcome["idle"]), *_stock(outcome)])]
+        cells = [alive, *counts, head, "; ".join([*map(_idle, outcome["idle"]), *_stock(outcome)])]
     step = f"{step} {outcome['why']}".rstrip()
     return f"| {' | '.join((outcome['type'], outcome['cls'], step, *cells))} |"
 

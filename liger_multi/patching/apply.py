@@ -23,11 +23,23 @@ from liger_multi.patching import modeltypes
 from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.options import PACKING, OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
-from liger_multi.patching.recognize.heads import behavior, find_heads, head_refusal, with_heads
+from liger_multi.patching.recognize.heads import (
+    behavior,
+    find_heads,
+    head_refusal,
+    inner_heads,
+    with_heads,
+)
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS
 from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal
-from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
-from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
+from liger_multi.patching.recognize.mlp import (
+    are_other_experts,
+    experts_kind,
+    looks_like_experts,
+    mlp_kind,
+    mlp_names,
+)
+from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings, worth_a_line
 from liger_multi.patching.replace.adapters import (
     FusedLora,
     SharedInput,
@@ -227,7 +239,7 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
     if options is None:
         _restore(report, path, module)
     elif isinstance(found, str):
-        if likely != "relu_squared" or overridden:  # any activation without attributes is asked
+        if overridden or worth_a_line(likely):
             report.skipped.append(Skipped(path, op, found))
     else:
         settings = replace(found, options=options)
@@ -258,9 +270,12 @@ def _mlp(report: PatchReport, request: Request, path: str, module: nn.Module) ->
 
 
 def _experts(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+    options = request.get("fused_moe")
+    if are_other_experts(module) and options is not None:
+        own = f"{type(module).__name__} does not use the experts interface of transformers"
+        report.skipped.append(Skipped(path, "fused_moe", own))
     if not looks_like_experts(module):
         return
-    options = request.get("fused_moe")
     if options is None:
         _restore(report, path, module)
         return
@@ -451,6 +466,10 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
         swap = Swap(op, stock_class(module), behavior(module, around), settings)
         _apply(report, path, module, swap, op, settings.shown)
         follow()
+    for path, owner in inner_heads(model, [head for _, head in heads]):
+        call = f"liger_multi.patch(model.{owner})"
+        reason = f"it is the output embedding of a model within the model: {call} patches it"
+        report.skipped.append(Skipped(path, op, reason, strict=False))
 
 
 def _linear(report: PatchReport, request: Request, model: nn.Module) -> None:

@@ -238,6 +238,72 @@ def test_three_layers_that_are_no_mlp_are_left_without_a_word():
     assert type(module) is Three
 
 
+class Snake(nn.Module):
+    """The activation of a vocoder, whose parameters are called as those of a DyT."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return x + torch.sin(x * self.alpha.exp()).pow(2) / self.beta.exp()
+
+
+class Mixed(nn.Module):
+    """Takes more than an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, value):
+        return x - self.alpha * value
+
+
+@pytest.mark.parametrize("kind", [Snake, Mixed])
+def test_parameters_called_alpha_make_no_dyt(kind):
+    module = kind()
+    patch(Holder(module), strict=True, **HEADLESS)
+    assert patched_module(module) == ([], [])
+    assert type(module) is kind
+
+
+def test_a_dyt_that_was_asked_for_and_is_not_there_is_named():
+    with pytest.raises(PatchError, match=r"dyt .*the model has no module of this kind"):
+        patch(Holder(Snake()), strict=True, dyt=True, **HEADLESS)
+
+
+class Talker(nn.Module):
+    """A model with a head of its own, and another model with one in it."""
+
+    def __init__(self, inner=None, head="lm_head"):
+        super().__init__()
+        self.name = head
+        setattr(self, head, nn.Linear(8, 30, bias=False))
+        self.inner = inner
+
+    def get_output_embeddings(self):
+        return getattr(self, self.name)
+
+
+def test_output_embeddings_of_inner_models_are_named():
+    model = Talker(Talker(head="codec_head"))
+    report = patch(model, strict=True)
+    (skipped,) = [s for s in report.skipped if s.op == "fused_linear_cross_entropy"]
+    assert skipped.path == "inner.codec_head"
+    assert "liger_multi.patch(model.inner) patches it" in skipped.reason
+    assert [e.path for e in report.entries] == ["lm_head"]
+    assert [e.path for e in patch(model.inner).entries] == ["codec_head"]
+    assert "fused_linear_cross_entropy" not in {s.op for s in patch(model).skipped}
+
+
+def test_embeddings_of_inner_models_that_share_the_head_are_not_named():
+    inner = Talker()
+    model = Talker(inner)
+    inner.lm_head = model.lm_head
+    assert "fused_linear_cross_entropy" not in {s.op for s in patch(model).skipped}
+
+
 def test_transformers_of_diffusers():
     diffusers = pytest.importorskip("diffusers")
     sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}

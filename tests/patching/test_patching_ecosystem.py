@@ -49,6 +49,48 @@ def test_the_stock_graph_holds_all_logits():
     assert (graphs.count, graphs.rows) == (1, 44)
 
 
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        vocab_size=VOCABULARY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = transformers.BertForMaskedLM(config)
+    return stock, copy.deepcopy(stock)
+
+
+def test_a_loss_object_in_the_graph():
+    """Dynamo makes a call of its own of ``nn.CrossEntropyLoss()``, which takes tensors only."""
+    graphs, (stock, ours) = Graphs(), bert()
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
+    inputs = graph_batch()
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
+    assert graphs.count == 1
+    assert any("layer_norm" in name for name in graphs.targets)
+
+
+def test_a_loss_object_of_the_caller_in_the_graph():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    inputs = graph_batch(labels=False)
+
+    def step(model):
+        logits = model(**inputs).logits.view(-1, VOCABULARY)
+        return nn.CrossEntropyLoss()(logits, inputs["input_ids"].flatten())
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
+
+
+def test_a_loss_object_does_not_drop_what_the_patch_adds_to_the_loss():
+    """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
+    ours = bert()[1]
+    patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
+
+
 def test_compiled_model_returns_usable_logits():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours)

@@ -781,6 +781,27 @@ def test_experts_are_more_than_their_gate():
         torch.testing.assert_close(ours(x, index, routing), stock(x, index, routing))
 
 
+class ParallelExperts(nn.Module):
+    """Experts that are served by no interface."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 12, 12))
+
+    def forward(self, x):
+        return torch.einsum("td,edh->teh", x, self.weight).sum(1)
+
+
+def test_experts_with_code_of_their_own_are_named():
+    _, ours, entries, reasons = patched_pair(ParallelExperts())
+    assert entries == []
+    said = "ParallelExperts does not use the experts interface of transformers"
+    assert reasons == [said]
+    assert type(ours) is ParallelExperts
+    off = patch(Holder(ours), **{**ALONE, "fused_moe": False})
+    assert "fused_moe" not in {s.op for s in off.skipped}
+
+
 @pytest.fixture
 def interface():
     if version.parse(transformers.__version__) < version.parse("5.7"):

@@ -132,6 +132,29 @@ def test_the_served_function_equals_the_stock_one(function, dtypes, calls):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # compares dtypes as well
 
 
+SHARED = {  # positions of two axes, for all rows of a batch: q, unsqueeze_dim
+    "pixtral": (half, (2, 6, 5, 8), {"unsqueeze_dim": 0}),
+    "kimi_k25": (vision, (2, 5, 6, 8), {}),
+}
+
+
+@pytest.mark.parametrize("tower", SHARED)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_positions_that_all_rows_share(tower, batch, calls):
+    function, shape, named = SHARED[tower]
+    served = served_function(f"shared_{tower}", function, Options())
+    q, k = (torch.randn(batch, *shape[1:], requires_grad=True) for _ in range(2))
+    angles = torch.randn(5, 8)
+    cos, sin = angles.cos(), angles.sin()
+    calls.clear()
+    results = [f(q, k, cos, sin, **named) for f in (function, served)]
+    assert calls["rope"] == 1
+    upstream = [torch.randn_like(q), torch.randn_like(k)]
+    grads = [torch.autograd.grad(r, (q, k), upstream) for r in results]
+    for a, b in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 FILES = {
     "cohere": ("apply_rotary_pos_emb", "interleaved, cast back"),
     "deepseek_v3": (

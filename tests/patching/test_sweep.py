@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ci.docs import status as docs_status
 from liger_multi.patching import patch
-from tests.sweep.cases import as_lines, registered
-from tests.sweep.run import Outcome, counts, difference, executed
+from tests.sweep.cases import as_lines, build, inputs, registered
+from tests.sweep.multimodal import given
+from tests.sweep.run import Outcome, counts, difference, executed, liven
 
 KEPT = json.loads(docs_status.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
@@ -146,8 +147,16 @@ def test_the_record_ends_with_its_block():
     assert found.ran == set()
 
 
-def test_towers_without_inputs_are_named(tmp_path):
-    (outcome,) = swept(tmp_path, "llava/LlavaForConditionalGeneration")
+LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
+
+
+def test_towers_without_inputs_are_named():
+    model = build(LLAVA)
+    batch, report = inputs(LLAVA, model, text=True), patch(model)
+    with executed(model) as found:
+        model(**batch)
+    fields = {**counts(report, model, found, batch), "status": "equal", "inputs": ["text"]}
+    outcome = Outcome(LLAVA.kind, LLAVA.type, LLAVA.cls, gradients=[3, 9], **fields)
     assert outcome.text_only
     assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
     assert "layer_norm" not in outcome.served
@@ -160,11 +169,53 @@ def test_towers_without_inputs_are_named(tmp_path):
 def test_results_of_before_claim_nothing():
     """Outcomes had modules that were patched and calls, but not which modules called."""
     new = OUTCOMES["llama", "LlamaForCausalLM"]
-    old = {k: v for k, v in new.items() if k not in ("ran", "served", "stock", "idle", "text_only")}
+    added = ("ran", "served", "stock", "idle", "text_only", "inputs", "gradients")
+    old = {k: v for k, v in new.items() if k not in added}
     assert docs_status.covers(new) == {"norms", "mlp", "rotary", "head"}
     assert docs_status.covers(old) == set()
-    assert docs_status._row(old).count(docs_status.NOT_MEASURED) == 5
+    assert docs_status._row(old).count(docs_status.NOT_MEASURED) == 6
     assert "not measured in 1 of the equal pairs" in docs_status._summary([old, new])
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "dead"),
+    [
+        ("llava/LlavaForConditionalGeneration", ["image"], 2),
+        ("qwen2_vl/Qwen2VLForConditionalGeneration", ["image", "video"], 0),
+        ("whisper/WhisperForConditionalGeneration", ["audio"], 1),
+    ],
+)
+def test_towers_with_inputs_run_and_learn(tmp_path, name, beside, dead):
+    """The dead: norms behind the last layer that is read, and fixed positions of a tower."""
+    (outcome,) = swept(tmp_path, name)
+    assert (outcome.status, outcome.text_only, outcome.idle) == ("equal", False, [])
+    assert [kind for kind in outcome.inputs if kind != "text"] == beside
+    assert outcome.served == outcome.ran == outcome.modules
+    alive, every = outcome.gradients
+    assert every - alive == dead
+    assert f"equal with {' and '.join(beside)} | {alive} of {every} |" in docs_status._row(
+        vars(outcome)
+    )
+
+
+def test_matrices_that_are_born_zero_get_numbers():
+    """What is in front of one would have no gradient to compare."""
+    model = nn.Linear(8, 8)
+    nn.init.zeros_(model.weight)
+    liven(model)
+    assert 0.5 < float(model.weight.detach().std()) * 8**0.5 < 0.9
+
+
+def test_the_kinds_of_inputs_of_a_batch():
+    floats = torch.zeros(2)
+    cases = {
+        ("text",): ("input_ids",),
+        ("text", "image"): ("input_ids", "pixel_values"),
+        ("text", "video"): ("input_ids", "pixel_values_videos", "video_grid_thw"),
+        ("audio",): ("input_features",),
+    }
+    for kinds, names in cases.items():
+        assert given(dict.fromkeys(names, floats)) == list(kinds)
 
 
 WRONG = """

@@ -109,7 +109,7 @@ def forced(pair: Pair, eager: Any) -> Any:
 
 def batches(pair: Pair, model: Any) -> dict[str, Batch]:
     """Inputs without padding, and with padding on either side."""
-    whole = inputs(pair, model)
+    whole = inputs(pair, model, text=True)
     ids, mask = whole.get("input_ids"), whole.get("attention_mask")
     if ids is not None and getattr(model.config, "is_encoder_decoder", False):
         whole.setdefault("decoder_input_ids", ids.clone())

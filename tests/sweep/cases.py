@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.sweep import multimodal
+
 # --- pairs ---
 
 KINDS = {
@@ -22,6 +24,8 @@ KINDS = {
     "image-text": "IMAGE_TEXT_TO_TEXT",
     "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
     "masked": "MASKED_LM",
+    "any-to-any": "MULTIMODAL_LM",
+    "speech": "SPEECH_SEQ_2_SEQ",
 }
 """Kind of a head to the part of the name of transformers' mapping."""
 
@@ -385,6 +389,7 @@ def configuration(pair: Pair) -> Any:
     kind = CONFIG_MAPPING[pair.type]
     if pair.type in BUILT:
         return kind(**BUILT[pair.type])
+    recipe = multimodal.for_pair(pair)
     made = kind(**PARTS.get(pair.type, dict)())
     wanted = getattr(transformers, pair.cls).config_class
     if wanted is not None and not isinstance(made, wanted):
@@ -393,6 +398,8 @@ def configuration(pair: Pair) -> Any:
     shrink(made, tuple(BUILT))
     for config in _within(made):
         _finish(config)
+    if recipe is not None:
+        recipe.set(made)
     if pair.type == "reformer":
         made.is_decoder = pair.kind == "causal"
     return made
@@ -482,8 +489,8 @@ def build(pair: Pair) -> Any:
     return model.train()
 
 
-def inputs(pair: Pair, model: Any) -> dict[str, Any]:
-    """One batch with labels."""
+def inputs(pair: Pair, model: Any, text: bool = False) -> dict[str, Any]:
+    """One batch with labels, of all that the model takes or of text alone."""
     generator = torch.Generator().manual_seed(1)
     words = getattr(model.config.get_text_config(), "vocab_size", VOCABULARY)
     ids = torch.randint(10, min(140, words), (2, 12), generator=generator)
@@ -498,6 +505,9 @@ def inputs(pair: Pair, model: Any) -> dict[str, Any]:
     if "labels" not in batch:
         batch["labels"] = batch["input_ids"].clone()
         batch["labels"][:, :2] = -100
+    recipe = None if text else multimodal.for_pair(pair)
+    if recipe is not None:
+        return recipe.add(model, batch, normal)
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
     return {k: v for k, v in batch.items() if v is not None}

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from tests import comparing
+from tests.sweep import multimodal
 from tests.sweep.cases import Pair, build, inputs
 
 # --- what a step executed ---
@@ -110,7 +112,8 @@ def text_only(parts: list[dict[str, Any]], model: Any, batch: dict[str, Any]) ->
 
     listed = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()
     more = type(model).__name__ in listed and lacking(model, batch)
-    return not _real(batch) and (bool(more) or any(part["tower"] for part in parts))
+    text = set(multimodal.given(batch)) <= {"text"}
+    return text and (bool(more) or any(part["tower"] for part in parts))
 
 
 def idle(
@@ -149,15 +152,10 @@ def _above(path: str) -> list[str]:
 
 
 def lacking(model: Any, batch: dict[str, Any]) -> set[str]:
-    """The kinds of inputs that a model takes beside text, where a batch can have none of them."""
+    """The kinds of inputs that a model takes and a batch has none of, text aside."""
     modalities = getattr(model, "input_modalities", "text")
     kinds = {modalities} if isinstance(modalities, str) else set(modalities)
-    return set() if _real(batch) else kinds - {"text"}
-
-
-def _real(batch: dict[str, Any]) -> bool:
-    """Whether a batch has numbers that are no integers: pictures and sound, in some form."""
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.values())
+    return kinds - {"text", *multimodal.given(batch)}
 
 
 def _starred(path: str) -> str:
@@ -188,6 +186,8 @@ class Outcome:
         served: Those of them whose forward called an operator.
         stock: Those that ran and called none: operator, path, class and number.
         idle: Parts of the model of which nothing ran: see :func:`idle`.
+        inputs: Kinds of what the model was given, text among them.
+        gradients: Parameters whose gradient is not all zero, and all parameters.
         text_only: Whether the model takes more than text, and the step had none of that.
         calls: Calls of operators in the step.
         skipped: Reasons by operator.
@@ -204,6 +204,8 @@ class Outcome:
     served: dict[str, int] = field(default_factory=dict)
     stock: list[list[Any]] = field(default_factory=list)
     idle: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
     text_only: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, list[str]] = field(default_factory=dict)
@@ -219,13 +221,17 @@ def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
     try:
         stock = build(pair)
         liven(stock)
-        batch = {k: v.to(device) for k, v in inputs(pair, stock).items()}
+        given = inputs(pair, stock)
+        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
         stock.to(device)
         ours = copy.deepcopy(stock)
         wanted = step(stock, batch)
     except Exception as error:
         made.why = _said(error)
         return made
+    made.inputs = multimodal.given(batch)
+    alive = sum(bool(grad.any()) for name, grad in wanted.items() if name != "loss")
+    made.gradients = [alive, len(list(stock.parameters()))]
     report = patch(ours, **ops)
     seen = Executed()
     try:
@@ -266,13 +272,16 @@ def liven(model: Any) -> None:
             else:
                 wanted = 0.7 * parameter.shape[-1] ** -0.5
                 size = float(parameter.std()) if parameter.numel() > 1 else wanted
-                if 0 < size < wanted:
+                if size == 0:  # born zero, what is in front of it would have no gradient
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * wanted)
+                elif size < wanted:
                     parameter.mul_(wanted / size)
 
 
 def step(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The loss and all gradients by name."""
     torch.manual_seed(7)
+    numpy.random.seed(7)  # SpecAugment
     loss = model(**batch).loss
     if loss is None:
         raise ValueError("the model gives no loss")
@@ -303,9 +312,14 @@ def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
     found = []
     for model in (stock, ours):
         model.double().zero_grad()
-        wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        wide = {k: _wide(v) for k, v in batch.items()}
         found.append(step(model, wide))
     return difference(found[0], found[1])
+
+
+def _wide(value: Any) -> Any:
+    """A value of a batch, in fp64 if it is a tensor of other numbers than integers."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def sweep(pairs: list[Pair], jobs: int = 1, device: str = "cpu", **ops: Any) -> Iterator[Outcome]:

@@ -344,6 +344,25 @@ def _tracing_a_function() -> bool:
     return any(isinstance(x, TracedLogits) for x in _arguments_of_functions())
 
 
+@constant_in_graphs
+def loss_takes_tensors() -> bool:
+    """Whether a function that the compiler traces here and now names ``nn.CrossEntropyLoss``.
+
+    Such a loss made within a graph is the compiler's own call of ``F.cross_entropy``, which takes
+    tensors only.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    loss: Any = torch.nn.CrossEntropyLoss
+    tracing: Any = InstructionTranslator.current_tx().output.current_tx
+    while tracing is not None:
+        names = tracing.f_code.co_names
+        if loss.__name__ in names or any(tracing.f_globals.get(n) is loss for n in names):
+            return True
+        tracing = tracing.parent
+    return False
+
+
 def _arguments_of_functions() -> Iterator[Any]:
     """What the autograd.Functions got whose forward is running."""
     frame: FrameType | None = sys._getframe(1)

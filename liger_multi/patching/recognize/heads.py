@@ -28,14 +28,35 @@ def with_heads(model: nn.Module) -> Iterator[nn.Module]:
 def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     """The output embeddings of a model with their paths, or the reason why there is none."""
     for module in with_heads(model):
-        try:
-            head = cast(Any, module).get_output_embeddings()
-        except (AttributeError, NotImplementedError):
-            continue
-        if isinstance(head, nn.Module):
+        head = _output_embedding(module)
+        if head is not None:
             paths = {id(m): path for path, m in model.named_modules()}
             return [(paths.get(id(h), ""), h) for h in _inside(head)], ""
     return [], "the model has no output embedding (get_output_embeddings gives none)"
+
+
+def inner_heads(model: nn.Module, heads: list[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Linear output embeddings of models within a model, which are not ``heads`` and not patched.
+
+    Of each its path, and that of the model that it belongs to.
+    """
+    paths = {id(m): path for path, m in model.named_modules()}
+    known = {id(part) for head in heads for part in head.modules()}
+    for owner in with_heads(model):
+        head = _output_embedding(owner)
+        found = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
+        if found and not isinstance(head, LazyHead) and owner is not model:
+            known.add(id(head))
+            yield paths[id(head)], paths[id(owner)]
+
+
+def _output_embedding(owner: nn.Module) -> nn.Module | None:
+    """What a model says is its output embedding."""
+    try:
+        head = cast(Any, owner).get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
 
 
 def _inside(head: nn.Module) -> list[nn.Module]:

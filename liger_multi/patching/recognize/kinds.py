@@ -232,12 +232,26 @@ ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """One form of a call, as shapes for a replica; heads differ between q and k."""
+    """One form of a call, as shapes for a replica; heads differ between q and k.
+
+    Attributes:
+        q: Shape of the queries, like the next two.
+        k: Of the keys.
+        angles: Of cos and sin.
+        unsqueeze_dim: What functions get that have an argument of this name.
+        heads: The axis of the heads; None where it is ``unsqueeze_dim``.
+    """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
     angles: tuple[int, ...]
     unsqueeze_dim: int = 1
+    heads: int | None = None
+
+    @property
+    def axis(self) -> int:
+        """The axis of the heads."""
+        return self.unsqueeze_dim if self.heads is None else self.heads
 
 
 ROTARY_FORMS = (
@@ -248,6 +262,9 @@ ROTARY_FORMS = (
     RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 4), 2),
     RotaryForm((5, 4, 8), (5, 3, 8), (5, 8)),
     RotaryForm((5, 4, 8), (5, 3, 8), (5, 4)),
+    # positions that all rows of a batch share
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (5, 8), 0, heads=1),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (5, 8), 1, heads=2),
 )
 
 # --- mixers of hybrid models ---

@@ -289,6 +289,12 @@ def looks_like_experts(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and any(name in module._parameters for name in WEIGHTS)
 
 
+def are_other_experts(module: nn.Module) -> bool:
+    """Whether a module has matrices of experts, and code of its own for them."""
+    named = "Experts" in unpatched_class(module).__name__ and not looks_like_experts(module)
+    return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+
+
 _known_experts: dict[Any, ExpertsKind | str] = {}
 
 

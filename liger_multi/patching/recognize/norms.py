@@ -106,7 +106,8 @@ class _Likely(NamedTuple):
         also: Operators that are tried after the likely one: a norm with one weight may be either.
         least: Elements that a parameter has at least whose length is the number of channels; None
             where no parameter tells that.
-        told: Whether a forward that fails on a replica is the reason to give.
+        told: Whether a module that is none of the kind is worth a line. Not where only the name of
+            a parameter, or the lack of any, makes it look like one.
     """
 
     word: str
@@ -120,7 +121,7 @@ _LIKELY = {
     "layer_norm": _Likely("LayerNorm"),
     "gated_rms_norm": _Likely("gated RMSNorm"),
     "poly_norm": _Likely("poly_norm", least=None),
-    "dyt": _Likely("dyt", least=2),
+    "dyt": _Likely("dyt", least=2, told=False),
     "relu_squared": _Likely("relu_squared", told=False),
 }
 
@@ -130,6 +131,11 @@ def looks_like_norm(module: nn.Module) -> str | None:
     roles = {_ROLES.get(name) for name, p in module._parameters.items() if p is not None}
     looks = _Looks(module, unpatched_class(module), roles)
     return next((op for op, holds in _LOOKS if holds(looks)), None)
+
+
+def worth_a_line(likely: str) -> bool:
+    """Whether a module that looks like an operator's, and is not, is named in reports."""
+    return _LIKELY[likely].told
 
 
 _ROLES = {name: role for role, several in TENSOR_NAMES.items() for name in several}
@@ -187,7 +193,7 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
                     return _settled(module, settings, size)
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
-    if error is not None and _LIKELY[likely].told:
+    if error is not None:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
     return f"{name} is no {_LIKELY[likely].word} that is known, bit for bit in bf16"

@@ -150,10 +150,8 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
         for kind in ROTARY_KINDS:
             if all(_agrees(kind, form, results) for form, results in wanted.items()):
-                failed = {
-                    (_key(f, default), f.unsqueeze_dim) for f in ROTARY_FORMS if f not in wanted
-                }
-                axes = {(_key(f, default), f.unsqueeze_dim) for f in wanted} - failed
+                failed = {(_key(f, default), f.axis) for f in ROTARY_FORMS if f not in wanted}
+                axes = {(_key(f, default), f.axis) for f in wanted} - failed
                 return Rotary(kind, options, default, dict(axes), single)
     return f"{_name(function)} is no rotation of q and k that is known"
 
@@ -216,7 +214,7 @@ def _run(
 
 def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
     """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
-    ours = functools.partial(apply_rotary, kind, axis=form.unsqueeze_dim)
+    ours = functools.partial(apply_rotary, kind, axis=form.axis)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
             our_out, our_grads = _run(ours, form, dtypes)

@@ -28,7 +28,7 @@ from liger_multi.patching.lazy_logits.deferred import (
 from liger_multi.patching.lazy_logits.lazy_tensor import lazy_logits
 from liger_multi.patching.lazy_logits.loss import loss_logits
 from liger_multi.patching.lazy_logits.protocol import is_infrastructure, warn_once
-from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits
+from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.recognize.signature import is_plain_linear
 from liger_multi.patching.replace.adapters import adapters, fits, looks_like_lora
@@ -96,6 +96,8 @@ class LazyHead(Patched):
         # their rows lie in memory as those of the logits would (DeferredLogits.packed)
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         if torch.compiler.is_compiling():
+            if settings.on_real is None and loss_takes_tensors():
+                return kind.stock_forward(self, hidden)
             traced = TracedGuard(self.weight, hidden)
             return TracedLogits(
                 DeferredLogits(self, weights, hidden, settings, dtype, grad, traced)

@@ -131,5 +131,5 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
         and k.ndim == q.ndim
         and (k.shape[0], k.shape[-1]) == (q.shape[0], q.shape[-1])
         and cos.shape[-2] == q.shape[tokens] == k.shape[tokens]
-        and (q.ndim == 3 or cos.shape[0] in (1, q.shape[0]))
+        and (cos.ndim == 2 or cos.shape[0] in (1, q.shape[0]))
     )

@@ -1,0 +1,411 @@
+"""What models take beside text: pictures, video and sound, so that every tower of a model runs.
+
+A row of ``RECIPES`` says what a model type takes, and what its configuration needs beside the small
+numbers of :mod:`tests.sweep.cases`. How many placeholders a text has, the model says itself: it is
+asked for the features of its inputs, of which every row is one token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATCH, SIDE, GRID = 8, 32, 4
+"""Pixels of a patch and of a picture, and patches of a side."""
+WIDTH = 64
+Normal = Callable[..., Tensor]
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor of random numbers.
+
+    Attributes:
+        sizes: Its axes; a name is an attribute of the configuration, with a factor behind a star.
+        part: The configuration within the model's that names are attributes of.
+        fill: A number in place of random ones.
+    """
+
+    sizes: tuple[int | str, ...]
+    part: str = ""
+    fill: float | int | bool | None = None
+
+    def made(self, config: Any, normal: Normal) -> Tensor:
+        """The tensor for a model."""
+        inner = within(config, self.part)
+        sizes = [size if isinstance(size, int) else _size(inner, size) for size in self.sizes]
+        if self.fill is not None:
+            return torch.full(sizes, self.fill)
+        return normal(*sizes)
+
+
+def _size(config: Any, text: str) -> int:
+    """``"4*hop_length"``: numbers and attributes, multiplied."""
+    result = 1
+    for factor in text.split("*"):
+        name, _, power = factor.partition("^")
+        value = int(name) if name.isdigit() else getattr(config, name)
+        result *= value ** int(power or 1)
+    return result
+
+
+def within(config: Any, path: str) -> Any:
+    """A configuration within another by its dotted path."""
+    for name in path.split(".") if path else ():
+        config = getattr(config, name)
+    return config
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The inputs of a model type.
+
+    Attributes:
+        inputs: By name a :class:`Shape`, a list of which a tensor is made, or another value.
+        placed: Kinds of inputs whose features replace placeholders; the model is asked for them.
+        config: Attributes by their dotted path in the configuration.
+        tokens: Placeholders a sample by kind, where the model cannot be asked.
+        without: Names of the batch that the class does not take.
+    """
+
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    placed: tuple[str, ...] = ("image",)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    def set(self, config: Any) -> None:
+        """Change a small configuration."""
+        for path, value in self.config.items():
+            at, _, name = path.rpartition(".")
+            setattr(within(config, at), name, value)
+
+    def add(self, model: Any, batch: Batch, normal: Normal) -> Batch:
+        """A batch of text with everything else that the model takes."""
+        config = model.config
+        made = {name: _made(value, config, normal) for name, value in self.inputs.items()}
+        counts = {kind: _rows(model, kind, made, self) // 2 for kind in self.placed}
+        batch = {**_placed(model, batch, counts), **made}
+        return {name: x for name, x in batch.items() if name not in self.without}
+
+
+# --- forms of inputs that several types share ---
+
+
+def pictures(*sizes: int, name: str = "pixel_values") -> dict[str, Any]:
+    """Whole pictures."""
+    return {name: Shape(sizes or (2, 3, SIDE, SIDE))}
+
+
+def patches(width: str, part: str = "vision_config", video: bool = True) -> dict[str, Any]:
+    """Pictures of 4 x 4 patches in one row after another, and as many videos of a frame."""
+    grid = [[1, GRID, GRID]] * 2
+    found = {"pixel_values": Shape((2 * GRID**2, width), part), "image_grid_thw": grid}
+    if video:
+        found |= {
+            "pixel_values_videos": Shape((2 * GRID**2, width), part),
+            "video_grid_thw": grid,
+        }
+    return found
+
+
+_QWEN = patches("3*temporal_patch_size*patch_size^2")
+_PICTURES = patches("3*temporal_patch_size*patch_size^2", video=False)
+_TILES = {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[30, 60]] * 2}
+_PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+_BOTH = ("image", "video")
+_LONG = "2*max_source_positions"
+_SPOKEN = ("input_ids", "attention_mask")
+
+
+def nested(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a configuration within another."""
+    return {f"{part}.{name}": value for name, value in values.items()}
+
+
+def _families(table: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Types by the rows that several of them share."""
+    return {one: recipe for types, recipe in table.items() for one in types.split()}
+
+
+RECIPES: dict[str, Recipe] = _families(
+    {
+        "qwen2_vl qwen3_5 qwen3_5_moe qwen4_exp lfm3_vl": Recipe(_QWEN, _BOTH),
+        "hunyuan_vl": Recipe(patches("3*patch_size^2", video=False)),
+        "qwen3_vl qwen3_vl_moe cohere_compass cosmos3_omni": Recipe(
+            _QWEN, _BOTH, {"vision_config.deepstack_visual_indexes": [0, 1]}
+        ),
+        "qwen2_5_vl exaone4_5 hyperclovax_vision_v2": Recipe(
+            _QWEN, _BOTH, {"vision_config.window_size": 32}
+        ),
+        # pictures and videos share a placeholder
+        "glm4v glm4v_moe glm46v glmga glm_ocr glm5_next": Recipe(_PICTURES),
+        "video_llama_3": Recipe(
+            {
+                **patches("3*patch_size^2"),
+                "image_merge_sizes": [2, 2],
+                "video_merge_sizes": [2, 2],
+                "video_compression_mask": Shape((8,), fill=True),
+            },
+            _BOTH,
+        ),
+        "ernie4_5_vl_moe": Recipe(
+            {
+                **patches("3*patch_size^2"),
+                "pixel_values_videos": Shape((4 * GRID**2, "3*patch_size^2"), "vision_config"),
+                "video_grid_thw": [[2, GRID, GRID]] * 2,
+            },
+            _BOTH,
+            {"vision_config.temporal_merge_size": 2},
+        ),
+        "paddleocr_vl kimi_k25": Recipe(
+            {
+                "pixel_values": Shape((2 * GRID**2, 3, PATCH, PATCH)),
+                "image_grid_thw": [[1, GRID, GRID]] * 2,
+            }
+        ),
+        "minicpm_ocr minicpmv4_6 minicpmv4_7": Recipe(
+            {
+                "pixel_values": Shape((1, 3, PATCH, 2 * GRID**2 * PATCH)),
+                "target_sizes": [[GRID, GRID]] * 2,
+            },
+            config={"image_token_id": 207, "video_token_id": 206, "insert_layer_id": 0},
+        ),
+        "lfm2_vl": Recipe(
+            {
+                "pixel_values": Shape((2, GRID**2, 3 * PATCH**2)),
+                "spatial_shapes": [[GRID, GRID]] * 2,
+                "pixel_attention_mask": [[1] * GRID**2] * 2,
+            }
+        ),
+        "llava": Recipe(pictures(), config={"vision_feature_layer": -1}),
+        "aya_vision cohere2_vision internvl qianfan_ocr paligemma janus deepseek_vl ovis2": Recipe(
+            pictures()
+        ),
+        "got_ocr2 pp_chart2table": Recipe(
+            pictures(), config=nested("vision_config", {"global_attn_indexes": [1]})
+        ),
+        "florence2": Recipe(pictures()),
+        "vipllava": Recipe(pictures(), config={"vision_feature_layers": [-2, -1]}),
+        "aria": Recipe(pictures(), config={"projector_patch_to_query_dict": {16: 4}}),
+        "gemma3 shieldgemma2": Recipe(pictures(), config={"mm_tokens_per_image": 4}),
+        "idefics2 idefics3 smolvlm": Recipe(pictures(2, 1, 3, SIDE, SIDE)),
+        "mistral3 lighton_ocr mistral_large4": Recipe(
+            {**pictures(), "image_sizes": [[SIDE, SIDE]] * 2}
+        ),
+        "llama4": Recipe(
+            pictures(),
+            config=nested(
+                "vision_config",
+                {
+                    "intermediate_size": 4 * WIDTH,
+                    "projector_input_dim": WIDTH,
+                    "projector_output_dim": WIDTH,
+                    "vision_output_dim": WIDTH,
+                },
+            ),
+        ),
+        "llava_next": Recipe(_TILES, config=_PINPOINTS),
+        "llava_next_video llava_onevision": Recipe(
+            {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}, _BOTH, _PINPOINTS
+        ),
+        "deepseek_vl_hybrid": Recipe(
+            {
+                **pictures(),
+                "high_res_pixel_values": Shape((2, 3, SIDE, SIDE)),
+            },
+            config={"high_res_vision_config.global_attn_indexes": [0]},
+        ),
+        "step3p7": Recipe(pictures(2, 3, 64, 64)),
+        "mllama": Recipe(
+            {
+                "pixel_values": Shape((2, 1, 4, 3, SIDE, SIDE)),
+                "aspect_ratio_ids": [[6]] * 2,
+                "aspect_ratio_mask": [[[1] * 4]] * 2,
+                "cross_attention_mask": Shape((2, 12, 1, 4), fill=1),
+            },
+            (),
+            {
+                "vision_config.intermediate_layers_indices": [0, 1],
+                "vision_config.vision_output_dim": 3 * WIDTH,
+                "text_config.cross_attention_layers": [1],
+            },
+        ),
+        "inkling2": Recipe(
+            {
+                "pixel_values": Shape((8, 16, 16, 3)),
+                "image_grid_thw": [[1, 2, 2]] * 2,
+            }
+        ),
+        "qwen2_audio": Recipe(
+            {
+                "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
+                "feature_attention_mask": Shape((2, _LONG), "audio_config", fill=1),
+            },
+            ("audio",),
+            {"audio_config.max_source_positions": 16},
+            tokens={"audio": 8},
+        ),
+        "audioflamingo3": Recipe(
+            {
+                "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
+                "input_features_mask": Shape((2, _LONG), "audio_config", fill=1),
+            },
+            ("audio",),
+            {"audio_config.max_source_positions": 16},
+        ),
+        "voxtral": Recipe(
+            {"input_features": Shape((2, "num_mel_bins", _LONG), "audio_config")},
+            ("audio",),
+            {
+                "audio_config.max_source_positions": 16,
+                "audio_config.intermediate_size": 4 * WIDTH,
+                "audio_token_id": 207,
+            },
+        ),
+        "glmasr": Recipe(
+            {
+                "input_features": Shape((2, "num_mel_bins", 64), "audio_config"),
+                "input_features_mask": [[1] * 64] * 2,
+            },
+            ("audio",),
+            {"audio_config.intermediate_size": 4 * WIDTH},
+        ),
+        "whisper": Recipe(
+            {"input_features": Shape((2, "num_mel_bins", _LONG))},
+            (),
+            {"max_source_positions": 16},
+            without=_SPOKEN,
+        ),
+        "speech_to_text": Recipe(
+            {"input_features": Shape((2, 64, "input_feat_per_channel"))},
+            (),
+            {"conv_channels": 32},
+            without=_SPOKEN,
+        ),
+        "speecht5": Recipe({"input_values": Shape((2, 8000))}, (), without=_SPOKEN),
+        "pop2piano": Recipe({"input_features": Shape((2, 16, "d_model"))}, (), without=_SPOKEN),
+        "seamless_m4t/SeamlessM4TForSpeechToText seamless_m4t_v2/SeamlessM4Tv2ForSpeechToText": (
+            Recipe(
+                {"input_features": Shape((2, 64, "feature_projection_input_dim"))},
+                (),
+                without=_SPOKEN,
+            )
+        ),
+        "canary cohere_asr": Recipe(
+            {"input_features": Shape((2, 64, "num_mel_bins"), "encoder_config")},
+            (),
+            without=_SPOKEN,
+        ),
+    }
+)
+"""By type, or by pair where classes of a type take different inputs."""
+
+
+def for_pair(pair: Any) -> Recipe | None:
+    """The recipe of a pair by its name, or by its type unless it is a language model alone."""
+    alone = pair.cls.endswith("ForCausalLM")
+    return RECIPES.get(pair.name, None if alone else RECIPES.get(pair.type))
+
+
+# --- a batch ---
+
+TOKENS = {
+    "image": ("image_token_id", "image_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+AROUND = {
+    **dict.fromkeys(("image", "video"), ("vision_start_token_id", "vision_end_token_id")),
+    "audio": ("audio_start_token_id", "audio_end_token_id"),
+}
+ROLES = {"image": 1, "video": 2, "audio": 3}
+"""Names in configurations of placeholders and of what stands around them; their types."""
+
+
+def _made(value: Any, config: Any, normal: Normal) -> Any:
+    if isinstance(value, Shape):
+        return value.made(config, normal)
+    return torch.tensor(value) if isinstance(value, list) else value
+
+
+def _rows(model: Any, kind: str, made: Batch, recipe: Recipe) -> int:
+    """How many features a model makes of the inputs of a kind, in both samples together."""
+    if kind in recipe.tokens:
+        return 2 * recipe.tokens[kind]
+    name = f"get_{kind}_features"
+    # the outer model may only pass on what it gets
+    ask = getattr(getattr(model, "model", model), name, None) or getattr(model, name)
+    known = inspect.signature(ask).parameters
+    with torch.no_grad():
+        found = ask(**{k: v for k, v in made.items() if k in known})
+    if not isinstance(found, (Tensor, list, tuple)):
+        pooled = found.pooler_output
+        found = found.last_hidden_state if pooled is None else pooled
+    return sum(x.numel() // x.shape[-1] for x in _tensors(found))
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for one in value for x in _tensors(one)]
+
+
+def _placed(model: Any, batch: Batch, counts: Mapping[str, int]) -> Batch:
+    """The batch with placeholders before its text, which no label asks for."""
+    config, ids, labels = model.config, batch["input_ids"], batch["labels"]
+    columns, roles = [], []
+    for kind, count in counts.items():
+        around = [getattr(config, name, None) for name in AROUND[kind]]
+        row = [around[0], *[token(config, kind)] * count, around[1]]
+        row = [one for one in row if one is not None]
+        columns += row
+        roles += [ROLES[kind] if one == token(config, kind) else 0 for one in row]
+    ahead = torch.tensor(columns, dtype=torch.long).expand(2, -1)
+    none = torch.full_like(ahead, -100)
+    made = {
+        **batch,
+        "input_ids": torch.cat([ids[:, :2], ahead, ids[:, 2:]], 1),
+        "labels": torch.cat([labels[:, :2], none, labels[:, 2:]], 1),
+    }
+    made["attention_mask"] = torch.ones_like(made["input_ids"])
+    takes = inspect.signature(model.forward).parameters
+    types = torch.zeros_like(made["input_ids"])
+    types[:, 2 : 2 + len(roles)] = torch.tensor(roles)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in takes or name in batch:
+            made[name] = types
+    return made
+
+
+def token(config: Any, kind: str) -> int:
+    """The id of a placeholder."""
+    return next(found for n in TOKENS[kind] if (found := getattr(config, n, None)) is not None)
+
+
+# --- what a batch has ---
+
+KINDS = {
+    "image": r"pixel_values(?!_video)|^image_|flattened_patches|patch",
+    "video": r"video",
+    "audio": r"input_features|input_values|audio|encoder_inputs_embeds",
+    "protein": r"protein",
+}
+"""Kinds of inputs, as transformers calls them, by names of tensors."""
+
+
+def given(batch: Batch) -> list[str]:
+    """The kinds of inputs that a batch has, text among them."""
+    found = [
+        kind
+        for kind, pattern in KINDS.items()
+        if any(re.search(pattern, n) and isinstance(x, Tensor) for n, x in batch.items())
+    ]
+    return [*(["text"] if "input_ids" in batch or "decoder_input_ids" in batch else []), *found]
