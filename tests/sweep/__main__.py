@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
+PACKED = RESULTS.with_name("packing.json")
 
 
 def main() -> int:
@@ -21,6 +23,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of type/Class; all pairs by default")
     parser.add_argument(
         "--attention", action="store_true", help="judge attn_implementation='liger_multi' instead"
+    )
+    parser.add_argument(
+        "--packing", action="store_true", help="judge rows of several samples instead"
     )
     parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
     parser.add_argument("--device", help="device of the models; that of the backend by default")
@@ -49,7 +54,10 @@ def main() -> int:
         device = given.device or backends()[given.backend].device_type or "cpu"
     pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
     if given.attention:
-        return attention(pairs[given.first :: given.every], given.jobs, given.json)
+        return judged("attention", pairs[given.first :: given.every], given.jobs, given.json)
+    if given.packing:
+        file = PACKED if given.write else given.json
+        return judged("packing", pairs[given.first :: given.every], given.jobs, file)
     started, found = time.monotonic(), []
     for outcome in sweep(pairs[given.first :: given.every], given.jobs, str(device)):
         found.append(outcome)
@@ -77,19 +85,26 @@ def main() -> int:
     return int(counts["different"] > 0)
 
 
-def attention(pairs: list[Any], jobs: int, file: Path | None) -> int:
-    """One line per pair, on what its attention does under our name."""
-    from tests.sweep.attention import Verdict, work
+def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
+    """One line per pair, on what its attention does under our name, or its packed rows."""
     from tests.sweep.run import forked
 
+    judging = importlib.import_module(f"tests.sweep.{what}")
     found = []
-    for pair, seconds, fields in forked(pairs, work, jobs):
+    for pair, seconds, fields in forked(pairs, judging.work, jobs):
         why = f"the process ended after {seconds:.0f} s without a result"
-        verdict = Verdict(**fields or {**vars(pair), "status": "wrong", "why": why})
+        status = "wrong" if what == "attention" else "not built"
+        verdict = judging.Verdict(**fields or {**vars(pair), "status": status, "why": why})
         found.append(verdict)
         print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
     print(dict(Counter(v.status for v in found)))
-    if file:
+    if file == PACKED:
+        import transformers
+
+        lines = ",\n".join(json.dumps(vars(v)) for v in found)
+        head = json.dumps({"transformers": transformers.__version__})[:-1]
+        file.write_text(f'{head}, "pairs": [\n{lines}\n]}}\n')
+    elif file:
         file.write_text(json.dumps([vars(v) for v in found]))
     return int(any(v.status == "wrong" for v in found))
 

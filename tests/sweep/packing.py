@@ -1,0 +1,107 @@
+"""One pair with two samples in a row: as the samples by themselves, or refused with a reason."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tests import comparing
+from tests.sweep.cases import Pair, build
+from tests.sweep.run import _said, liven
+
+LENGTHS = (17, 13)
+EQUAL = 2e-4
+"""Part of the largest logit, and of the largest entry of a gradient."""
+
+
+@dataclass
+class Verdict:
+    """What became of one pair.
+
+    Attributes:
+        kind: As in :class:`Pair`, like the next two.
+        type: Model type.
+        cls: Class.
+        status: "apart", equal to its samples with positions that begin again and no cache; "other",
+            with other arguments, which the error named; "refused", with none; "wrong", let through
+            and not equal; "no positions"; "not built", also without us.
+        why: The arguments that the error named, the reason, or what is wrong.
+    """
+
+    kind: str
+    type: str
+    cls: str
+    status: str = "not built"
+    why: str = ""
+
+
+def judge(pair: Pair) -> Verdict:
+    """Compare a packed row with its samples, in this process."""
+    from liger_multi.patching import patch
+
+    made = Verdict(pair.kind, pair.type, pair.cls)
+    try:
+        model = build(pair)
+        liven(model)
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            made.status = "no positions"
+            return made
+        patch(model)
+        ids = torch.randint(10, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+        wanted = results(model, [{"input_ids": part} for part in torch.split(ids, LENGTHS, 1)])
+    except Exception as error:
+        made.why = _said(error)
+        return made
+    made.status, made.why = packed(model, ids, wanted)
+    return made
+
+
+def packed(model: Any, ids: torch.Tensor, wanted: Any) -> tuple[str, str]:
+    """Status and reason of a packed row, with the arguments that an error names as well."""
+    place = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    batch = {"input_ids": ids, "position_ids": place}
+    try:
+        found = unlike(results(model, [batch]), wanted)
+        return ("wrong", found) if found else ("apart", "")
+    except Exception as error:
+        said = str(error)
+        if not isinstance(error, ValueError) or "several samples" not in said:
+            return "not built", _said(error)
+    if " they are kept apart" not in said:
+        return "refused", said.partition(": ")[2][:160]
+    way = said.partition("With ")[2].partition(" they are kept apart")[0]
+    if "of shape (4, B, T)" not in way:
+        return "other", way
+    found = unlike(results(model, [{**batch, "position_ids": place.expand(4, -1, -1)}]), wanted)
+    return ("wrong", found) if found else ("other", way)
+
+
+def results(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of all tokens, and the gradients of a weighted sum of them."""
+    torch.manual_seed(7)
+    model.zero_grad()
+    logits = torch.cat([model(**batch, use_cache=False).logits for batch in batches], 1)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * weights).sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads
+
+
+def unlike(got: Any, wanted: Any) -> str:
+    """What is not equal within rounding, or nothing."""
+    (ours, grads), (logits, right) = got, wanted
+    moved = float((ours - logits).abs().max() / logits.abs().max())
+    if not moved <= EQUAL:
+        return f"logits differ by {moved:.1e} of the largest"
+    if grads.keys() != right.keys():
+        return f"gradients of other parameters: {sorted(grads.keys() ^ right.keys())[:3]}"
+    found = comparing.difference(grads, right, EQUAL, torch.float32)
+    return f"the gradient of {found}" if found else ""
+
+
+def work(pair: Pair) -> dict[str, Any]:
+    """The verdict of a fork."""
+    return asdict(judge(pair))
