@@ -564,7 +564,7 @@ def test_the_other_modules(draw):
     norm = m.LigerPolyNorm()
     assert norm.weight.tolist() == pytest.approx([1 / 3] * 3)
     assert norm.bias.item() == 1
-    torch.testing.assert_close(norm(x), ops.poly_norm(x, norm.weight, norm.bias))
+    torch.testing.assert_close(norm(x), ops.poly_norm(x, norm.weight, norm.bias.reshape(1)))
     config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
     block = m.LigerBlockSparseTop2MLP(config)
     torch.testing.assert_close(block(x), block.w2(F.silu(block.w1(x)) * block.w3(x)))
@@ -638,7 +638,8 @@ def pairs(draw):
 
 
 def mean_logits(batch, rows):
-    return batch.logits.mean(-1)[rows][batch.mask[rows]].mean()
+    """Over padding too, as Liger-Kernel reports it."""
+    return batch.logits[rows].mean()
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "apo_zero"])
@@ -759,20 +760,243 @@ def test_distillation(pairs, kind):
     wanted = each[b.mask].mean()
     label = -b.own.sum() / b.mask.sum()
     b.same(got, 0.4 * label + 0.6 * factor * wanted)
-    torch.testing.assert_close(soft, wanted)
+    torch.testing.assert_close(soft, factor * wanted)
     torch.testing.assert_close(hard, label)
 
 
-def test_the_protocol_of_own_distillation_losses_is_refused():
-    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDistillationBase
+# --- what Liger-Kernel does otherwise than this library's own losses ---
 
-    class Own(LigerFusedLinearDistillationBase):
+
+def test_the_sigmoid_of_dpo_is_not_smoothed(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDPOLoss
+
+    b = pairs
+    got, _ = LigerFusedLinearDPOLoss(beta=0.3, label_smoothing=0.2, use_ref_model=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    chosen, rejected = b.own.sum(-1).chunk(2)
+    b.same(got, -F.logsigmoid(0.3 * (chosen - rejected)).mean())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "nothing"}, "^Unsupported loss_type: nothing"),
+        ({"loss_type": "exo_pair"}, "^label_smoothing must be > 0 for loss_type='exo_pair'"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0.0, 0.5\) .*'robust'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ValueError, AssertionError])
+def test_options_of_dpo_are_refused_in_the_words_that_people_match(options, message, kind):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDPOLoss
+
+    with pytest.raises(kind, match=message):
+        LigerFusedLinearDPOLoss(**options)
+
+
+def test_what_stands_beside_a_loss_has_no_gradient_and_no_nll_is_zero(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearCPOLoss
+
+    b = pairs
+    _, aux = LigerFusedLinearCPOLoss(compute_nll_loss=False)(b.weight, b.hidden, b.target, b.bias)
+    assert not any(x.requires_grad for x in aux)
+    assert aux[4] == 0
+    _, aux = LigerFusedLinearCPOLoss()(b.weight, b.hidden, b.target, b.bias)
+    torch.testing.assert_close(aux[4], b.nll.detach())
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_labels_of_orpo_are_its_fifth_argument(pairs, rows):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearORPOLoss
+
+    b, labels = pairs, pairs.target.clone()
+    labels[:, 0] = 7
+    own = b.logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    counts = labels != -100
+    wanted = -(own * counts)[:2].sum() / counts[:2].sum()
+    _, aux = LigerFusedLinearORPOLoss()(b.weight, b.hidden, b.target, b.bias, labels[:rows])
+    torch.testing.assert_close(aux[4], wanted.detach())
+    with pytest.raises(ValueError, match=r"nll_target must have the shape \(4, 5\).*\(3, 5\)"):
+        LigerFusedLinearORPOLoss()(b.weight, b.hidden, b.target, b.bias, labels[:3])
+
+
+def test_sums_of_logits_of_kto_are_over_padding_too(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearKTOLoss
+
+    b, liked = pairs, torch.tensor([True, False, False, True])
+    _, aux = LigerFusedLinearKTOLoss()(b.hidden, b.weight, b.target, b.bias, liked)
+    wanted = [b.logits[liked].sum().detach(), b.logits[~liked].sum().detach()]
+    torch.testing.assert_close([*aux[2:4]], wanted, rtol=1e-5, atol=1e-4)
+
+
+def policy_of(b, given=(), **options):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearGRPOLoss
+
+    call = dict(given)
+    return LigerFusedLinearGRPOLoss(**options)(
+        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(),
+        torch.tensor([1.0, -0.5, 0.3, -1.0]), b.bias, **call,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, {"ref_per_token_logps": 3.0}])
+def test_a_policy_without_a_reference_is_its_own(pairs, given):
+    b = pairs
+    given = {k: torch.full(b.target.shape, v) for k, v in given.items()}
+    plain, _ = policy_of(b, beta=0.0, use_ref_model=False)
+    got, (kl, _) = policy_of(b, given, beta=0.5, use_ref_model=False)
+    b.same(got, plain)
+    assert kl == 0
+    with pytest.raises(ValueError, match="ref_per_token_logps or ref_input must be provided"):
+        policy_of(b, beta=0.5)
+
+
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "vespo"])
+def test_some_losses_of_policies_know_no_ratios_of_sequences(pairs, kind):
+    with pytest.raises(ValueError, match=f"not supported for loss_type='{kind}'"):
+        policy_of(pairs, beta=0.0, loss_type=kind, importance_sampling_level="sequence")
+
+
+def test_a_ratio_of_an_answer_counts_once_in_vespo(draw):
+    from liger_multi.compat.liger_kernel.chunked import get_gamma_weights
+
+    log_ratio, mask = draw(3, 4) / 4, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]])
+    advantages, ratio = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([[0.5], [2.0], [1.5]])
+    w = ((log_ratio * mask).sum(-1, keepdim=True)).exp() * ratio
+    k, rate = torch.tensor([[2.0], [3.0], [2.0]]), torch.tensor([[3.0], [2.0], [3.0]])
+    got = get_gamma_weights(advantages, log_ratio, mask, ratio)
+    torch.testing.assert_close(got, w**k * (rate * (1 - w)).exp())
+
+
+def test_the_bias_of_poly_norm_is_a_scalar():
+    from liger_multi.compat.liger_kernel import modules
+
+    norm = modules.LigerPolyNorm()
+    norm.load_state_dict({"weight": torch.ones(3), "bias": torch.tensor(0.5)})
+    norm(torch.randn(2, 8)).sum().backward()
+    assert norm.bias.grad.shape == ()
+    torch.testing.assert_close(norm.bias.grad, torch.tensor(16.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LigerCrossEntropyLoss", {"label_smoothing": 2.0}),
+        ("LigerFusedLinearCrossEntropyLoss", {"reduction": "x"}),
+        ("LigerCrossEntropyLoss", {"softcap": -1.0}),
+        ("LigerFusedLinearJSD", {"temperature": 0.0}),
+    ],
+)
+def test_options_are_checked_when_a_loss_is_made(name, options):
+    from liger_multi.compat.liger_kernel import losses as module
+
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match=next(iter(options))):
+            getattr(module, name)(**options)
+
+
+# --- losses of one's own, on the base classes ---
+
+
+def test_a_loss_of_ones_own_on_pairs(pairs):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearPreferenceBase as Base
+
+    class Own(Base):
+        @staticmethod
+        def preference_loss_fn(chosen, rejected, target, beta=0.1, gamma=0.0):
+            gap = (chosen - rejected - gamma).square()
+            return beta * gap.sum() / (target.shape[0] // 2), gap.mean(), chosen
+
         @classmethod
-        def forward(cls, ctx, x):
-            return super().forward(cls, ctx, x)
+        def forward(cls, ctx, x, w, t, bias):
+            return super().forward(
+                cls=cls, ctx=ctx, _input=x, weight=w, target=t, bias=bias, beta=0.3, gamma=0.2,
+                alpha=0.5, average_log_prob=False,
+            )  # fmt: skip
 
-    with pytest.raises(NotImplementedError, match=r"losses\.token_sum"):
-        Own.apply(torch.ones(1))
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return Base.backward(ctx, grad_output)[:4]
+
+    b = pairs
+    got, aux = Own.apply(b.hidden, b.weight, b.target, b.bias)
+    chosen, rejected = b.own.sum(-1).chunk(2)
+    gap = (chosen - rejected - 0.2).square()
+    b.same(2 * got, 2 * (0.3 * gap.mean() + 0.5 * b.nll))
+    torch.testing.assert_close(aux[5], gap.sum().detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux[6], chosen.detach())
+
+
+def test_a_loss_of_ones_own_on_logits_never_holds_all_of_them():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDistillationBase as Base
+
+    class Own(Base):
+        @staticmethod
+        def distillation_loss_fn(student, teacher, target=None, ignore_index=None, beta=0.5):
+            gap = (student.softmax(-1) - teacher.softmax(-1)).square().sum(-1)
+            return gap[target != ignore_index].sum()
+
+        @classmethod
+        def forward(cls, ctx, x, w, tx, tw, t):
+            return super().forward(
+                cls=cls, ctx=ctx, student_input=x, student_weight=w, teacher_input=tx,
+                teacher_weight=tw, target=t, temperature=2.0, return_soft_hard_loss=True,
+            )  # fmt: skip
+
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return Base.backward(ctx, *grad_output)[:5]
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.elements = max(self.elements, made.numel())
+            return made
+
+    rows, classes = 2048, 2048
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=g).requires_grad_()
+    w = torch.randn(classes, 8, generator=g).requires_grad_()
+    tx, tw = torch.randn(rows, 4, generator=g), torch.randn(classes, 4, generator=g)
+    t = torch.randint(classes, (rows,), generator=g)
+    t[::3] = -100
+    with Largest() as seen:
+        got, soft, hard = Own.apply(x, w, tx, tw, t)
+        made = torch.autograd.grad(got, (x, w))
+    assert seen.elements <= rows * classes // 2
+    z, y, valid = x @ w.T, tx @ tw.T, t != -100
+    gap = ((z / 2).softmax(-1) - (y / 2).softmax(-1)).square().sum(-1)[valid].mean()
+    label = F.cross_entropy(z, t)
+    torch.testing.assert_close((soft, hard), (gap.detach(), label.detach()))
+    wanted = torch.autograd.grad(0.5 * gap + 0.5 * label, (x, w))
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_apply_would_pass_over_is_refused():
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearDPOFunction
+
+    with pytest.raises(TypeError, match="derive from LigerFusedLinearPreferenceBase"):
+
+        class Own(LigerFusedLinearDPOFunction):
+            @staticmethod
+            def preference_loss_fn(*args):
+                return 0.0
+
+
+def test_apply_takes_hidden_states_first(pairs):
+    from liger_multi.compat.liger_kernel import chunked
+
+    b = pairs
+    got, _ = chunked.liger_fused_linear_simpo(b.hidden, b.weight, b.target, b.bias, -100, 2.0)
+    wanted, _ = chunked.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    b.same(got, wanted)
 
 
 # --- helpers ---

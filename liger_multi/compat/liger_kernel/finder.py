@@ -43,6 +43,21 @@ CHUNKED = (
     f"{_PREFERENCES}LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss LigerFusedLinearGRPOLoss "
     "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss"
 )
+_FUSED = "LigerFusedLinear"
+_CHUNKED_FUNCTIONS = (
+    "liger_fused_linear_orpo liger_fused_linear_dpo liger_fused_linear_jsd "
+    "liger_fused_linear_cosine liger_fused_linear_cpo liger_fused_linear_simpo "
+    "liger_fused_linear_kto liger_fused_linear_grpo"
+)
+_POLICY_FORMULAS = "k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"
+_CHUNKED_LOSSES = {
+    "dpo": "DPO", "orpo": "ORPO", "cpo": "CPO", "simpo": "SimPO", "kto": "KTO", "jsd": "JSD",
+    "cosine_similarity": "CosineSimilarity",
+}  # fmt: skip
+_CHUNKED_BASES = {
+    "preference": "Preference", "unpaired_preference": "UnpairedPreference", "ppo": "PPO",
+    "distillation": "Distillation",
+}  # fmt: skip
 _MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APPLY_LIGER_FN"
 _BLOCKS = (
     "liger_attn_res liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp "
@@ -94,14 +109,19 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
     "chunked_loss": ("chunked", CHUNKED),
-    "chunked_loss.dpo_loss": ("chunked", "LigerFusedLinearDPOLoss"),
-    "chunked_loss.orpo_loss": ("chunked", "LigerFusedLinearORPOLoss"),
-    "chunked_loss.cpo_loss": ("chunked", "LigerFusedLinearCPOLoss"),
-    "chunked_loss.simpo_loss": ("chunked", "LigerFusedLinearSimPOLoss"),
-    "chunked_loss.kto_loss": ("chunked", "LigerFusedLinearKTOLoss"),
-    "chunked_loss.grpo_loss": ("chunked", "LigerFusedLinearGRPOLoss"),
-    "chunked_loss.jsd_loss": ("chunked", "LigerFusedLinearJSDLoss"),
-    "chunked_loss.fused_linear_distillation": ("chunked", "LigerFusedLinearDistillationBase"),
+    "chunked_loss.functional": ("chunked", _CHUNKED_FUNCTIONS),
+    **{
+        f"chunked_loss.{module}_loss": ("chunked", f"{_FUSED}{loss}Loss {_FUSED}{loss}Function")
+        for module, loss in _CHUNKED_LOSSES.items()
+    },
+    "chunked_loss.grpo_loss": (
+        "chunked",
+        f"{_FUSED}GRPOLoss {_FUSED}GRPOFunction {_POLICY_FORMULAS}",
+    ),
+    **{
+        f"chunked_loss.fused_linear_{module}": ("chunked", f"{_FUSED}{base}Base")
+        for module, base in _CHUNKED_BASES.items()
+    },
 }
 _FUNCTION_CLASSES: dict[str, dict[str, str]] = {
     "norms": {

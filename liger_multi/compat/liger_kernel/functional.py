@@ -226,7 +226,7 @@ def liger_poly_norm(
     X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> Tensor:
     """:func:`liger_multi.ops.poly_norm`."""
-    return ops.poly_norm(X, W, B, eps)
+    return ops.poly_norm(X, W, B.reshape(1), eps)
 
 
 def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:

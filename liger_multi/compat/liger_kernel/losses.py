@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.compat.liger_kernel import functional
+from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.ops import CrossEntropyOutput
 
 
@@ -38,6 +39,19 @@ class _Options(nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_cross_entropy(label_smoothing: float, reduction: str, softcap: float | None) -> None:
+    """Options of a cross entropy are in their ranges."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ArgumentError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction must be one of {REDUCTIONS}. Got: {reduction}")
+    if softcap is not None and softcap <= 0:
+        raise ArgumentError(f"softcap must be greater than 0.0 or None. Got: {softcap}")
+
+
 class LigerCrossEntropyLoss(_Options):
     """:func:`liger_multi.ops.cross_entropy`."""
 
@@ -47,6 +61,7 @@ class LigerCrossEntropyLoss(_Options):
         return_z_loss: bool = False, return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> None:  # fmt: skip
+        check_cross_entropy(label_smoothing, reduction, softcap)
         super().__init__(locals())
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -64,6 +79,7 @@ class LigerFusedLinearCrossEntropyLoss(_Options):
         accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
         return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     ) -> None:  # fmt: skip
+        check_cross_entropy(label_smoothing, reduction, softcap)
         super().__init__(locals())
 
     def forward(
@@ -82,6 +98,8 @@ class LigerFusedLinearJSD(_Options):
         self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
         accum_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        if not temperature:
+            raise ArgumentError("temperature cannot be 0.")
         super().__init__(locals())
 
     def forward(

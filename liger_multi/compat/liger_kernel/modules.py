@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_multi import nn as ours
 from liger_multi import ops
+from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.functional import casting_of
 
 _INITS = {"ones": torch.ones, "zeros": torch.zeros}
@@ -19,7 +20,7 @@ _INITS = {"ones": torch.ones, "zeros": torch.zeros}
 
 def _filled(name: str, init_fn: str, size: int) -> Tensor:
     if init_fn not in _INITS:
-        raise ValueError(f"{name}: init_fn must be 'ones' or 'zeros', got {init_fn!r}")
+        raise ArgumentError(f"{name}: init_fn must be 'ones' or 'zeros', got {init_fn!r}")
     return _INITS[init_fn](size)
 
 
@@ -164,6 +165,11 @@ class LigerGroupNorm(nn.Module):
         init_fn: str = "ones",
     ) -> None:  # fmt: skip
         super().__init__()
+        if num_channels % num_groups:
+            raise ArgumentError(
+                f"LigerGroupNorm: num_channels must be divisible by num_groups, got {num_channels} "
+                f"and {num_groups}"
+            )
         self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
         self.weight = nn.Parameter(_filled("LigerGroupNorm", init_fn, num_channels))
         self.bias = nn.Parameter(torch.zeros(num_channels))
@@ -175,11 +181,15 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerPolyNorm(ours.PolyNorm):
-    """:class:`liger_multi.nn.PolyNorm`, whose bias starts at one."""
+    """:class:`liger_multi.nn.PolyNorm`, whose bias is a scalar and starts at one."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__(eps)
-        nn.init.ones_(self.bias)
+        self.bias = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize the powers and add them up."""
+        return ops.poly_norm(input, self.weight, self.bias.reshape(1), self.eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mix the norms of powers."""

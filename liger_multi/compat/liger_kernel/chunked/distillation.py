@@ -1,0 +1,90 @@
+"""Losses of distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import losses, ops
+from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel.losses import _Options
+
+
+class _Distilled(_Options):
+    divergence = "jsd"
+
+    @property
+    def factor(self) -> float:
+        """What the soft term is multiplied by, before its weight."""
+        return 1.0
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        if not self.temperature:
+            raise ArgumentError("Temperature cannot be 0.")
+        losses.DistillationOptions(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Options of :func:`liger_multi.losses.distillation_loss`."""
+        found = {"beta": self.beta} if self.divergence == "jsd" else {}
+        return {
+            "divergence": self.divergence, "temperature": self.temperature,
+            "soft_weight": self.factor * self.weight_soft_loss,
+            "hard_weight": self.weight_hard_loss,
+            "vocabulary": "common", **found,
+        }  # fmt: skip
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
+        teacher_weight: Tensor, true_labels: Tensor, student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The loss, and where asked for its soft and its hard term."""
+        labels = true_labels.reshape(student_input.shape[:-1])
+        loss, metrics = losses.distillation_loss(
+            losses.Head(student_input, student_weight, student_bias),
+            losses.Head(teacher_input, teacher_weight, teacher_bias),
+            labels, ignore_index=self.ignore_index, **self.given,
+        )  # fmt: skip
+        if not self.return_soft_hard_loss:
+            return loss
+        hard = metrics.hard
+        if hard is None:  # its weight is 0, and it is asked for all the same
+            with torch.no_grad():
+                hard = ops.fused_linear_cross_entropy(
+                    student_input, student_weight, labels, student_bias,
+                    ignore_index=self.ignore_index,
+                )  # fmt: skip
+        return loss, self.factor * metrics.soft, hard
+
+
+class LigerFusedLinearJSDLoss(_Distilled):
+    """:func:`liger_multi.losses.distillation_loss`; of two vocabularies the common part."""
+
+    def __init__(
+        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
+        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
+        chunk_size: int = 1024, return_soft_hard_loss: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+
+class LigerFusedLinearCosineSimilarityLoss(_Distilled):
+    """:func:`liger_multi.losses.distillation_loss` of the cosine; ``beta`` is its factor."""
+
+    divergence = "cosine"
+
+    def __init__(
+        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
+        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
+        chunk_size: int = 1024, return_soft_hard_loss: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    @property
+    def factor(self) -> float:
+        """``beta``."""
+        return self.beta  # type: ignore[no-any-return]

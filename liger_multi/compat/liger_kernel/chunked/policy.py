@@ -1,0 +1,166 @@
+"""Losses of policies, and the formulas that they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import losses
+from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks, sampler_ratios
+from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel.losses import _Options
+from liger_multi.losses.policy import POLICY, _vespo_weight
+
+TOKENS_ONLY = ("cispo", "sapo", "vespo")
+_POSITIVE = ("sapo_temperature_pos", "sapo_temperature_neg", "delta")
+_VESPO = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+
+
+def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``p / q - log(p / q) - 1``, the estimator k3 of KL(q, p)."""
+    return torch.expm1(log_p - log_q) - (log_p - log_q)
+
+
+def sapo_loss_fn(importance_ratio: Tensor, temperature: float) -> Tensor:
+    """The soft gate of SAPO, ``4 / t sigmoid(t (ratio - 1))``."""
+    if temperature <= 0:
+        raise ArgumentError(f"sapo_temperature must be > 0. Got {temperature}.")
+    return torch.sigmoid(temperature * (importance_ratio - 1)) * (4 / temperature)
+
+
+def clip_coef_fn(
+    coef: Tensor, epsilon_low: float, epsilon_high: float, loss_type: str
+) -> tuple[Tensor | None, Tensor | bool, Tensor]:
+    """Clipped ratios, and which are below and above the range of the loss type."""
+    if loss_type == "cispo":
+        return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    if loss_type in TOKENS_ONLY:
+        none = torch.zeros_like(coef, dtype=torch.bool)
+        return None, none, none
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(low, high), coef < low, coef > high
+
+
+def get_gamma_weights(
+    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor,
+    importance_sampling_ratio: Tensor | None = None, k_pos: float = 2.0, lambda_pos: float = 3.0,
+    k_neg: float = 3.0, lambda_neg: float = 2.0,
+) -> Tensor:  # fmt: skip
+    """The weight of every answer in VESPO, ``(B, 1)``, without a gradient.
+
+    A ratio for every token is multiplied over the answer; one for the answer counts once.
+    """
+    log_ratio, mask = log_ratio_per_token.detach(), mask.bool()
+    wide = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    columns = {"advantage": wide, "old": torch.zeros_like(log_ratio)}
+    if importance_sampling_ratio is not None:
+        columns["ratios"] = of_answers(importance_sampling_ratio.detach(), mask)
+    values = (k_pos, lambda_pos, k_neg, lambda_neg)
+    named: dict[str, Any] = {f"vespo_{n}": v for n, v in zip(_VESPO, values, strict=True)}
+    options = losses.PolicyOptions(loss_type="vespo", **named)
+    return _vespo_weight(log_ratio, columns, mask, options)
+
+
+def of_answers(ratios: Tensor, mask: Tensor) -> Tensor:
+    """Ratios of tokens whose product over an answer is the ratio of the answer."""
+    if ratios.shape[-1] == mask.shape[-1]:
+        return ratios
+    first = mask & (mask.cumsum(-1) == 1)
+    return torch.where(first, ratios, 1.0)
+
+
+class LigerFusedLinearGRPOLoss(_Options):
+    """:func:`liger_multi.losses.policy_loss`."""
+
+    def __init__(
+        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True,
+        chunk_size: int = 1, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
+        loss_type: str = "dapo", max_completion_length: int | None = None,
+        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05, temperature: float = 1.0, delta: float | None = None,
+        use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ArgumentError(f"{name} must be positive, got {value}")
+        if loss_type in POLICY and (loss_type != "dr_grpo" or max_completion_length is not None):
+            losses.PolicyOptions(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Options of the loss type; trainers pass those of all of them."""
+        reads = POLICY[self.loss_type].reads if self.loss_type in POLICY else ()
+        found = {name: getattr(self, name, self.max_completion_length) for name in reads}
+        level = None if self.loss_type == "vespo" else self.importance_sampling_level
+        correct = self.use_bias_correction_kl and self.beta != 0
+        return {"loss_type": self.loss_type, "level": level, "beta": self.beta,
+                "correct_kl": correct, "metrics": (), **found}  # fmt: skip
+
+    def forward(
+        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor,
+        attention_mask: Tensor, advantages: Tensor, bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """Loss, and the mean divergence (with a beta) and the share of clipped tokens."""
+        self.check(ref_per_token_logps, ref_input)
+        ratios = sampler_ratios("LigerFusedLinearGRPOLoss", vllm_is_ratio, selected_token_ids)
+        if ratios is not None and self.loss_type == "vespo":
+            ratios = of_answers(ratios, attention_mask.bool())
+        reference = self.reference(ref_per_token_logps, (ref_input, ref_weight, ref_bias))
+        given = self.given
+        if reference is None:  # the policy is its own reference: no divergence, and no gradient
+            given |= {"beta": 0.0, "correct_kl": False}
+        processes, group = ranks()
+        loss, metrics = losses.policy_loss(
+            losses.Head(_input, lin_weight, bias, temperature=self.temperature),
+            selected_token_ids, advantages.to(torch.promote_types(advantages.dtype, torch.float32)),
+            old=old_per_token_logps, reference=reference, ratios=ratios,
+            token_mask=attention_mask, num_items=num_items_in_batch,
+            processes=processes, group=group, **given,
+        )  # fmt: skip
+        zero = loss.detach().new_zeros(())
+        shares = (metrics.clip_region, metrics.clip_high, zero)
+        clipped = next(share for share in shares if share is not None)
+        return loss, (zero if metrics.kl is None else metrics.kl, clipped) if self.beta else (
+            clipped,
+        )
+
+    def check(self, logps: Tensor | None, ref_input: Tensor | None) -> None:
+        """Loss type and level are known and go together, and what they need is there."""
+        check_policy("LigerFusedLinearGRPOLoss", self.loss_type, self.max_completion_length,
+                     self.use_ref_model and self.beta != 0, (logps, ref_input))  # fmt: skip
+        level = self.importance_sampling_level
+        if level not in ("token", "sequence"):
+            raise ArgumentError(
+                f"Unknown importance sampling level: {level}. Possible values are 'token' and "
+                "'sequence'."
+            )
+        if level == "sequence" and self.loss_type in TOKENS_ONLY:
+            raise ArgumentError(
+                "Sequence-level importance sampling is not supported for "
+                f"loss_type='{self.loss_type}'. Use importance_sampling_level='token' instead."
+            )
+        if self.loss_type not in POLICY:
+            raise ArgumentError(f"Unknown loss type: {self.loss_type}")
+
+    def reference(
+        self, logps: Tensor | None, tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> losses.Source | None:
+        """The reference, where the loss has one and reads it."""
+        if not self.beta or not self.use_ref_model:
+            return None
+        if logps is not None:
+            return logps
+        hidden, weight, bias = tensors
+        if weight is None:
+            raise ArgumentError("LigerFusedLinearGRPOLoss: ref_input needs ref_weight, got None")
+        assert hidden is not None
+        return losses.Head(hidden, weight, bias, temperature=self.temperature)

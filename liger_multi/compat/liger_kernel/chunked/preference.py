@@ -1,0 +1,211 @@
+"""The losses of pairs and of single answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi import losses
+from liger_multi.compat.liger_kernel.chunked.bases import (
+    by_side,
+    chosen_labels,
+    every_logit,
+    pair_tokens,
+    reference_answers,
+)
+from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel.losses import _Options
+from liger_multi.losses.pairs import sequences
+from liger_multi.losses.preference import DPO, _log_odds
+from liger_multi.ops import LogProbOutput
+
+
+class _Pairs(_Options):
+    """What the losses over pairs share; the first half of a batch is the chosen one."""
+
+    ignore_index: int
+    average = False
+
+    def tokens(
+        self, head: losses.Head, target: Tensor, nll_target: Tensor | None
+    ) -> tuple[LogProbOutput, Tensor, Tensor, tuple[Tensor, ...]]:
+        """Log-probabilities of tokens, of sequences, the chosen NLL, and what is returned first."""
+        own, sums, nll = pair_tokens(head, target, nll_target, self.ignore_index, self.average)
+        means = [x.mean() for x in every_logit(head, target).chunk(2)]
+        shown = nll.detach() if self.compute_nll_loss else torch.zeros_like(nll)
+        return own, sums, nll, (*sums.detach().chunk(2), *means, shown)
+
+
+def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str, ...]:
+    """The loss types, checked with the messages of Liger-Kernel."""
+    types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    for kind in types:
+        if kind not in DPO:
+            raise ArgumentError(f"Unsupported loss_type: {kind}. Supported types are: {[*DPO]}")
+    if "exo_pair" in types and label_smoothing <= 0:
+        raise ArgumentError(
+            "label_smoothing must be > 0 for loss_type='exo_pair'. The EXO paper recommends 1e-3."
+        )
+    if "robust" in types and not 0.0 <= label_smoothing < 0.5:
+        raise ArgumentError(
+            f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust'. Got {label_smoothing}."
+        )
+    return types
+
+
+class LigerFusedLinearDPOLoss(_Pairs):
+    """:func:`liger_multi.losses.dpo_loss`, which also beside the reference's hidden states."""
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
+        compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
+        average_log_prob: bool = False, chunk_size: int = 1,
+        loss_type: str | list[str] = "sigmoid", label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        types = _dpo_types(loss_type, label_smoothing)
+        # as in Liger-Kernel, the sigmoid by itself is not smoothed
+        smooth = types != ("sigmoid",) and any(DPO[kind].smooth for kind in types)
+        self.given: dict[str, Any] = {
+            "loss_type": types, "beta": beta, "length_normalized": average_log_prob,
+            "label_smoothing": label_smoothing if smooth else 0.0,
+        }  # fmt: skip
+        if "discopop" in types:
+            self.given["discopop_tau"] = discopop_tau
+        losses.DPOOptions(**self.given)
+        self.average = average_log_prob
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+        """Loss, and the chosen and rejected rewards after the rest."""
+        found = reference_answers(
+            "LigerFusedLinearDPOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
+            target, self.ignore_index, self.average,
+        )  # fmt: skip
+        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
+        loss, _ = losses.dpo_loss(own, target, before, ignore_index=self.ignore_index, **self.given)
+        if self.compute_nll_loss:
+            loss = loss + self.alpha * nll
+        rewards = self.beta * (sums - before).detach()
+        return loss, (*first, *rewards.chunk(2))
+
+
+class _Margins(_Pairs):
+    loss_type = "sigmoid"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Options of :func:`liger_multi.losses.cpo_loss`."""
+        names = ("beta", "label_smoothing", "gamma")
+        found = {name: getattr(self, name) for name in names if name in self._names}
+        weight = getattr(self, "alpha", 1.0) if self.compute_nll_loss else 0.0
+        return {"loss_type": self.loss_type, "nll_weight": weight, **found}
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+        """Loss, and the chosen and rejected rewards after the rest."""
+        head = losses.Head(_input, lin_weight, bias)
+        nll_target = chosen_labels(type(self).__name__, nll_target, target)
+        own, sums, _, first = self.tokens(head, target, nll_target)
+        more = {} if self.loss_type == "orpo" else {"length_normalized": self.average}
+        loss, _ = losses.cpo_loss(
+            own, target, nll_target, ignore_index=self.ignore_index, **self.given, **more
+        )
+        return loss, (*first, *self.beside(sums.detach()))
+
+    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+        """The rewards."""
+        chosen, rejected = (self.beta * sums).chunk(2)
+        return chosen, rejected
+
+
+class LigerFusedLinearCPOLoss(_Margins):
+    """:func:`liger_multi.losses.cpo_loss`."""
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
+        label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
+        average_log_prob: bool = False, chunk_size: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        self.average = average_log_prob
+        losses.CPOOptions(**self.given)
+
+
+class LigerFusedLinearSimPOLoss(_Margins):
+    """:func:`liger_multi.losses.cpo_loss` of SimPO."""
+
+    loss_type, average = "simpo", True
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
+        label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
+        gamma: float = 0.5, chunk_size: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        losses.CPOOptions(**self.given)
+
+
+class LigerFusedLinearORPOLoss(_Margins):
+    """:func:`liger_multi.losses.cpo_loss` of ORPO; after the rewards, log-odds."""
+
+    loss_type, average = "orpo", True
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True,
+        compiled: bool = True, chunk_size: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        losses.CPOOptions(**self.given)
+
+    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+        """The rewards, the mean of the log-odds ratio's log-sigmoid, and the mean log-odds."""
+        chosen, rejected = _log_odds(sums).chunk(2)
+        ratio = torch.nn.functional.logsigmoid(chosen - rejected)
+        return (*super().beside(sums), ratio.mean(), (chosen - rejected).mean())
+
+
+class LigerFusedLinearKTOLoss(_Options):
+    """:func:`liger_multi.losses.kto_loss`."""
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
+        use_ref_model: bool = False, average_log_prob: bool = False, chunk_size: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+        losses.KTOOptions(beta=beta)
+
+    def forward(
+        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        preference_labels: Tensor | None = None, ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """Loss, and sums over chosen and rejected answers: log-probabilities, logits, rewards."""
+        if preference_labels is None:
+            raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
+        average, ignored = self.average_log_prob, self.ignore_index
+        found = reference_answers(
+            "LigerFusedLinearKTOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
+            target, ignored, average,
+        )  # fmt: skip
+        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        head = losses.Head(_input, lin_weight, bias)
+        tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
+        own = sequences(tokens, target != ignored, None, average)
+        liked = preference_labels.bool()
+        sign = torch.where(liked, 1.0, -1.0)
+        divergence = torch.as_tensor(0.0 if kl is None else kl, device=own.device).reshape(-1)
+        each = 1 - torch.sigmoid(self.beta * sign * (own - before - divergence))
+        logits = every_logit(head, target) * (target.shape[1] * lin_weight.shape[0])
+        rewards = self.beta * (own - before).detach()
+        return each.mean(), by_side(liked, own.detach(), logits, rewards)
