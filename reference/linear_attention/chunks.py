@@ -175,11 +175,14 @@ class HeadDecays:
         coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
         self.coarse, self.fine = coarse, fine
         self.e = (coarse + fine).exp()
-        self.r = ((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).exp()
+        rest = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
         self.z = self.e[..., -1]
         if starts is not None:
             carried, last, whole = _ends(starts)
-            self.e, self.r, self.z = self.e * carried, self.r * last, self.z * whole
+            # from a row of another segment it may be anything, and its exponential infinite
+            rest = rest.masked_fill(~last, -math.inf)
+            self.e, self.z = self.e * carried, self.z * whole
+        self.r = rest.exp()
 
     def pairs(self) -> Tensor:
         """From row j to a row i that is not before it, 0 between segments."""

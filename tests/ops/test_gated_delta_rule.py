@@ -155,6 +155,20 @@ def test_packed_equals_separate(lengths):
     packed_equals_separate(lengths, {"heads": 2, "group": 2})
 
 
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kimi_delta_attention"])
+def test_strong_gates_of_one_document_beside_weak_ones(op):
+    """The sums of gates of two documents in a chunk differ by more than an exponential holds."""
+    lengths, tensors = (17, 13, 70), given(100, state=False)
+    tensors = {n: t.float() for n, t in tensors.items()}
+    tensors["g"][:, :17] = -40.0
+    if op == "kimi_delta_attention":
+        tensors["g"] = tensors["g"].unsqueeze(-1).expand(*tensors["g"].shape, tensors["k"].shape[3])
+    ids = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+    found = trained(getattr(ops, op), tensors, documents=ids, **NORMED)
+    wide = {n: t.double() for n, t in tensors.items()}
+    near(found, trained(getattr(ops, op), wide, documents=ids, **NORMED), torch.float32)
+
+
 def test_documents_are_runs_of_ids():
     """Equal ids apart are different documents; with the table of lengths it is the same."""
     tensors = given(150, state=False)

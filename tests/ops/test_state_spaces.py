@@ -202,6 +202,21 @@ def test_packed_equals_separate(op, lengths):
             torch.testing.assert_close(got, sums[name], rtol=1e-9, atol=1e-9)
 
 
+@OPERATORS
+def test_strong_decays_of_one_sequence_beside_weak_ones(op):
+    """The sums of decays of two sequences in a chunk differ by more than an exponential holds."""
+    run, _, made, options = scan(op)
+    tensors = {n: t.float() for n, t in made(100, state=False).items()}
+    tensors["A"] = torch.full_like(tensors["A"], -1.0)
+    name = "dt" if "dt" in tensors else "delta"
+    tensors[name] = torch.full_like(tensors[name], 0.1)
+    tensors[name][:, :17] = 40.0
+    ids = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor([17, 13, 70]))[None]
+    found = trained(run, tensors, seq_idx=ids, **options)
+    wide = {n: t.double() for n, t in tensors.items()}
+    near(found, trained(run, wide, seq_idx=ids, **options), torch.float32)
+
+
 def normal_like(y):
     """The upstream gradient that ``trained`` draws for a single output."""
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

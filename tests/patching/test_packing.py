@@ -100,7 +100,8 @@ def test_what_is_let_through_equals_the_samples(kind):
 
 
 def test_masks_that_know_no_positions():
-    model, ids = patched("gpt_oss", output_router_logits=False), tokens()
+    layers = {"layer_types": ["full_attention"] * 2, "output_router_logits": False}
+    model, ids = patched("gpt_oss", **layers), tokens()
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
     row = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,))
@@ -108,11 +109,11 @@ def test_masks_that_know_no_positions():
     assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
 
 
-def test_a_model_that_cannot(monkeypatch):
-    monkeypatch.setattr(trials, "REMEDIES", trials.REMEDIES[2:3] * 2)
-    model, ids = patched(), tokens()
+def test_a_model_that_cannot():
+    """A mask of one's own has no windows, so that it does not help either."""
+    model, ids = patched("gpt_oss", sliding_window=4, output_router_logits=False), tokens()
     with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
-        model(input_ids=ids, position_ids=positions())
+        model(input_ids=ids, position_ids=positions(), **APART)
 
 
 def test_encoders_see_samples_after_and_before():

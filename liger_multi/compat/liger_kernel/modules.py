@@ -187,13 +187,9 @@ class LigerPolyNorm(ours.PolyNorm):
         super().__init__(eps)
         self.bias = nn.Parameter(torch.ones(()))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize the powers and add them up."""
-        return ops.poly_norm(input, self.weight, self.bias.reshape(1), self.eps)
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mix the norms of powers."""
-        return super().forward(hidden_states)
+        return ops.poly_norm(hidden_states, self.weight, self.bias.reshape(1), self.eps)
 
 
 class LigerDyT(nn.Module):

@@ -1,8 +1,8 @@
 """Whether a model keeps the samples of a packed row apart, found out by running it.
 
-A row of two short samples goes through the model with the kinds of arguments that a call has, and
-again with other tokens in one of the samples. If what comes out for the other sample changes, the
-samples see each other. So nothing needs to be known of a model: masks, caches, convolutions and
+A row of two short samples goes through the model with the kinds of arguments that a call has, again
+with other tokens in one of the samples, and each sample by itself. What comes out for a sample is
+to be the same every time. So nothing needs to be known of a model: masks, caches, convolutions and
 recurrences are all seen. The tokens are made up and the same on every device, so ranks that call a
 sharded model together also try it together.
 """
@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ Arguments: TypeAlias = dict[str, Any]
 TOKENS = 64  # of a trial, where a call has as many
 LEAST_TOKENS = 8
 COARSE, FINE = 1e-2, 1e-4  # changes that rounding explains, in 16 bits and in more
+ALONE = 10  # times as much, where GEMMs have other sizes
 SHIFT = 7  # from one made-up token to another
 
 # --- the row of a trial ---
@@ -66,7 +67,7 @@ class Row:
 
     def ends(self) -> Tensor:
         """Where samples begin and end."""
-        made = [0, self.first, self.tokens]
+        made = sorted({0, self.first, self.tokens})
         return torch.tensor(made, device=self.device, dtype=torch.int32)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
@@ -196,7 +197,7 @@ class Verdict:
 
     Attributes:
         change: Of what comes out for a sample, relative to its size, where the other one's tokens
-            are changed; 0 where rounding explains it.
+            are changed, or where it is by itself; 0 where rounding explains it.
         remedy: What was tried in place of the arguments and keeps samples apart; empty: nothing.
         untried: Why there was no trial; the others then say nothing.
     """
@@ -221,66 +222,106 @@ def trial(
     arguments = arguments_of(given, row, rows)
     embeds = None if given.get("input_ids") is not None else rows[:1, : row.tokens].detach()
     with undisturbed(model):
+        tried = Trial(forward, row, embeds, _coarse(model, rows.device))
         try:
-            change = _change(forward, arguments, row, embeds)
+            change = tried.change(arguments)
         except Exception as error:  # of any model's code, which meets inputs of ours
             return Verdict(untried=summary(error))
-        limit = COARSE if _coarse(model, rows.device) else FINE
-        if change <= limit:
+        if not change:
             return Verdict()
         for chosen in _choices():
             other = arguments
             for _, remedy in chosen:
                 other = remedy(other, row, dtype)
             with contextlib.suppress(Exception):
-                if _change(forward, other, row, embeds) <= limit:
+                if not tried.change(other):
                     return Verdict(change, tuple(text for text, _ in chosen))
     return Verdict(change)
 
 
 def _coarse(model: nn.Module, device: torch.device) -> bool:
-    """Whether anything is computed in 16 bits or fewer."""
+    """Whether anything is computed in 16 bits or fewer, or by GEMMs that round to so many."""
     small = any(p.dtype.itemsize < 4 for p in model.parameters())
-    return small or torch.is_autocast_enabled(device.type)
+    rounded = device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
+    return small or rounded or torch.is_autocast_enabled(device.type)
 
 
-def _change(
-    forward: Callable[..., Any], arguments: Arguments, row: Row, embeds: Tensor | None
-) -> float:
-    """How much a sample changes with the other one, relative to its size."""
+@dataclass(frozen=True)
+class Trial:
+    """Runs of a row.
 
-    def run(first: int, second: int) -> Tensor:
-        torch.manual_seed(0)  # dropout drops the same
-        if embeds is None:
-            rows: Arguments = {"input_ids": row.ids(first, second)}
+    Attributes:
+        forward: Of the model.
+        row: Two samples.
+        embeds: What stands in place of ids, ``(1, tokens, ...)``, if anything.
+        coarse: Whether rounding may choose other experts for a few tokens.
+    """
+
+    forward: Callable[..., Any]
+    row: Row
+    embeds: Tensor | None
+    coarse: bool
+
+    def change(self, arguments: Arguments) -> float:
+        """How much a sample differs with its surroundings, relative to its size; 0: by rounding."""
+        plain = self._run(arguments)
+        parts = (slice(None, self.row.first), slice(self.row.first, None))
+        limit, found = COARSE if self.coarse else FINE, 0.0
+        for mine, moved in zip(parts, ((0, SHIFT), (SHIFT, 0)), strict=True):
+            changes = _relative(plain[mine], self._run(arguments, *moved)[mine])
+            found = max(found, _above(float(changes.max()), limit))
+            changes = _relative(plain[mine], self._alone(arguments, mine))
+            most = changes.median() if self.coarse else changes.max()
+            found = max(found, _above(float(most), ALONE * limit))
+        return found
+
+    def _run(self, arguments: Arguments, first: int = 0, second: int = 0) -> Tensor:
+        """What comes out for every token, with the tokens of a sample moved on."""
+        torch.manual_seed(0)  # routers may add noise
+        if self.embeds is None:
+            rows: Arguments = {"input_ids": self.row.ids(first, second)}
         else:
-            moved = torch.where(row.samples().bool()[..., None], second > 0, first > 0)
-            rows = {"inputs_embeds": torch.where(moved, -embeds.flip(1), embeds)}
-        return _per_token(forward(**rows, **arguments), row)
+            moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
+            rows = {"inputs_embeds": torch.where(moved, -self.embeds.flip(1), self.embeds)}
+        return _per_token(self.forward(**rows, **arguments), self.row.tokens)
 
-    plain, border = run(0, 0), row.first
-    other_first, other_second = run(SHIFT, 0), run(0, SHIFT)
-    found = max(
-        _relative(plain[border:], other_first[border:]),
-        _relative(plain[:border], other_second[:border]),
-    )
-    if not 0 <= found < float("inf"):
+    def _alone(self, arguments: Arguments, part: slice) -> Tensor:
+        """The same for the tokens of one sample, which nothing stands beside."""
+        ids = self.row.ids()[:, part] if self.embeds is None else None
+        tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
+        row = replace(self.row, tokens=tokens, first=tokens)
+        kept = {n: v for n, v in arguments.items() if n not in _ANEW}
+        given: Arguments = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
+        given["position_ids"] = row.positions()
+        given["use_cache"] = False
+        rows = {"input_ids": ids} if ids is not None else {"inputs_embeds": self.embeds[:, part]}  # type: ignore[index]
+        torch.manual_seed(0)
+        return _per_token(self.forward(**rows, **given), tokens)
+
+
+def _long(value: Any, row: Row) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
+
+
+def _above(change: float, limit: float) -> float:
+    if not 0 <= change < float("inf"):
         raise ValueError("what comes out is not finite")
-    return found
+    return change if change > limit else 0.0
 
 
-def _per_token(output: Any, row: Row) -> Tensor:
+def _per_token(output: Any, tokens: int) -> Tensor:
     for name in ("logits", "last_hidden_state"):
         found = getattr(output, name, None)
-        if isinstance(found, Tensor) and found.shape[:2] == (1, row.tokens):
+        if isinstance(found, Tensor) and found.shape[:2] == (1, tokens):
             return found[0].float().clone()
     raise ValueError("the model gives neither logits nor hidden states of every token")
 
 
-def _relative(plain: Tensor, other: Tensor) -> float:
-    """The largest change of a token, relative to the size of its numbers."""
+def _relative(plain: Tensor, other: Tensor) -> Tensor:
+    """Changes of tokens, relative to the size of their numbers."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
-    return float(((other - plain).norm(dim=-1) / size).max())
+    made: Tensor = (other - plain).norm(dim=-1) / size
+    return made
 
 
 # --- a model that is left as it was ---
@@ -292,7 +333,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """No gradients, warnings or hooks of users within; afterwards everything is as it was."""
+    """No gradients, dropout, warnings or hooks of users within; afterwards everything is as it was."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -347,6 +388,8 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     for table, held in hooks:
         for kind, every in held.items():
             table[kind] = type(every)((k, h) for k, h in every.items() if _of_library(h))
+    for module in modules:
+        vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
     try:
         yield
     finally:
@@ -357,6 +400,12 @@ def _attributes(model: nn.Module) -> Iterator[None]:
         for buffer, before_it in buffers:
             if not torch.equal(buffer, before_it):
                 buffer.copy_(before_it)
+
+
+def _dropout_rates(module: nn.Module) -> list[str]:
+    """Attributes of a module that are rates of dropout, which would differ between runs."""
+    rates = [n for n, v in vars(module).items() if "drop" in n and isinstance(v, float)]
+    return [*rates, "p"] if isinstance(module, nn.modules.dropout._DropoutNd) else rates
 
 
 def _of_library(hook: Any) -> bool:

@@ -135,9 +135,9 @@ def _message(model: nn.Module, given: Mapping[str, Any], verdict: Verdict) -> st
     else:
         way = "Nothing that was tried keeps them apart: pass one sample per row."
     return (
-        f"{name} got rows of several samples ({told}), and its samples see each other: other "
-        f"tokens in one sample change the output of the next by {verdict.change:.1%}. {way} To "
-        "train on mixed samples on purpose: patch(model, packing=False)"
+        f"{name} got rows of several samples ({told}), and it does not keep them apart: the output "
+        f"of a sample differs by {verdict.change:.1%} with other tokens beside it, or with none. "
+        f"{way} To train on such rows on purpose: patch(model, packing=False)"
     )
 
 
