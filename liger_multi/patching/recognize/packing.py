@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -53,7 +53,7 @@ class Row:
         """Made-up ids ``(1, tokens)``, moved on by a number in each of the samples."""
         many = len(self.vocabulary)
         moved = [first] * self.first + [second] * (self.tokens - self.first)
-        made = [self.vocabulary[(3 * i + by) % many] for i, by in enumerate(moved)]
+        made = [self.vocabulary[(7 * i * i + 3 * i + by) % many] for i, by in enumerate(moved)]
         return torch.tensor([made], device=self.device)
 
     def samples(self) -> Tensor:
@@ -67,13 +67,14 @@ class Row:
 
     def ends(self) -> Tensor:
         """Where samples begin and end."""
-        made = sorted({0, self.first, self.tokens})
+        made = [0, self.first, self.tokens]
         return torch.tensor(made, device=self.device, dtype=torch.int32)
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """A causal mask ``(1, 1, tokens, tokens)`` that hides the other sample."""
+    def mask(self, dtype: torch.dtype, causal: bool = True) -> Tensor:
+        """A mask ``(1, 1, tokens, tokens)`` that hides the other sample, and what comes later."""
         samples = self.samples()
-        seen = (samples[:, :, None] == samples[:, None]).tril()[:, None]
+        seen = (samples[:, :, None] == samples[:, None])[:, None]
+        seen = seen.tril() if causal else seen
         hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=self.device)
         return hidden.masked_fill(seen, 0.0)
 
@@ -168,6 +169,10 @@ def _block_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
     return {**given, "attention_mask": row.mask(dtype)}
 
 
+def _open_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**given, "attention_mask": row.mask(dtype, causal=False)}
+
+
 Remedy: TypeAlias = tuple[str, Callable[[Arguments, Row, torch.dtype], Arguments]]
 REMEDIES: tuple[Remedy, ...] = (
     ("use_cache=False", _no_cache),
@@ -176,16 +181,18 @@ REMEDIES: tuple[Remedy, ...] = (
     ("position_ids of shape (4, B, T), the positions of text first", _four_rows),
     ("cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx", _lengths),
     ("an attention_mask of shape (B, 1, T, T) that hides other samples", _block_mask),
+    ("an attention_mask of shape (B, 1, T, T) that hides other samples", _open_mask),
 )
 """What may keep samples apart where a call does not, the least trouble first."""
 
 
 def _choices() -> Iterator[Sequence[Remedy]]:
     """One of them, then two, then three; a mask of one's own after all others."""
-    *others, mask = REMEDIES
+    *others, causal, free = REMEDIES
     for many in (1, 2, 3):
         yield from itertools.combinations(others, many)
-    yield from ((mask,), (others[0], mask))
+    for mask in (causal, free):  # the second one is for encoders
+        yield from ((mask,), (others[0], mask))
 
 
 # --- a trial ---
@@ -289,11 +296,9 @@ class Trial:
         """The same for the tokens of one sample, which nothing stands beside."""
         ids = self.row.ids()[:, part] if self.embeds is None else None
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
-        row = replace(self.row, tokens=tokens, first=tokens)
         kept = {n: v for n, v in arguments.items() if n not in _ANEW}
         given: Arguments = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
-        given["position_ids"] = row.positions()
-        given["use_cache"] = False
+        given["use_cache"] = False  # and the positions that the model makes itself
         rows = {"input_ids": ids} if ids is not None else {"inputs_embeds": self.embeds[:, part]}  # type: ignore[index]
         torch.manual_seed(0)
         return _per_token(self.forward(**rows, **given), tokens)
@@ -333,7 +338,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """No gradients, dropout, warnings or hooks of users within; afterwards everything is as it was."""
+    """No gradients, dropout, warnings or hooks of users within; all is as it was afterwards."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
