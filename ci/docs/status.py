@@ -298,9 +298,42 @@ def coverage_page() -> str:
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
+    text += "## Packed rows\n\n" + "\n".join(_packed()) + "\n\n"
     text += "## Skipped modules\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
     text += "## On devices\n\n" + "\n".join(_devices()) + "\n\n"
     return text + "## Other versions of transformers\n\n" + "\n".join(_generations()) + "\n"
+
+
+PACKED = {
+    "apart": "equal to the samples alone, with `position_ids` and `use_cache=False`",
+    "other": "raises, and names arguments that keep samples apart: {why}",
+    "refused": "raises: nothing that was tried keeps samples apart",
+    "no positions": "the model takes no `position_ids`",
+    "wrong": "**not equal to the samples alone, and no error**: {why}",
+    "not built": "no step of text alone",
+}
+
+
+def _packed() -> list[str]:
+    """Types of the sweep by what becomes of a row of two samples."""
+    found = json.loads(RESULTS.with_name("packing.json").read_text(encoding="utf-8"))
+    groups: dict[str, set[str]] = {}
+    for one in sorted(found["pairs"], key=lambda o: (list(PACKED).index(o["status"]), o["why"])):
+        said = PACKED[one["status"]].format(why=one["why"])
+        groups.setdefault(said, set()).add(one["type"])
+    return [
+        (
+            f"Two samples of text in a row, logits and every gradient, transformers "
+            f"{found['transformers']}; `python -m tests.sweep --packing`. See "
+            "[packed rows](patching.md#packed-rows).\n"
+        ),
+        "| a patched model | types | |",
+        "|---|---|---|",
+        *(
+            f"| {said} | {len(types)} | {', '.join(sorted(types))} |"
+            for said, types in groups.items()
+        ),
+    ]
 
 
 def _devices() -> list[str]:

@@ -270,3 +270,27 @@ def test_the_kept_result_is_one_pair_a_line():
     written = docs_status.RESULTS.read_text(encoding="utf-8")
     assert written == as_lines(KEPT)
     assert len(written.splitlines()) == len(KEPT["pairs"]) + 2
+
+
+@pytest.mark.skipif(not SAME, reason="another transformers than that of the kept result")
+@pytest.mark.parametrize("kind", ["llama", "qwen2_vl", "opt", "jamba"])
+def test_packed_rows_are_as_the_page_says(kind):
+    from tests.sweep import packing
+
+    file = docs_status.RESULTS.with_name("packing.json")
+    kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
+    (wanted,) = [one for one in kept if one["type"] == kind and one["kind"] != "masked"]
+    pair = next(p for p in PAIRS if (p.type, p.cls) == (kind, wanted["cls"]))
+    found = packing.judge(pair)
+    assert (found.status, found.why) == (wanted["status"], wanted["why"])
+
+
+def test_a_leak_that_is_let_through_is_found(monkeypatch):
+    from liger_multi.patching.replace import packing as checks
+    from tests.sweep import packing
+
+    monkeypatch.setattr(checks, "check", lambda *arguments: None)
+    pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
+    found = packing.judge(pair)
+    assert found.status == "wrong"
+    assert found.why.startswith("logits differ")

@@ -274,34 +274,35 @@ class Trial:
         plain = self._run(arguments)
         parts = (slice(None, self.row.first), slice(self.row.first, None))
         limit, found = COARSE if self.coarse else FINE, 0.0
-        for mine, moved in zip(parts, ((0, SHIFT), (SHIFT, 0)), strict=True):
-            changes = _relative(plain[mine], self._run(arguments, *moved)[mine])
+        for mine, theirs, moved in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
+            other = self._run(arguments, *moved)
+            changes = _relative(plain[mine], other[mine])
             found = max(found, _above(float(changes.max()), limit))
-            changes = _relative(plain[mine], self._alone(arguments, mine))
-            most = changes.median() if self.coarse else changes.max()
-            found = max(found, _above(float(most), ALONE * limit))
+            for of_both, part, by in ((plain, mine, 0), (other, theirs, SHIFT)):
+                changes = _relative(of_both[part], self._alone(arguments, part, by))
+                most = changes.median() if self.coarse else changes.max()
+                found = max(found, _above(float(most), ALONE * limit))
         return found
 
     def _run(self, arguments: Arguments, first: int = 0, second: int = 0) -> Tensor:
         """What comes out for every token, with the tokens of a sample moved on."""
         torch.manual_seed(0)  # routers may add noise
-        if self.embeds is None:
-            rows: Arguments = {"input_ids": self.row.ids(first, second)}
-        else:
-            moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
-            rows = {"inputs_embeds": torch.where(moved, -self.embeds.flip(1), self.embeds)}
-        return _per_token(self.forward(**rows, **arguments), self.row.tokens)
+        return _per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
-    def _alone(self, arguments: Arguments, part: slice) -> Tensor:
+    def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
         """The same for the tokens of one sample, which nothing stands beside."""
-        ids = self.row.ids()[:, part] if self.embeds is None else None
-        tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
-        kept = {n: v for n, v in arguments.items() if n not in _ANEW}
-        given: Arguments = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
+        kept = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
+        given = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
         given["use_cache"] = False  # and the positions that the model makes itself
-        rows = {"input_ids": ids} if ids is not None else {"inputs_embeds": self.embeds[:, part]}  # type: ignore[index]
         torch.manual_seed(0)
-        return _per_token(self.forward(**rows, **given), tokens)
+        tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
+        return _per_token(self.forward(**given), tokens)
+
+    def _rows(self, first: int, second: int) -> Arguments:
+        if self.embeds is None:
+            return {"input_ids": self.row.ids(first, second)}
+        moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
+        return {"inputs_embeds": torch.where(moved, -self.embeds.flip(1), self.embeds)}
 
 
 def _long(value: Any, row: Row) -> bool:
