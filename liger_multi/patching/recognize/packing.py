@@ -386,10 +386,7 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     """Buffers and attributes of all modules come back; hooks of users are set aside."""
     modules = list(model.modules())
     buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
-    tables = [
-        (vars(m), {k: v.copy() if k == "_buffers" else v for k, v in vars(m).items()})
-        for m in modules
-    ]
+    tables = [(t, dict(t)) for m in modules for t in (vars(m), vars(m)["_buffers"])]
     hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
     for table, held in hooks:
         for kind, every in held.items():
@@ -400,7 +397,7 @@ def _attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, before in tables:
-            for name in [n for n in table if n not in before]:
+            for name in table.keys() - before.keys():
                 del table[name]
             table.update(before)
         for buffer, before_it in buffers:
