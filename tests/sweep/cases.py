@@ -389,7 +389,7 @@ def configuration(pair: Pair) -> Any:
     kind = CONFIG_MAPPING[pair.type]
     if pair.type in BUILT:
         return kind(**BUILT[pair.type])
-    recipe = multimodal.for_pair(pair)
+    maker = multimodal.for_pair(pair)
     made = kind(**PARTS.get(pair.type, dict)())
     wanted = getattr(transformers, pair.cls).config_class
     if wanted is not None and not isinstance(made, wanted):
@@ -398,8 +398,8 @@ def configuration(pair: Pair) -> Any:
     shrink(made, tuple(BUILT))
     for config in _within(made):
         _finish(config)
-    if recipe is not None:
-        recipe.set(made)
+    if maker is not None:
+        maker.set(made)
     if pair.type == "reformer":
         made.is_decoder = pair.kind == "causal"
     return made
@@ -505,9 +505,9 @@ def inputs(pair: Pair, model: Any, text: bool = False) -> dict[str, Any]:
     if "labels" not in batch:
         batch["labels"] = batch["input_ids"].clone()
         batch["labels"][:, :2] = -100
-    recipe = None if text else multimodal.for_pair(pair)
-    if recipe is not None:
-        return recipe.add(model, batch, normal)
+    maker = None if text else multimodal.for_pair(pair)
+    if maker is not None:
+        return maker.add(model, batch, normal)
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
     return {k: v for k, v in batch.items() if v is not None}

@@ -1,6 +1,6 @@
 """What models take beside text: pictures, video and sound, so that every tower of a model runs.
 
-A row of ``RECIPES`` says what a model type takes, and what its configuration needs beside the small
+A row of ``MAKERS`` says what a model type takes, and what its configuration needs beside the small
 numbers of :mod:`tests.sweep.cases`. How many placeholders a text has, the model says itself: it is
 asked for the features of its inputs, of which every row is one token.
 """
@@ -64,7 +64,7 @@ def within(config: Any, path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Maker:
     """The inputs of a model type.
 
     Attributes:
@@ -130,24 +130,24 @@ def nested(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part}.{name}": value for name, value in values.items()}
 
 
-def _families(table: Mapping[str, Recipe]) -> dict[str, Recipe]:
+def _families(table: Mapping[str, Maker]) -> dict[str, Maker]:
     """Types by the rows that several of them share."""
-    return {one: recipe for types, recipe in table.items() for one in types.split()}
+    return {one: maker for types, maker in table.items() for one in types.split()}
 
 
-RECIPES: dict[str, Recipe] = _families(
+MAKERS: dict[str, Maker] = _families(
     {
-        "qwen2_vl qwen3_5 qwen3_5_moe qwen4_exp lfm3_vl": Recipe(_QWEN, _BOTH),
-        "hunyuan_vl": Recipe(patches("3*patch_size^2", video=False)),
-        "qwen3_vl qwen3_vl_moe cohere_compass cosmos3_omni": Recipe(
+        "qwen2_vl qwen3_5 qwen3_5_moe qwen4_exp lfm3_vl": Maker(_QWEN, _BOTH),
+        "hunyuan_vl": Maker(patches("3*patch_size^2", video=False)),
+        "qwen3_vl qwen3_vl_moe cohere_compass cosmos3_omni": Maker(
             _QWEN, _BOTH, {"vision_config.deepstack_visual_indexes": [0, 1]}
         ),
-        "qwen2_5_vl exaone4_5 hyperclovax_vision_v2": Recipe(
+        "qwen2_5_vl exaone4_5 hyperclovax_vision_v2": Maker(
             _QWEN, _BOTH, {"vision_config.window_size": 32}
         ),
         # pictures and videos share a placeholder
-        "glm4v glm4v_moe glm46v glmga glm_ocr glm5_next": Recipe(_PICTURES),
-        "video_llama_3": Recipe(
+        "glm4v glm4v_moe glm46v glmga glm_ocr glm5_next": Maker(_PICTURES),
+        "video_llama_3": Maker(
             {
                 **patches("3*patch_size^2"),
                 "image_merge_sizes": [2, 2],
@@ -156,7 +156,7 @@ RECIPES: dict[str, Recipe] = _families(
             },
             _BOTH,
         ),
-        "ernie4_5_vl_moe": Recipe(
+        "ernie4_5_vl_moe": Maker(
             {
                 **patches("3*patch_size^2"),
                 "pixel_values_videos": Shape((4 * GRID**2, "3*patch_size^2"), "vision_config"),
@@ -165,42 +165,42 @@ RECIPES: dict[str, Recipe] = _families(
             _BOTH,
             {"vision_config.temporal_merge_size": 2},
         ),
-        "paddleocr_vl kimi_k25": Recipe(
+        "paddleocr_vl kimi_k25": Maker(
             {
                 "pixel_values": Shape((2 * GRID**2, 3, PATCH, PATCH)),
                 "image_grid_thw": [[1, GRID, GRID]] * 2,
             }
         ),
-        "minicpm_ocr minicpmv4_6 minicpmv4_7": Recipe(
+        "minicpm_ocr minicpmv4_6 minicpmv4_7": Maker(
             {
                 "pixel_values": Shape((1, 3, PATCH, 2 * GRID**2 * PATCH)),
                 "target_sizes": [[GRID, GRID]] * 2,
             },
             config={"image_token_id": 207, "video_token_id": 206, "insert_layer_id": 0},
         ),
-        "lfm2_vl": Recipe(
+        "lfm2_vl": Maker(
             {
                 "pixel_values": Shape((2, GRID**2, 3 * PATCH**2)),
                 "spatial_shapes": [[GRID, GRID]] * 2,
                 "pixel_attention_mask": [[1] * GRID**2] * 2,
             }
         ),
-        "llava": Recipe(pictures(), config={"vision_feature_layer": -1}),
-        "aya_vision cohere2_vision internvl qianfan_ocr paligemma janus deepseek_vl ovis2": Recipe(
+        "llava": Maker(pictures(), config={"vision_feature_layer": -1}),
+        "aya_vision cohere2_vision internvl qianfan_ocr paligemma janus deepseek_vl ovis2": Maker(
             pictures()
         ),
-        "got_ocr2 pp_chart2table": Recipe(
+        "got_ocr2 pp_chart2table": Maker(
             pictures(), config=nested("vision_config", {"global_attn_indexes": [1]})
         ),
-        "florence2": Recipe(pictures()),
-        "vipllava": Recipe(pictures(), config={"vision_feature_layers": [-2, -1]}),
-        "aria": Recipe(pictures(), config={"projector_patch_to_query_dict": {16: 4}}),
-        "gemma3 shieldgemma2": Recipe(pictures(), config={"mm_tokens_per_image": 4}),
-        "idefics2 idefics3 smolvlm": Recipe(pictures(2, 1, 3, SIDE, SIDE)),
-        "mistral3 lighton_ocr mistral_large4": Recipe(
+        "florence2": Maker(pictures()),
+        "vipllava": Maker(pictures(), config={"vision_feature_layers": [-2, -1]}),
+        "aria": Maker(pictures(), config={"projector_patch_to_query_dict": {16: 4}}),
+        "gemma3 shieldgemma2": Maker(pictures(), config={"mm_tokens_per_image": 4}),
+        "idefics2 idefics3 smolvlm": Maker(pictures(2, 1, 3, SIDE, SIDE)),
+        "mistral3 lighton_ocr mistral_large4": Maker(
             {**pictures(), "image_sizes": [[SIDE, SIDE]] * 2}
         ),
-        "llama4": Recipe(
+        "llama4": Maker(
             pictures(),
             config=nested(
                 "vision_config",
@@ -212,19 +212,19 @@ RECIPES: dict[str, Recipe] = _families(
                 },
             ),
         ),
-        "llava_next": Recipe(_TILES, config=_PINPOINTS),
-        "llava_next_video llava_onevision": Recipe(
+        "llava_next": Maker(_TILES, config=_PINPOINTS),
+        "llava_next_video llava_onevision": Maker(
             {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}, _BOTH, _PINPOINTS
         ),
-        "deepseek_vl_hybrid": Recipe(
+        "deepseek_vl_hybrid": Maker(
             {
                 **pictures(),
                 "high_res_pixel_values": Shape((2, 3, SIDE, SIDE)),
             },
             config={"high_res_vision_config.global_attn_indexes": [0]},
         ),
-        "step3p7": Recipe(pictures(2, 3, 64, 64)),
-        "mllama": Recipe(
+        "step3p7": Maker(pictures(2, 3, 64, 64)),
+        "mllama": Maker(
             {
                 "pixel_values": Shape((2, 1, 4, 3, SIDE, SIDE)),
                 "aspect_ratio_ids": [[6]] * 2,
@@ -238,13 +238,13 @@ RECIPES: dict[str, Recipe] = _families(
                 "text_config.cross_attention_layers": [1],
             },
         ),
-        "inkling2": Recipe(
+        "inkling2": Maker(
             {
                 "pixel_values": Shape((8, 16, 16, 3)),
                 "image_grid_thw": [[1, 2, 2]] * 2,
             }
         ),
-        "qwen2_audio": Recipe(
+        "qwen2_audio": Maker(
             {
                 "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
                 "feature_attention_mask": Shape((2, _LONG), "audio_config", fill=1),
@@ -253,7 +253,7 @@ RECIPES: dict[str, Recipe] = _families(
             {"audio_config.max_source_positions": 16},
             tokens={"audio": 8},
         ),
-        "audioflamingo3": Recipe(
+        "audioflamingo3": Maker(
             {
                 "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
                 "input_features_mask": Shape((2, _LONG), "audio_config", fill=1),
@@ -261,7 +261,7 @@ RECIPES: dict[str, Recipe] = _families(
             ("audio",),
             {"audio_config.max_source_positions": 16},
         ),
-        "voxtral": Recipe(
+        "voxtral": Maker(
             {"input_features": Shape((2, "num_mel_bins", _LONG), "audio_config")},
             ("audio",),
             {
@@ -270,7 +270,7 @@ RECIPES: dict[str, Recipe] = _families(
                 "audio_token_id": 207,
             },
         ),
-        "glmasr": Recipe(
+        "glmasr": Maker(
             {
                 "input_features": Shape((2, "num_mel_bins", 64), "audio_config"),
                 "input_features_mask": [[1] * 64] * 2,
@@ -278,28 +278,28 @@ RECIPES: dict[str, Recipe] = _families(
             ("audio",),
             {"audio_config.intermediate_size": 4 * WIDTH},
         ),
-        "whisper": Recipe(
+        "whisper": Maker(
             {"input_features": Shape((2, "num_mel_bins", _LONG))},
             (),
             {"max_source_positions": 16},
             without=_SPOKEN,
         ),
-        "speech_to_text": Recipe(
+        "speech_to_text": Maker(
             {"input_features": Shape((2, 64, "input_feat_per_channel"))},
             (),
             {"conv_channels": 32},
             without=_SPOKEN,
         ),
-        "speecht5": Recipe({"input_values": Shape((2, 8000))}, (), without=_SPOKEN),
-        "pop2piano": Recipe({"input_features": Shape((2, 16, "d_model"))}, (), without=_SPOKEN),
+        "speecht5": Maker({"input_values": Shape((2, 8000))}, (), without=_SPOKEN),
+        "pop2piano": Maker({"input_features": Shape((2, 16, "d_model"))}, (), without=_SPOKEN),
         "seamless_m4t/SeamlessM4TForSpeechToText seamless_m4t_v2/SeamlessM4Tv2ForSpeechToText": (
-            Recipe(
+            Maker(
                 {"input_features": Shape((2, 64, "feature_projection_input_dim"))},
                 (),
                 without=_SPOKEN,
             )
         ),
-        "canary cohere_asr": Recipe(
+        "canary cohere_asr": Maker(
             {"input_features": Shape((2, 64, "num_mel_bins"), "encoder_config")},
             (),
             without=_SPOKEN,
@@ -309,10 +309,10 @@ RECIPES: dict[str, Recipe] = _families(
 """By type, or by pair where classes of a type take different inputs."""
 
 
-def for_pair(pair: Any) -> Recipe | None:
-    """The recipe of a pair by its name, or by its type unless it is a language model alone."""
+def for_pair(pair: Any) -> Maker | None:
+    """The maker of a pair by its name, or by its type unless it is a language model alone."""
     alone = pair.cls.endswith("ForCausalLM")
-    return RECIPES.get(pair.name, None if alone else RECIPES.get(pair.type))
+    return MAKERS.get(pair.name, None if alone else MAKERS.get(pair.type))
 
 
 # --- a batch ---
@@ -336,10 +336,10 @@ def _made(value: Any, config: Any, normal: Normal) -> Any:
     return torch.tensor(value) if isinstance(value, list) else value
 
 
-def _rows(model: Any, kind: str, made: Batch, recipe: Recipe) -> int:
+def _rows(model: Any, kind: str, made: Batch, maker: Maker) -> int:
     """How many features a model makes of the inputs of a kind, in both samples together."""
-    if kind in recipe.tokens:
-        return 2 * recipe.tokens[kind]
+    if kind in maker.tokens:
+        return 2 * maker.tokens[kind]
     name = f"get_{kind}_features"
     # the outer model may only pass on what it gets
     ask = getattr(getattr(model, "model", model), name, None) or getattr(model, name)

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -87,6 +87,7 @@ def executed(model: nn.Module) -> Iterator[Executed]:
 
 def counts(report: Any, model: nn.Module, seen: Executed, batch: dict[str, Any]) -> dict[str, Any]:
     """What became of the patched modules of a report, as fields of an outcome."""
+    report = replace(report, entries=[e for e in report.entries if e.op != "packing"])
     parts = idle(report, model, seen, batch)
     ran, served, stock = Counter[str](), Counter[str](), Counter[tuple[str, str, str]]()
     for entry in report.entries:

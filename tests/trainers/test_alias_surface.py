@@ -47,7 +47,6 @@ SKIPPED = {
     "transformers.model.*": "forwards of whole models; liger_multi.patch keeps their own",
     "transformers.trainer*": "derives from a trainer that TRL no longer exports",
     "megatron*": "needs Megatron-Core, with which nobody has run it here",
-    "chunked_loss.*": OPEN,
     "backends*": OPEN,
     "functional*": OPEN,
     "*_backend": OPEN,
@@ -73,7 +72,6 @@ OTHERWISE = {
     "transformers.*apply_liger_kernel_to_qwen3_5*": KERNEL_THERE,
     "transformers.*apply_liger_kernel_to_qwen3_next": KERNEL_THERE,
     "transformers.*apply_liger_kernel_to_qwen3_vl": KERNEL_THERE,
-    "chunked_loss.*LigerFusedLinearORPOLoss": OPEN,
 }
 """Patterns of names whose signature differs on purpose, with the reason."""
 

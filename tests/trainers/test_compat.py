@@ -1058,3 +1058,17 @@ def test_forward_redirection_runs_within_the_wrapper():
         run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
     assert "forward" not in vars(wrapper.module)
     assert isinstance(wrapper.module.forward, types.MethodType)
+
+
+def test_gradients_of_the_bases_cannot_be_differentiated():
+    """They are made in forward: a second derivative would silently lack most of itself."""
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearORPOFunction
+    from liger_multi.errors import DoubleBackwardError
+
+    hidden = torch.randn(4, 5, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    target = torch.randint(0, 11, (4, 5))
+    loss = LigerFusedLinearORPOFunction.apply(hidden, weight, target)[0]
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(gradient.square().sum(), weight)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
 from liger_multi.losses.pairs import sequences
 from liger_multi.losses.shared import divisor, masked_mean
@@ -51,7 +52,8 @@ class _EagerGradients(torch.autograd.Function):
         if needed and value.requires_grad:
             found = iter(torch.autograd.grad(value, needed, allow_unused=True))
         wanted = [x is not None and x.requires_grad for x in leaves]
-        ctx.save_for_backward(*[next(found, None) if need else None for need in wanted])
+        made = [next(found, None) if need else None for need in wanted]
+        ctx.save_for_backward(*made, *tensors)
         return value.detach(), tuple(x.detach() for x in beside)
 
     @classmethod
@@ -60,7 +62,10 @@ class _EagerGradients(torch.autograd.Function):
         upstream: Any = grad_output[0]
         while isinstance(upstream, (tuple, list)):  # subclasses pass all of theirs as one argument
             upstream = upstream[0]
-        hidden, weight, bias = (None if g is None else g * upstream for g in ctx.saved_tensors)
+        made, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        scaled = [None if g is None else g * upstream for g in made]
+        origins = (upstream, *made, *tensors)
+        hidden, weight, bias = not_differentiable(cls.__name__, scaled, origins)
         return hidden, weight, *[None] * cls.OPTIONAL, bias, *[None] * cls.AFTER
 
 
