@@ -60,7 +60,7 @@ from liger_multi.patching.replace.mixers import (
 )
 from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, FusedMlp
 from liger_multi.patching.replace.norms import FusedNorm
-from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked
+from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
 from liger_multi.patching.replace.swap import (
     Block,
@@ -337,6 +337,7 @@ def _packed(report: PatchReport, request: Request, model: nn.Module) -> None:
     for path, module in model.named_modules():
         swap = found.get(path)
         if swap is not None and not conflicts.of_module(module):
+            forget(module)
             _apply(report, path, module, swap, _PACKED[swap.behavior], {})
         elif _is_packed(module):
             _restore(report, path, module)

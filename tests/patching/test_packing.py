@@ -219,6 +219,57 @@ def test_a_form_is_tried_once(counted):
     assert len(counted) == 3
 
 
+def test_a_short_row_first():
+    model = patched()
+    with pytest.raises(PackingError):
+        model(input_ids=tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    with pytest.raises(PackingError):
+        model(input_ids=tokens(), position_ids=positions())
+
+
+def test_what_turns_the_cache_off_and_on_again():
+    model, batch = patched(), {"input_ids": tokens(), "position_ids": positions()}
+    model.config.use_cache = True
+    model.gradient_checkpointing_enable()  # training without a cache
+    model(**batch).logits.sum().backward()
+    model.gradient_checkpointing_disable()
+    with pytest.raises(PackingError, match="use_cache=False"):
+        model(**batch)
+
+
+def test_a_patch_forgets_what_was_tried(counted):
+    model = patched()
+    for _ in range(2):
+        model(input_ids=tokens(), position_ids=positions(), **APART)
+    patch(model, rope=False)
+    model(input_ids=tokens(), position_ids=positions(), **APART)
+    assert len(counted) == 2
+
+
+def test_a_forward_that_is_replaced_on_the_class_later(monkeypatch):
+    model = patched()
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, **given: "theirs")
+    assert model(input_ids=tokens()) == "theirs"
+
+
+def test_compiled_layers_are_not_compiled_for_a_trial(counted):
+    torch._dynamo.reset()
+    model, graphs = patched(), []
+
+    def backend(graph, example):
+        graphs.append(len(example))
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    batch = {"input_ids": tokens(), "labels": tokens(), **APART}
+    model(**batch)
+    made = len(graphs)
+    model(**batch, position_ids=torch.arange(TOKENS)[None])
+    assert len(counted) == 1
+    assert len(graphs) == made > 0
+
+
 # --- a model and its process are left as they were ---
 
 
@@ -285,11 +336,9 @@ def test_what_cannot_be_tried_is_said_once(recwarn):
             raise RuntimeError("rows of other lengths")
 
     refuses.__module__ = "accelerate.hooks"  # part of how the model runs
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(trials, "TOKENS", 16)
-        model.model.register_forward_pre_hook(refuses, with_kwargs=True)
-        for _ in range(2):
-            model(input_ids=tokens(), position_ids=positions())
+    model.model.register_forward_pre_hook(refuses, with_kwargs=True)
+    for _ in range(2):
+        model(input_ids=tokens(), position_ids=positions())
     (told,) = [w for w in recwarn if "could not be tried" in str(w.message)]
     assert "RuntimeError: rows of other lengths" in str(told.message)
 

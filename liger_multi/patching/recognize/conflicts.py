@@ -44,7 +44,7 @@ def of_module(module: nn.Module) -> str | None:
 
 def of_model(model: nn.Module) -> str | None:
     """Why a model's loss is not ours: the forward that holds it, or the loss function itself."""
-    found = owner(vars(model).get("forward")) or owner(type(model).forward)
+    found = owner(vars(model).get("forward")) or owner(stock_class(model).forward)
     if found:
         return f"{found} replaced the forward of {type(model).__name__}, with the loss in it"
     found = owner(F.cross_entropy)

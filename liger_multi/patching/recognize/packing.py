@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from liger_multi.errors import summary
 
 Arguments: TypeAlias = dict[str, Any]
-TOKENS = 64  # of a trial, where a call has as many
-LEAST_TOKENS = 8
+TOKENS = 64  # of a trial, where a model has as many positions
 COARSE, FINE = 1e-2, 1e-4  # changes that rounding explains, in 16 bits and in more
 ALONE = 10  # times as much, where GEMMs have other sizes
 SHIFT = 7  # from one made-up token to another
@@ -81,8 +80,9 @@ class Row:
 
 def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
     """The row for a call with ``input_ids`` or ``inputs_embeds`` as ``rows``."""
-    tokens = min(TOKENS, rows.shape[1])
-    configs = [c for c in (getattr(model, "config", None), _text_config(model)) if c is not None]
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    tokens = min(TOKENS, positions) if isinstance(positions, int) and positions > 2 else TOKENS
+    configs = [c for c in (getattr(model, "config", None), text_config(model)) if c is not None]
     special = {
         value
         for config in configs
@@ -94,7 +94,8 @@ def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
     return Row(tokens, tokens // 2 + tokens // 8, rows.device, text)
 
 
-def _text_config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
+    """The configuration of what reads text, or None."""
     get = getattr(getattr(model, "config", None), "get_text_config", None)
     return get() if callable(get) else None
 
@@ -222,12 +223,12 @@ def trial(
     The model, its buffers and attributes, and the states of random numbers are afterwards what
     they were; hooks of users are not called.
     """
-    if rows.shape[1] < LEAST_TOKENS:
-        return Verdict(untried=f"a row of {rows.shape[1]} tokens is too short")
     row = row_of(model, given, rows)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     arguments = arguments_of(given, row, rows)
-    embeds = None if given.get("input_ids") is not None else rows[:1, : row.tokens].detach()
+    embeds = None
+    if given.get("input_ids") is None:  # as many as needed, over and over
+        embeds = rows[:1].detach()[:, torch.arange(row.tokens, device=rows.device) % rows.shape[1]]
     with undisturbed(model):
         tried = Trial(forward, row, embeds, _coarse(model, rows.device))
         try:
@@ -344,6 +345,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.no_grad())
+        # other lengths would count as recompilations of parts that are compiled
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for keep in (_random_numbers, _no_cached_casts):
             stack.enter_context(keep())
         stack.enter_context(_attributes(model))

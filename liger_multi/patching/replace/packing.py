@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_multi.errors import PackingError
 from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.recognize.packing import Verdict, trial
+from liger_multi.patching.recognize.packing import Verdict, text_config, trial
 from liger_multi.patching.replace.samples import rows_of, several
 from liger_multi.patching.replace.swap import Patched, Swap, swapped, unpatched_class
 
@@ -47,18 +47,22 @@ class CheckedModel(Patched):
 
 def _checked(cls: Any) -> Callable[..., Any]:
     swap: Swap = vars(cls)["_liger_multi_swap"]
-    inner = vars(cls)["_liger_multi_inner"].forward
-    names = tuple(inspect.signature(swap.stock.forward).parameters)[1:]
+    below: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = {**dict(zip(_names(swap.stock.forward), args, strict=False)), **kwargs}
             if any(given.get(name) is not None for name in TOLD_BY):
-                check(self, functools.partial(inner, self), given)
-        return inner(self, *args, **kwargs)
+                check(self, functools.partial(below.forward, self), given)
+        return below.forward(self, *args, **kwargs)
 
     return forward
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = (
@@ -92,6 +96,11 @@ def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any
     )
 
 
+def forget(model: nn.Module) -> None:
+    """Try a model again: what it runs is not what it was."""
+    _verdicts.pop(model, None)
+
+
 def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
     """Calls that nobody checks: of generation, of tracers, with masks that say it all."""
     mask = given.get("attention_mask")
@@ -106,17 +115,22 @@ def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
     )
 
 
+_SETTINGS = ("use_cache", "_attn_implementation")  # of configurations
+
+
 def _form(model: Any, given: Mapping[str, Any]) -> Hashable:
     """What decides whether samples are kept apart, and is not written in the model."""
     config = getattr(model, "config", None)
+    text = text_config(model)
     tensors = {n: v.ndim for n, v in given.items() if isinstance(v, Tensor)}
     positions = given.get("position_ids")
     return (
         frozenset(tensors.items()),
         positions.shape[0] if isinstance(positions, Tensor) and positions.ndim == 3 else 0,
         given.get("use_cache"),
-        getattr(config, "use_cache", None),
-        getattr(config, "_attn_implementation", None),
+        *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
+        # which turns the cache off in training
+        any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),
         model.training,
         torch.is_grad_enabled(),
     )
