@@ -53,7 +53,8 @@ class _EagerGradients(torch.autograd.Function):
             found = iter(torch.autograd.grad(value, needed, allow_unused=True))
         wanted = [x is not None and x.requires_grad for x in leaves]
         made = [next(found, None) if need else None for need in wanted]
-        ctx.save_for_backward(*made, *tensors)
+        ctx.save_for_backward(*made)
+        ctx.tensors = tensors  # not saved: they may be written to, as gradients are made
         return value.detach(), tuple(x.detach() for x in beside)
 
     @classmethod
@@ -62,9 +63,9 @@ class _EagerGradients(torch.autograd.Function):
         upstream: Any = grad_output[0]
         while isinstance(upstream, (tuple, list)):  # subclasses pass all of theirs as one argument
             upstream = upstream[0]
-        made, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        made = ctx.saved_tensors
         scaled = [None if g is None else g * upstream for g in made]
-        origins = (upstream, *made, *tensors)
+        origins = (upstream, *made, *ctx.tensors)
         hidden, weight, bias = not_differentiable(cls.__name__, scaled, origins)
         return hidden, weight, *[None] * cls.OPTIONAL, bias, *[None] * cls.AFTER
 
