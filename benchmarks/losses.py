@@ -507,7 +507,8 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
 def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
     """Seconds of rounding and GEMMs alone; gradients of logits are those of all rows."""
     from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
-    from liger_multi.reference.cross_entropy.float8 import GRADIENT, multiply
+    from liger_multi.reference.common.float8 import GRADIENT
+    from liger_multi.reference.cross_entropy.float8 import multiply
 
     to, device = TritonRounding(), hidden.device
     raw = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=device)

@@ -99,6 +99,7 @@ OPERATOR_FAMILIES = {
     "linear_attention": "linear attention and state spaces",
     "experts": "mixtures of experts",
     "adapters": "LoRA",
+    "float8": "FP8",
     "residuals": "residual streams",
     "embedding": "embedding",
 }

@@ -67,6 +67,7 @@ ROWS: dict[str, Row] = {
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,
     "linear": PLAIN,
+    "linear_float8": PLAIN,
     "lora_mlp": PLAIN,
     "lora_qkv": PLAIN,
     "lora_update": PLAIN,

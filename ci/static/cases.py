@@ -19,6 +19,7 @@ from liger_multi.backends.triton.activations import operators as activations
 from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
 from liger_multi.backends.triton.adapters.operators import split
 from liger_multi.backends.triton.attention import attention, multi_token_attention
+from liger_multi.backends.triton.common.float8 import FORMATS
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.backends.triton.cross_entropy import (
     cross_entropy,
@@ -35,6 +36,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.float8.rows import TritonQuantizer
 from liger_multi.backends.triton.linear_attention import (
     gated_delta_rule,
     kimi_delta_attention,
@@ -440,6 +442,15 @@ def _float8(rows: int, cols: int, dtype: torch.dtype) -> None:
     kinds.both_ways(_meta(cols, rows), dtype)
 
 
+def _float8_rows(rows: int, cols: int, format: torch.dtype, dtype: torch.dtype = BF16) -> None:
+    kinds, columns = TritonQuantizer(), _meta(cols, dtype=FP32)
+    x = _meta(rows, cols, dtype=dtype)
+    made = kinds.rows(x, None, format)
+    kinds.rows(x, columns, format)
+    kinds.across(x, made.scale, format)
+    kinds.across(made.codes, None, format)
+
+
 def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
     x = _meta(rows, cols * beside, dtype=FP32)[:, :cols]
     split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
@@ -669,7 +680,13 @@ LOSSES = (
     Launches("parts 8192x16", _split, ((8192, 16, 1, 1),)),
     Launches("parts 8192x48", _split, ((8192, 16, 1, 3),)),
     Launches("parts 16x4096", _split, ((16, 4096, 0, 1),)),
-    Launches("8 bits {}x{} {}", _float8, [(4096, 128256, dtype) for dtype in float8.FORMATS]),
+    Launches("8 bits {}x{} {}", _float8, [(4096, 128256, dtype) for dtype in FORMATS]),
+    Launches("float8 rows {}x{} {}", _float8_rows, [
+        (8192, cols, format)
+        for format in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+        for cols in (4096, 14336, 28672)
+    ]),
+    Launches("float8 rows {}x{} {} {}", _float8_rows, ((8192, 4096, torch.float8_e4m3fn, FP32),)),
     Launches("log_prob {} {}", _log_prob, ((128256, BF16), (151936, BF16), (32000, FP32))),
     Launches("softmax {}x{} {}", _softmax, (
         (65536, 256, BF16), (8192, 4096, BF16), (8192, 4096, FP32), (4096, 16384, BF16),

@@ -380,7 +380,7 @@ class _Rounding:
     """Rounding to FP8 by a kernel: a copy in one layout, or in two."""
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-        from liger_multi.reference.cross_entropy.float8 import Rounded
+        from liger_multi.reference.common.float8 import Rounded
 
         return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
 

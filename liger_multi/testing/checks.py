@@ -120,7 +120,8 @@ class Exact:
     Attributes:
         result: Outputs that have gradients.
         beside: The other outputs.
-        upstream: The upstream gradient of every output in ``result``.
+        upstream: The upstream gradient of every output in ``result``, drawn in the dtype of the
+            test: an operator that rounds it again must round the same number.
         gradients: From the names of the outputs that are used to the gradients of the inputs.
     """
 
@@ -152,7 +153,7 @@ def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact
     result, beside = outputs(FORMULAS[op](**wide, **sample.options))
     generator = torch.Generator().manual_seed(1)
     upstream = {
-        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(place)
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype).to(t)
         for n, t in result.items()
     }
 

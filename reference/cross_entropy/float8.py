@@ -10,30 +10,15 @@ of the weight is left in 16 bits. A CPU has no such product and multiplies the r
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks
+from liger_multi.reference.common.float8 import ALIGNED, FACTOR, FORMATS, LEAST, Rounded
 
 # --- rounding ---
-
-# Of factors and of gradients: those of OCP's standard, and those without infinities and negative
-# zero that some hardware multiplies instead.
-FORMATS = (
-    (torch.float8_e4m3fn, torch.float8_e5m2),
-    (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-)
-FACTOR, GRADIENT = FORMATS[0]
-LEAST = 2.0**-100  # a largest element that is smaller counts as this: scales have an inverse
-
-
-class Rounded(NamedTuple):
-    """A tensor in FP8: ``data * scale``."""
-
-    data: Tensor
-    scale: Tensor
 
 
 class Rounding(Protocol):
@@ -76,8 +61,6 @@ PLAIN = PlainRounding()
 
 
 # --- products of a head ---
-
-ALIGNED = 16  # columns that the matrix library asks for
 
 
 def logits_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:

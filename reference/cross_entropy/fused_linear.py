@@ -23,9 +23,10 @@ from liger_multi.reference.common.chunking import (
     statistics_dtype,
     weight_gradient_dtype,
 )
+from liger_multi.reference.common.float8 import GRADIENT
 from liger_multi.reference.common.retry import divided
 from liger_multi.reference.common.strict import by_rows, multiply
-from liger_multi.reference.cross_entropy.float8 import GRADIENT, PLAIN, Head, Rounding, logits_dtype
+from liger_multi.reference.cross_entropy.float8 import PLAIN, Head, Rounding, logits_dtype
 from liger_multi.reference.cross_entropy.rows import Objective
 
 # --- chunks of rows ---

@@ -24,7 +24,8 @@ from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
-from liger_multi.reference.cross_entropy.float8 import FORMATS, PLAIN
+from liger_multi.reference.common.float8 import FORMATS
+from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 
 # --- multi_token_attention ---

@@ -60,10 +60,12 @@ def test_opcheck(device, op, sample):
         args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
         if any(isinstance(a, torch.Tensor) and a.numel() == 0 and a.ndim > 1 for a in args):
             continue  # opcheck compares storages, and empty ones are all alike
+        coded = any(isinstance(a, torch.Tensor) and "float8" in str(a.dtype) for a in args)
+        schema = () if coded else ("test_schema",)  # which multiplies what it compares
         torch.library.opcheck(
             prim.overload,
             args,
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+            test_utils=(*schema, "test_autograd_registration", "test_faketensor"),
         )
 
 
@@ -94,7 +96,11 @@ def test_shape_rules_equal_what_runs(device, op, sample):
             assert strides[0] == strides[1] or not got.numel(), (prim.direction, name)
 
 
-@pytest.mark.parametrize("op", operators())
+STEPPED = ("linear_float8",)
+"""Operators that round their inputs: steps, whose numeric derivative is 0."""
+
+
+@pytest.mark.parametrize("op", [op for op in operators() if op not in STEPPED])
 @pytest.mark.parametrize(
     "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["along a line", "every entry"]
 )

@@ -1,14 +1,4 @@
-"""Rounding to FP8: one launch for the largest element, one for the values in one or two layouts.
-
-A value of E4M3 or E5M2 is the sign, then the exponent and mantissa of fp32 with fewer bits, so
-
-    code = (bits + half + odd) >> (23 - mantissa)      minus the difference of the biases
-
-rounds to nearest even and carries into the exponent. Below the smallest normal value, a power of
-two is added whose last place is the spacing there; the lowest bits of that sum are the code. Codes
-are computed with integers, because not every code generator knows these formats, and those that do
-differ in what overflows.
-"""
+"""Rounding to FP8: one launch for the largest element, one for the values in one or two layouts."""
 
 from __future__ import annotations
 
@@ -19,18 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.common.float8 import FORMATS, float8_code
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import assume_rows, cdiv, warps
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.cross_entropy.float8 import FACTOR, PLAIN, Rounded, scale_for
+from liger_multi.reference.common.float8 import FACTOR, Rounded
+from liger_multi.reference.cross_entropy.float8 import PLAIN, scale_for
 
 PROGRAMS = 8  # of the search for the largest element, a core
-FORMATS = {  # bits of mantissa, bias
-    torch.float8_e4m3fn: (3, 7),
-    torch.float8_e5m2: (2, 15),
-    torch.float8_e4m3fnuz: (3, 8),
-    torch.float8_e5m2fnuz: (2, 16),
-}
 
 
 @dataclass(frozen=True)
@@ -59,29 +45,6 @@ def flat_config(info: DeviceInfo) -> FlatConfig:
 def tile_config(info: DeviceInfo) -> TileConfig:
     """Lines of 64 bytes in both layouts, 16 elements a thread."""
     return TileConfig(64, 64, warps(256, info.warp_size))
-
-
-@triton.jit
-def _code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """FP8 codes of fp32 values that do not overflow; NaN stays NaN.
-
-    BIAS is a multiple of 8 in the formats without a negative zero, where that code is NaN.
-    """
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    bits = value.to(tl.uint32, bitcast=True)
-    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    # half a unit less one, plus the last kept bit: ties go to even
-    near = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
-    normal = near - ((127 - BIAS) << MANTISSA)
-    SPACING: tl.constexpr = 127 + 24 - BIAS - MANTISSA  # exponent of what has this last place
-    magic = tl.full(bits.shape, SPACING << 23, tl.uint32)
-    total = bits.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
-    small = total.to(tl.uint32, bitcast=True) - magic
-    code = tl.where(bits < ((128 - BIAS) << 23), small, normal)
-    if BIAS % 8 == 0:  # no negative zero: that code is what is not a number
-        code = tl.where(code == 0, 0, sign | code)
-        return tl.where(bits > 0x7F800000, 0x80, code).to(tl.uint8)
-    return (sign | tl.where(bits > 0x7F800000, 0x7F, code)).to(tl.uint8)
 
 
 @triton.jit
@@ -114,7 +77,7 @@ def _round_8_bits_kernel(
     mask = first + lane < size
     inverse = 1.0 / tl.load(scale_ptr)
     x = tl.load(x_ptr + first + lane, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + first + lane, _code(x * inverse, MANTISSA, BIAS), mask=mask)
+    tl.store(out_ptr + first + lane, float8_code(x * inverse, MANTISSA, BIAS), mask=mask)
 
 
 @triton.jit
@@ -138,7 +101,7 @@ def _round_both_ways_kernel(
     first, at = first_row * cols + first_col, row[:, None] * cols + col[None, :]
     inverse = 1.0 / tl.load(scale_ptr)
     x = tl.load(x_ptr + first + at, mask=mask, other=0.0).to(tl.float32)
-    code = _code(x * inverse, MANTISSA, BIAS)
+    code = float8_code(x * inverse, MANTISSA, BIAS)
     tl.store(out_ptr + first + at, code, mask=mask)
     turned = first_col.to(tl.int64) * rows + first_row
     at = col[:, None] * rows + row[None, :]

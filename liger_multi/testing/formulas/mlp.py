@@ -6,6 +6,8 @@ densely: every token through every expert.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -98,6 +100,43 @@ def gated_mlp(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``."""
     return F.linear(x, weight, bias)
+
+
+# --- linear layers in FP8 ---
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes as numbers, and the power-of-two scale of every row."""
+    padded = F.pad(x.detach().abs(), (0, 1))  # a row of no columns has a largest element, 0
+    largest = padded.amax(-1, keepdim=True).clamp_min(2.0**-100)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 448.0)))
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype), scale
+
+
+class _LinearFloat8(torch.autograd.Function):
+    """Both rounded products; rounding itself has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        codes, own = _rounded(weight) if scale is None else (weight, scale.unsqueeze(1))
+        ctx.save_for_backward(x, codes, own)
+        rows, rows_scale = _rounded(x)
+        return F.linear(rows, codes) * rows_scale * own.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        (dy,), (x, codes, scale) = upstream, ctx.saved_tensors
+        rows, rows_scale = _rounded(dy * scale.squeeze(1))
+        dweight = torch.atleast_2d(dy).flatten(0, -2).t() @ torch.atleast_2d(x).flatten(0, -2)
+        return (rows @ codes) * rows_scale, dweight, None
+
+
+def linear_float8(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None
+) -> Tensor:
+    """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
+    y: Tensor = _LinearFloat8.apply(x, weight, weight_scale)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 # --- adapters ---

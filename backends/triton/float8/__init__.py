@@ -1,0 +1,1 @@
+"""Linear layers in FP8 with a scale per row."""

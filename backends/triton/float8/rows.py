@@ -1,0 +1,181 @@
+"""Codes of rows: one pass over a row finds its largest element, the same or a second one rounds.
+
+A scale is a power of two found from the bits of the largest element (``row_scale``), so it equals
+the reference's. NaN has the largest bits of all, and makes its row NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.float8 import FORMATS, float8_code, row_scale
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import (
+    assume_cols,
+    assume_rows,
+    cdiv,
+    load_or,
+    tile_rows,
+    warps,
+    with_stride,
+)
+from liger_multi.backends.triton.norms.row_config import forward_config
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.float8 import LARGEST
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows
+
+
+@dataclass(frozen=True)
+class AcrossConfig:
+    """Rows, columns and warps of a tile that is written the other way round."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+def across_config(info: DeviceInfo) -> AcrossConfig:
+    """Lines of 64 bytes in both layouts, 16 elements a thread."""
+    return AcrossConfig(64, 64, warps(256, info.warp_size))
+
+
+def constants_of(format: torch.dtype) -> tuple[int, int, int, int]:
+    """What kernels know of a format: mantissa, bias, and both numbers of its largest one."""
+    return (*FORMATS[format], *LARGEST[format])
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, columns_ptr, codes_ptr, scale_ptr, x_stride, rows, cols, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of rows that fit into registers.
+
+    Program: a tile of ROWS rows; reads them once, times a number per column where there are any,
+    and writes contiguous codes and one scale per row.
+    """
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(codes_ptr, cols, ROWS)
+    assume_cols(cols, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    row_mask = first + row < rows
+    mask = row_mask[:, None] & (col < cols)[None, :]
+    at = row[:, None] * x_stride + col[None, :]
+    x = tl.load(x_ptr + first * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+    x *= load_or(columns_ptr, col, col < cols, 1.0)[None, :]
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale, inverse = row_scale(tl.max(bits, axis=1), LARGEST, EXPONENT)
+    code = float8_code(x * inverse[:, None], MANTISSA, BIAS)
+    tl.store(codes_ptr + first * cols + row[:, None] * cols + col[None, :], code, mask=mask)
+    tl.store(scale_ptr + first + row, scale, mask=row_mask)
+
+
+@triton.jit
+def _quantize_wide_rows_kernel(
+    x_ptr, columns_ptr, codes_ptr, scale_ptr, x_stride, cols, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for wider rows, in two passes of BLOCK columns a step.
+
+    Program: one row. The first pass finds the largest element, the second reads again, from the
+    cache where the row is still there, and writes codes.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    codes_ptr += row * cols
+    assume_cols(cols)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x *= load_or(columns_ptr, col, mask, 1.0)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, inverse = row_scale(tl.max(largest, axis=0), LARGEST, EXPONENT)
+    tl.store(scale_ptr + row, scale)
+    for start in tl.range(0, cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < cols
+        x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = x.to(tl.float32) * load_or(columns_ptr, col, mask, 1.0)
+        tl.store(codes_ptr + col, float8_code(x * inverse, MANTISSA, BIAS), mask=mask)
+
+
+@triton.jit
+def _across_kernel(
+    x_ptr, scale_ptr, out_ptr, x_stride, rows, cols, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a matrix, transposed: of numbers divided by the scale of their row, or as given.
+
+    Program: a tile of ROWS by COLS of x; reads it once and writes its transpose.
+    """
+    assume_rows(x_ptr, x_stride, ROWS)
+    assume_rows(out_ptr, rows, COLS)
+    tiles = tl.cdiv(cols, COLS)
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    first_col = (tl.program_id(0) % tiles) * COLS
+    row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
+    row_mask, col_mask = first_row + row < rows, first_col + col < cols
+    at = row[:, None] * x_stride + col[None, :]
+    mask = row_mask[:, None] & col_mask[None, :]
+    x = tl.load(x_ptr + (first_row * x_stride + first_col) + at, mask=mask, other=0)
+    if scale_ptr is None:
+        code = x
+    else:
+        inverse = 1.0 / tl.load(scale_ptr + first_row + row, mask=row_mask, other=1.0)
+        code = float8_code(x.to(tl.float32) * inverse[:, None], MANTISSA, BIAS)
+    at = col[:, None] * rows + row[None, :]
+    mask = row_mask[None, :] & col_mask[:, None]
+    tl.store(out_ptr + (first_col.to(tl.int64) * rows + first_row) + at, tl.trans(code), mask=mask)
+
+
+class TritonQuantizer:
+    """Codes by kernels; the same bits as the reference's."""
+
+    @staticmethod
+    def rows(x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+        """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
+        if not x.numel():
+            return PLAIN.rows(x, columns, format)
+        (x, stride), (rows, cols) = with_stride(x), x.shape
+        codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        k = launch_config("float8_rows", forward_config, x.device, rows=rows, cols=cols)
+        tensors = (x, columns, codes, scale, stride)
+        if k.block >= cols:
+            launch(
+                _quantize_rows_kernel, cdiv(rows, k.rows), (*tensors, rows, cols),
+                (*constants_of(format), k.rows, k.block), k.num_warps,
+            )  # fmt: skip
+        else:
+            launch(
+                _quantize_wide_rows_kernel, rows, (*tensors, cols),
+                (*constants_of(format), k.block), k.num_warps,
+            )  # fmt: skip
+        return Float8Rows(codes.view(format), scale)
+
+    @staticmethod
+    def across(x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+        """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
+        if not x.numel():
+            return PLAIN.across(x, scale, format)
+        if scale is None:
+            x = x.view(torch.uint8)
+        (x, stride), (rows, cols) = with_stride(x), x.shape
+        k = launch_config("float8_across", across_config, x.device)
+        tile = tile_rows(k.rows, stride), tile_rows(k.cols, rows)
+        made = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
+        launch(
+            _across_kernel, cdiv(rows, tile[0]) * cdiv(cols, tile[1]),
+            (x, scale, made, stride, rows, cols), (*FORMATS[format], *tile), k.num_warps,
+        )  # fmt: skip
+        return made.view(format)

@@ -1,0 +1,195 @@
+"""Contract of ``linear_float8``."""
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_GEMM, bitwise
+from liger_multi.dispatch.op import Op
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+RECIPES = ("rowwise_gw_hp",)
+CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+op = Op(
+    "linear_float8",
+    family="float8",
+    rows=("x", "dy", "codes", "codes_scale"),
+    replicated=("weight", "bias", "weight_scale"),
+    bitwise=bitwise(BY_GEMM, "x y", 1),
+)
+
+
+class Float8Rows(NamedTuple):
+    """Rows in FP8, ``codes * scale``: codes ``(..., K)`` in E4M3, scale ``(...)`` in fp32."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+@op.forward(returns="y scale", residuals="scale")
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
+    codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    kept = weight.shape[0] if weight_scale is None else 0
+    return (
+        x.new_empty((*x.shape[:-1], weight.shape[0])),
+        x.new_empty((kept,), dtype=torch.float32),
+    )
+
+
+def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
+    weight = () if needs_x else ("weight",)
+    return weight if needs_weight else (*weight, "x")
+
+
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    """A width is known from the tensor that was kept for the gradient."""
+    dy, x, weight = (given[name] for name in ("dy", "x", "weight"))
+    outer, kind = dy.shape[-1], given["weight_dtype"]
+    return (
+        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if given["needs_x"] else (0,)),
+        dy.new_empty((outer, x.shape[-1]) if given["needs_weight"] else (0,), dtype=kind),
+        dy.new_empty((outer,) if given["needs_bias"] else (0,)),
+    )
+
+
+op.backward(
+    reads="dy x? weight? weight_scale scale weight_dtype", returns="dx dweight dbias",
+    not_saved=_unread, rule=_gradients,
+)  # fmt: skip
+
+
+def linear_float8(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
+    quantized: Float8Rows | None = None, recipe: str = "rowwise_gw_hp",
+) -> Tensor:  # fmt: skip
+    """A linear layer whose output and input gradient are FP8 GEMMs.
+
+    Math:
+        ``y = q(x) @ q(weight).T + bias``, ``dx = q(dy * s) @ codes(weight)`` with the codes and
+        row scales ``s`` of forward, ``dweight = dy.T @ x`` unrounded. ``q`` rounds to E4M3 with one
+        power-of-two scale per row, the smallest under which nothing overflows. Infinities and NaN
+        make their row NaN.
+
+    Shapes:
+        x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
+        quantized: codes ``(..., K)`` and scale ``(...)`` of x. y ``(..., N)``, contiguous.
+
+    Dtypes:
+        In: x, weight and bias of one floating dtype; under autocast, which sets the dtype of x and
+        bias, weight is quantized as it is. With weight_scale (fp32), weight holds codes
+        (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3), is frozen and never held in another
+        dtype. Inside: sums in fp32; on Hopper, those of y keep 14 bits between steps. Out: that
+        of x.
+
+    Memory:
+        Kept for backward: x where weight needs a gradient, weight where x needs one, 4 bytes per
+        row of weight. Codes live during a GEMM: 1 byte per element of x and weight. Without FP8
+        GEMMs (a CPU, NVIDIA before sm89, sizes that are no multiples of 16) codes are dequantized
+        for a GEMM in the dtype of x.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, dtypes differ without autocast, or
+            weight holds codes without weight_scale.
+        ValueError: Shapes do not fit together, mixed devices, unknown recipe, or codes that require
+            a gradient.
+
+    Source:
+        torchao's ``rowwise_with_gw_hp`` recipe, with the scales of weight in the rows of dy.
+    """
+    name = "linear_float8"
+    tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
+    checks.floating(name, **tensors, weight_scale=weight_scale, optional=("bias", "weight_scale"))
+    checks.one_of(name, "recipe", recipe, RECIPES)
+    if weight.ndim != 2:
+        checks.refuse(name, "weight must have shape (N, K)", weight)
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        checks.refuse(name, f"the last axis of x must be K = {weight.shape[1]} of weight "
+                      f"{tuple(weight.shape)}", x)  # fmt: skip
+    checks.vector(name, "bias", bias, weight.shape[0], "rows of weight")
+    checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
+    _codes_fit(weight, weight_scale)
+    codes, scale = (None, None) if quantized is None else _fitting(x, quantized)
+    apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
+    wide = {"x": x, "bias": bias} if apart else tensors
+    cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
+    return op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)  # type: ignore[no-any-return]
+
+
+def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
+    """Codes and scales come together, and have no gradient."""
+    coded = weight.dtype in CODES
+    if coded != (scale is not None):
+        wanted = "weight_scale beside codes" if coded else "codes (float8_e4m3fn) for weight_scale"
+        raise TypeError(f"linear_float8: {wanted} needed, got weight {checks.describe(weight)}")
+    if scale is None:
+        return
+    if scale.dtype != torch.float32:
+        raise TypeError(
+            f"linear_float8: weight_scale must be float32, got {checks.describe(scale)}"
+        )
+    if weight.requires_grad or scale.requires_grad:
+        raise ValueError("linear_float8: codes and weight_scale are frozen, got one that requires "
+                         "a gradient")  # fmt: skip
+
+
+def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:
+    codes, scale = quantized
+    if codes.dtype not in CODES or codes.shape != x.shape or scale.shape != x.shape[:-1]:
+        checks.refuse(
+            "linear_float8",
+            f"quantized must hold E4M3 codes {tuple(x.shape)} and scales {tuple(x.shape[:-1])}",
+            f"{checks.describe(codes)} and {checks.describe(scale)}",
+        )
+    return codes, scale
+
+
+def _case(
+    rows: tuple[int, ...], width: int, out: int, bias: bool = False, **specs: T
+) -> dict[str, T]:
+    """Tensors of a sample; ``specs`` replace some."""
+    made = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
+    return made | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
+
+
+def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
+    """The same of a frozen weight in codes."""
+    codes = T((out, width), CODES[0], 32.0, grad=False)
+    scale = T((out,), torch.float32, positive=True, grad=False)
+    return _case(rows, width, out, bias, weight=codes, weight_scale=scale)
+
+
+def _frozen(*shape: int) -> T:
+    return T(shape, grad=False)
+
+
+SAMPLES = (
+    Sample("rows", _case((2, 5), 16, 32)),
+    Sample("bias", _case((2, 5), 16, 32, True)),
+    Sample("odd-widths", _case((7,), 13, 19, True)),
+    Sample("one-row", _case((1,), 16, 48, True)),
+    Sample("one-axis", _case((), 16, 32, True)),
+    Sample("no-rows", _case((0,), 16, 16, True)),
+    Sample("no-columns", _case((3,), 0, 16, True)),
+    Sample("wide", _case((3,), 18000, 16), path="rows in steps"),
+    Sample("large-numbers", _case((5,), 32, 16, x=T((5, 32), scale=2e3))),
+    Sample("sliced", _case((4,), 16, 32, True, x=T((4, 16), layout="sliced"))),
+    Sample("transposed", _case((2, 4), 16, 32, True, x=T((2, 4, 16), layout="transposed"))),
+    Sample("transposed-weight", _case((4,), 16, 32, weight=T((32, 16), layout="transposed"))),
+    Sample("expanded", _case((4,), 16, 32, x=T((4, 16), layout="expanded"))),
+    Sample("frozen-x", _case((4,), 16, 32, True, x=_frozen(4, 16))),
+    Sample("frozen-weight", _case((4,), 16, 32, True, weight=_frozen(32, 16))),
+    Sample("only-bias", _case((4,), 16, 32, True, x=_frozen(4, 16), weight=_frozen(32, 16))),
+    Sample("codes", _coded((2, 5), 16, 32)),
+    Sample("codes-bias", _coded((6,), 48, 16, True)),
+    Sample("past-65535-rows", _case((65537,), 16, 16, weight=_frozen(16, 16)), size="thin"),
+    Sample("8192x4096x14336", _case((8192,), 4096, 14336), size="bench"),
+    Sample("16384x2048x8192", _case((16384,), 2048, 8192), size="bench"),
+    Sample("8192x4096x4096", _case((8192,), 4096, 4096), size="bench"),
+    Sample("8192x4096x14336-codes", _coded((8192,), 4096, 14336), size="bench"),
+)

@@ -1,0 +1,177 @@
+"""Rows in FP8: E4M3 codes and one power-of-two scale per row, and GEMMs of such rows.
+
+The scale of a row is the smallest power of two by which its largest element fits into the format:
+no rounding of its own, and no row depends on another. It is computed from the bits of the largest
+element, so that every backend finds the same. Rows of zeros count as rows whose largest element is
+2^-100. Infinities and NaN become NaN, and so does the result of their row.
+
+A GEMM sums products of codes in fp32 and multiplies by both scales. Where a device has none, rows
+are dequantized first: codes have 4 significant bits and scales are powers of two, so this is exact
+in bf16 too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks
+from liger_multi.reference.common.float8 import (
+    ALIGNED,
+    FORMATS,
+    INFINITY_BITS,
+    LARGEST,
+    LEAST_BITS,
+)
+
+CODES = tuple(LARGEST)
+"""The dtypes that codes may have."""
+
+
+class Float8Rows(NamedTuple):
+    """Rows in FP8, ``codes * scale``: codes ``(..., K)`` in E4M3, scale ``(...)`` in fp32."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+class Quantizer(Protocol):
+    """How a backend makes codes."""
+
+    def rows(self, x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+        """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
+
+    def across(self, x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+        """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
+
+
+def scale_of(largest: Tensor, format: torch.dtype) -> Tensor:
+    """The smallest power of two by which magnitudes, given as bits of fp32, fit into a format."""
+    mantissa, exponent = LARGEST[format]
+    bits = largest.clamp(LEAST_BITS, INFINITY_BITS)
+    bits = ((bits + (0x7FFFFF - mantissa)) & INFINITY_BITS) - (exponent << 23)
+    return bits.view(torch.float32)
+
+
+def encoded(values: Tensor, format: torch.dtype) -> Tensor:
+    """Codes of fp32 values that fit, rounded to nearest even; what is not finite becomes NaN."""
+    return torch.where(values.isfinite(), values, torch.nan).to(format)
+
+
+class PlainQuantizer:
+    """Codes in plain PyTorch, block by block of rows."""
+
+    @staticmethod
+    def rows(x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+        """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
+        codes = torch.empty(x.shape, dtype=format, device=x.device)
+        scale = x.new_empty(x.shape[0], dtype=torch.float32)
+        for block in row_blocks(x.shape[0], x.shape[1] * 12):
+            wide = x[block].float() if columns is None else x[block].float() * columns
+            bits = wide.contiguous().view(torch.int32) & 0x7FFFFFFF
+            largest = bits.amax(1) if x.shape[1] else bits.new_zeros(bits.shape[0])
+            scale[block] = scale_of(largest, format)
+            codes[block] = encoded(wide / scale[block, None], format)
+        return Float8Rows(codes, scale)
+
+    @staticmethod
+    def across(x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+        """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
+        made = torch.empty(x.shape[::-1], dtype=format, device=x.device)
+        for block in row_blocks(x.shape[0], x.shape[1] * 8):
+            part = x[block]
+            if scale is not None:
+                part = encoded(part.float() / scale[block, None], format)
+            made[:, block] = part.t()
+        return made
+
+
+PLAIN = PlainQuantizer()
+
+
+# --- GEMMs ---
+
+
+def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """``a @ b.T`` of rows (M, C) and (N, C), in ``dtype``.
+
+    ``fast``: a Hopper card may keep 14 bits of its sums between steps.
+    """
+    if unsupported(a.codes.device, a.codes.dtype, b.codes.shape) is None:
+        return _multiply(a, b, dtype, fast)
+    kind = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+    left, out = dequantized(a, kind), a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype)
+    for block in row_blocks(len(b.scale), b.codes.shape[1] * kind.itemsize):
+        right = dequantized(Float8Rows(b.codes[block], b.scale[block]), kind)
+        out[:, block] = (left @ right.t()).to(dtype)
+    return out
+
+
+def dequantized(rows: Float8Rows, dtype: torch.dtype) -> Tensor:
+    """``codes * scale`` in ``dtype``."""
+    scale = rows.scale.unsqueeze(-1)
+    if dtype == torch.float16:  # its range is less than that of scales
+        return (rows.codes.float() * scale).to(dtype)
+    return rows.codes.to(dtype) * scale.to(dtype)
+
+
+def unsupported(
+    device: torch.device, format: torch.dtype, shape: tuple[int, ...] | torch.Size
+) -> str | None:
+    """Why a device multiplies rows by those of a matrix of ``shape`` dequantized; None if not."""
+    if device.type in ("cpu", "meta"):
+        return f"no FP8 GEMM with a scale per row on a {device.type} device"
+    if any(size % ALIGNED or not size for size in shape):
+        return f"both axes must be multiples of {ALIGNED}, got {tuple(shape)}"
+    return _refused(device, format)
+
+
+def format_of(device: torch.device) -> torch.dtype:
+    """The format of codes that a device multiplies; OCP's where it multiplies none."""
+    if device.type in ("cpu", "meta"):
+        return CODES[0]
+    found = (format for format, _ in FORMATS if _refused(device, format) is None)
+    return next(found, CODES[0])
+
+
+@functools.cache
+def _refused(device: torch.device, format: torch.dtype) -> str | None:
+    """What the device says to one small GEMM."""
+    try:
+        one = torch.zeros(ALIGNED, ALIGNED, device=device).to(format)
+        rows = Float8Rows(one, torch.ones(ALIGNED, device=device))
+        _multiply(rows, rows, torch.bfloat16, True)
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError) as wrong:
+        return f"no FP8 GEMM with a scale per row here: {wrong!s:.80}"
+    return None
+
+
+def _multiply(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool) -> Tensor:
+    """PyTorch's product; its result is in bf16 where a device offers no other."""
+    kind = dtype if _writes(a.codes.device, a.codes.dtype, dtype) else torch.bfloat16
+    made = torch._scaled_mm(
+        a.codes, b.codes.t(), scale_a=a.scale.unsqueeze(1), scale_b=b.scale.unsqueeze(0),
+        out_dtype=kind, use_fast_accum=fast,
+    )  # fmt: skip
+    return made.to(dtype)
+
+
+@functools.cache
+def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the product can be written in a dtype."""
+    if dtype == torch.bfloat16:
+        return True
+    codes, scale = torch.zeros(16, 16, device=device).to(format), torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=dtype)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def rows_of(x: Tensor, columns: Optional[Tensor], to: Quantizer) -> Float8Rows:
+    """The rows of a tensor ``(..., K)`` in the format of its device, as a matrix."""
+    return to.rows(as_rows(x), columns, format_of(x.device))
