@@ -29,16 +29,20 @@ class Float8Rows(NamedTuple):
     scale: Tensor
 
 
-@op.forward(returns="y scale", residuals="scale")
+@op.forward(
+    returns="y x_codes x_scale scale", residuals="scale", non_differentiable="x_codes x_scale"
+)
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
     codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
-    kept = weight.shape[0] if weight_scale is None else 0
+    lead, made, kept = x.shape[:-1], codes is None, weight_scale is None
     return (
-        x.new_empty((*x.shape[:-1], weight.shape[0])),
-        x.new_empty((kept,), dtype=torch.float32),
+        x.new_empty((*lead, weight.shape[0])),
+        x.new_empty(x.shape if made else (0,), dtype=torch.uint8),
+        x.new_empty(lead if made else (0,), dtype=torch.float32),
+        x.new_empty((weight.shape[0] if kept else 0,), dtype=torch.float32),
     )
 
 
@@ -66,8 +70,9 @@ op.backward(
 
 def linear_float8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
-    quantized: Float8Rows | None = None, recipe: str = "rowwise_gw_hp",
-) -> Tensor:  # fmt: skip
+    quantized: Float8Rows | None = None, return_quantized: bool = False,
+    recipe: str = "rowwise_gw_hp",
+) -> Tensor | tuple[Tensor, Float8Rows]:  # fmt: skip
     """A linear layer whose output and input gradient are FP8 GEMMs.
 
     Math:
@@ -78,7 +83,9 @@ def linear_float8(
 
     Shapes:
         x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
-        quantized: codes ``(..., K)`` and scale ``(...)`` of x. y ``(..., N)``, contiguous.
+        quantized, if x has been rounded before: codes ``(..., K)`` and scale ``(...)``. y
+        ``(..., N)``, contiguous; with return_quantized a pair of y and the rounded x, for the next
+        layer that reads it.
 
     Dtypes:
         In: x, weight and bias of one floating dtype; under autocast, which sets the dtype of x and
@@ -118,7 +125,10 @@ def linear_float8(
     apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
     wide = {"x": x, "bias": bias} if apart else tensors
     cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
-    return op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)  # type: ignore[no-any-return]
+    y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)
+    if not checks.boolean(name, "return_quantized", return_quantized):
+        return y  # type: ignore[no-any-return]
+    return y, _typed(*made) if quantized is None else quantized
 
 
 def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
@@ -138,6 +148,13 @@ def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
                          "a gradient")  # fmt: skip
 
 
+def _typed(codes: Tensor, scale: Tensor) -> Float8Rows:
+    """Codes leave the operator as bytes: the format is the device's, which no shape rule knows."""
+    from liger_multi.reference.float8.rows import format_of
+
+    return Float8Rows(codes.view(format_of(codes.device)), scale)
+
+
 def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:
     codes, scale = quantized
     if codes.dtype not in CODES or codes.shape != x.shape or scale.shape != x.shape[:-1]:
@@ -146,7 +163,7 @@ def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:
             f"quantized must hold E4M3 codes {tuple(x.shape)} and scales {tuple(x.shape[:-1])}",
             f"{checks.describe(codes)} and {checks.describe(scale)}",
         )
-    return codes, scale
+    return codes.view(torch.uint8), scale
 
 
 def _case(

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows
 from liger_multi.reference.common.implementation import Implementation
-from liger_multi.reference.float8.rows import PLAIN, Float8Rows, Quantizer, product, rows_of
+from liger_multi.reference.float8.rows import (
+    PLAIN,
+    Float8Rows,
+    Quantizer,
+    format_of,
+    product,
+    rows_of,
+)
 
 
 def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -25,17 +32,21 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
     def forward(
         x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
         codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        lead, none = x.shape[:-1], x.new_empty(0, dtype=torch.float32)
         if codes is None or codes_scale is None:
             left = rows_of(x, None, to)
+            made = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
         else:
-            left = Float8Rows(as_rows(codes), codes_scale.reshape(-1))
+            typed = as_rows(codes).view(format_of(x.device))
+            left = Float8Rows(typed, codes_scale.reshape(-1))
+            made = codes.new_empty(0), none
         right = _weight(weight, weight_scale, left.codes.dtype, to)
         y = product(left, right, x.dtype, fast=True)
         if bias is not None:
             y += bias
-        kept = right.scale if weight_scale is None else x.new_empty(0, dtype=torch.float32)
-        return y.view(*x.shape[:-1], weight.shape[0]), kept
+        kept = right.scale if weight_scale is None else none
+        return y.view(*lead, weight.shape[0]), *made, kept
 
     def backward(
         dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], weight_scale: Optional[Tensor],

@@ -118,7 +118,7 @@ class _LinearFloat8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        codes, own = _rounded(weight) if scale is None else (weight, scale.unsqueeze(1))
+        codes, own = _rounded(weight) if scale is None else (weight.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = _rounded(x)
         return F.linear(rows, codes) * rows_scale * own.squeeze(1)
