@@ -45,10 +45,12 @@ from liger_multi.patching.replace.adapters import (
     SharedInput,
     adapters,
     looks_like_lora,
+    matrices,
     projections,
     share,
 )
 from liger_multi.patching.replace.calling import renew
+from liger_multi.patching.replace.float8 import Float8Linear, Float8Settings, float8_refusal
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
 from liger_multi.patching.replace.mixers import (
@@ -82,7 +84,7 @@ __all__ = ["HeldPatch", "patch", "patched", "unpatch"]
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
-_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",))
+_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",), ("linear_float8",))
 """Operators that are a family each."""
 
 
@@ -218,6 +220,7 @@ def _patch(
 
 
 def _recognize(report: PatchReport, request: Request, model: nn.Module, head_needed: bool) -> None:
+    _float8(report, request, model)  # whether an MLP is one operator depends on its layers
     for path, module in model.named_modules():
         for find in _FINDERS:
             find(report, request, path, module)
@@ -471,6 +474,29 @@ def _head(report: PatchReport, request: Request, model: nn.Module, needed: bool)
         call = f"liger_multi.patch(model.{owner})"
         reason = f"it is the output embedding of a model within the model: {call} patches it"
         report.skipped.append(Skipped(path, op, reason, strict=False))
+
+
+def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Linear layers that multiply in FP8: those of size, but for heads and adapters."""
+    options = request.get("linear_float8")
+    heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
+    thin = {id(m) for lora in model.modules() if looks_like_lora(lora) for m in matrices(lora)}
+    for path, module in model.named_modules():
+        ours = isinstance(module, Float8Linear)
+        free = ours or not isinstance(module, Patched) or isinstance(module, LinearByRows)
+        if not looks_like_linear(module) or id(module) in thin or not free:
+            continue
+        head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
+        found = options and (head or conflicts.of_module(module) or float8_refusal(module, options))
+        if ours and (found or options is None):
+            _restore(report, path, module)
+        if found:
+            report.skipped.append(Skipped(path, "linear_float8", found, strict=False))
+        elif options is not None:
+            settings = Float8Settings(options, options.frozen)
+            swap = Swap("linear_float8", stock_class(module), Float8Linear, settings)
+            by = f"linear_float8{'[weight in FP8]' * options.frozen}"
+            _apply(report, path, module, swap, by, options.shown())
 
 
 def _linear(report: PatchReport, request: Request, model: nn.Module) -> None:

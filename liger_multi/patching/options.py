@@ -77,6 +77,23 @@ class FusedOptions(LossOptions):
     materialize_bytes: int = 256 * 2**20
 
 
+@dataclass(frozen=True)
+class Float8Options(Options):
+    """Options of linear layers in FP8.
+
+    Attributes:
+        frozen: Only layers whose weight is frozen, and keep that in FP8: half of the memory of 16
+            bits. Otherwise weights stay as they are and are rounded when they are used.
+        originals: Whether frozen weights are kept on the CPU too, so that ``unpatch`` and
+            checkpoints have them exactly; else they are what was kept.
+        smallest: Layers whose weights have fewer elements stay as they are.
+    """
+
+    frozen: bool = False
+    originals: bool = True
+    smallest: int = 2**22 + 1
+
+
 PACKING = "packing"
 """The patch key of no operator: whether packed rows are checked."""
 _OPTIONS: dict[str, type[Options]] = {
@@ -84,18 +101,22 @@ _OPTIONS: dict[str, type[Options]] = {
         (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear", PACKING), Options
     ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
+    "linear_float8": Float8Options,
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", PACKING), True),
     "linear": by_rows,
+    "linear_float8": False,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
 """Whether a key is on where a call does not name it, or what tells it when the call is made."""
 BUILT_IN = tuple(_DEFAULTS)
 """Patch keys that no registered probe may have."""
+OFF = tuple(name for name, on in _DEFAULTS.items() if on is False)
+"""Patch keys that are off unless a call names them."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +249,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "z_loss": ("a number >= 0", lambda v: _is_number(v) and v >= 0),
     "validate": _BOOLEAN,
     "whole": _BOOLEAN,
+    "frozen": _BOOLEAN,
+    "originals": _BOOLEAN,
+    "smallest": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
     "compact": _BOOLEAN,
     "chunk": ("'auto', a number of rows >= 1 or a byte budget such as '512MiB'", _is_chunk),
     "accumulate": (

@@ -100,7 +100,8 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
 
     ``fast``: a Hopper card may keep 14 bits of its sums between steps.
     """
-    if unsupported(a.codes.device, a.codes.dtype, b.codes.shape) is None:
+    alike = a.codes.dtype == b.codes.dtype  # a weight may have been rounded on another device
+    if alike and unsupported(a.codes.device, a.codes.dtype, b.codes.shape) is None:
         return _multiply(a, b, dtype, fast)
     kind = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
     left, out = dequantized(a, kind), a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype)

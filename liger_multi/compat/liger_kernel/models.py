@@ -14,7 +14,7 @@ from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import PatchReport, modeltypes
-from liger_multi.patching.options import BUILT_IN, PACKING
+from liger_multi.patching.options import BUILT_IN, OFF, PACKING
 from liger_multi.patching.recognize import registered
 
 _DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
@@ -54,7 +54,7 @@ MODELS = {name: (types, tuple(flags.split())) for name, (types, flags) in _FLAGS
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "apply_liger_kernel_to_"
-_ON = {op: op != "cross_entropy" for op in BUILT_IN}
+_ON = {op: op not in OFF for op in BUILT_IN}
 _types: set[str] = set()
 """Model types that are patched through these names."""
 

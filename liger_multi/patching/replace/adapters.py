@@ -78,6 +78,11 @@ def _is_lora(kind: Any) -> bool:
     return (own.__module__, own.__qualname__) in FORWARDS
 
 
+def matrices(layer: Any) -> list[nn.Module]:
+    """The thin layers of all adapters of a LoRA layer."""
+    return [*layer.lora_A.values(), *layer.lora_B.values()]
+
+
 def adapters(layer: Any) -> list[Adapter] | str:
     """The adapters of a LoRA layer that act now, or why they are left to PEFT."""
     if layer.disable_adapters or layer.merged:

@@ -1,7 +1,8 @@
 """Swap the class of one module instance, and give the original class back.
 
 Nothing is written into the module: what an instance should do stands on its new class, one per
-(original class, behavior, settings). Its name and module are kept, so ``save_pretrained``, adapters
+(original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
+the place of the original while the module has that behavior. Its name and module are kept, so ``save_pretrained``, adapters
 that match by class or by name, and ``isinstance`` see what they saw before; ``deepcopy`` and
 ``pickle`` rebuild the class.
 
@@ -66,6 +67,14 @@ class Patched(nn.Module):
     _liger_multi_swap: ClassVar[Swap]
     _liger_multi_code: ClassVar[Code]
     _liger_multi_inner: ClassVar[type[nn.Module]]
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """What a behavior does beside its forward to a module that gets it, or other settings."""
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """Undo that, in a module that gets another behavior or its original class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the original class; the made class has no importable name."""
@@ -145,6 +154,9 @@ def apply(module: nn.Module, swap: Swap) -> str:
     if found == swap:
         return "already patched"
     module.__class__ = _class_of(swap)
+    if found and found.behavior is not swap.behavior:
+        found.behavior.left(module)
+    swap.behavior.entered(module, swap.settings)
     return "options changed" if found else "patched"
 
 
@@ -154,6 +166,7 @@ def restore(module: nn.Module) -> Swap | None:
     if found:
         _drop_own_forward(module)
         module.__class__ = found.stock
+        found.behavior.left(module)
     return found
 
 

@@ -1,0 +1,170 @@
+"""Linear layers that multiply in FP8, and the codes of an input that several of them read.
+
+Layers of one input, such as q, k and v, follow each other. The first of them rounds it, and the
+codes are kept for the next, in one place per thread: for the very tensor, unwritten since. The next
+input that is rounded takes the place, so that no codes outlive the layer after theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.errors import PatchError
+from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import Float8Options
+from liger_multi.patching.recognize.signature import PLAIN, code_holds
+from liger_multi.patching.replace.float8_weight import Float8Weight, freeze, held, thaw
+from liger_multi.patching.replace.linear import linear_refusal
+from liger_multi.patching.replace.swap import Patched, original
+
+# --- codes of the last input ---
+
+
+class _Last(threading.local):
+    """The last input that was rounded by this thread, its version then, and its codes."""
+
+    x: weakref.ref[Tensor] | None = None
+    version = 0
+    dtype: torch.dtype | None = None
+    rows: Any = None
+
+
+_last = _Last()
+
+
+def _drop(dead: weakref.ref[Tensor]) -> None:
+    if _last.x is dead:
+        _last.x = _last.rows = None
+
+
+def codes_of(x: Tensor) -> Any:
+    """Codes of a tensor, if it was the last one of this thread that was rounded."""
+    known = _last.x is not None and _last.x() is x
+    now = (x._version, autocast_dtype(x.device.type)) if known else None
+    return _last.rows if now == (_last.version, _last.dtype) else None
+
+
+def remember(x: Tensor, rows: Any) -> None:
+    """Keep the codes of a tensor until another one is rounded, or it is gone."""
+    _last.x, _last.version = weakref.ref(x, _drop), x._version
+    _last.dtype, _last.rows = autocast_dtype(x.device.type), rows
+
+
+# --- layers ---
+
+
+@dataclass(frozen=True)
+class Float8Settings:
+    """What a layer does.
+
+    Attributes:
+        options: What the patch call asked for.
+        stored: Whether its frozen weight is kept in FP8.
+    """
+
+    options: Float8Options
+    stored: bool
+
+
+class Float8Linear(Patched):
+    """A linear layer whose output and input gradient are FP8 GEMMs."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The operator, or the layer's own forward for other calls than a plain tensor's."""
+        kind = type(self)
+        if not issubclass(kind, Float8Linear):
+            return cast(Tensor, kind.forward(self, input))
+        layer = cast(Any, self)
+        if not (code_holds(kind) and _served(layer, input)):
+            return cast(Tensor, original(kind)(self, input))
+        options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+        return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """Keep the weight in FP8 where that was asked for."""
+        if settings.stored:
+            freeze(module, settings.options.originals)
+        else:
+            thaw(module)
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """Give the weight back."""
+        thaw(module)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Checkpoints hold the original weight, or the dequantized one where that was dropped."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = held(self)
+        if weight is not None:
+            destination[f"{prefix}weight"] = weight.restored()
+
+
+def _served(layer: Any, x: Tensor) -> bool:
+    weight = layer.weight
+    if type(x) not in PLAIN or not x.is_floating_point():
+        return False
+    if isinstance(weight, Float8Weight):
+        if weight.requires_grad:
+            raise PatchError(
+                "the weight of this layer is kept in FP8 and cannot be trained, got "
+                f"requires_grad=True on {weight!r}; unpatch the model first"
+            )
+    elif type(weight) not in PLAIN:
+        return False
+    return autocast_dtype(x.device.type) is not None or x.dtype == weight.dtype
+
+
+def _apply(layer: Any, x: Tensor) -> Tensor:
+    from liger_multi.ops import linear_float8
+
+    weight, scale = layer.weight, None
+    if isinstance(weight, Float8Weight):
+        weight, scale = weight.codes, weight.scale
+    if torch.compiler.is_compiling():
+        return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
+    y, rows = linear_float8(
+        x, weight, layer.bias, weight_scale=scale, quantized=codes_of(x), return_quantized=True
+    )
+    remember(x, rows)
+    return cast(Tensor, y)
+
+
+# --- which layers ---
+
+
+def float8_refusal(layer: nn.Module, options: Float8Options) -> str | None:
+    """Why a linear layer stays in its dtype, or None."""
+    from liger_multi.reference.float8.rows import format_of, unsupported
+
+    reason = linear_refusal(layer)
+    if reason is not None:
+        return reason
+    weight = cast(Tensor, layer._parameters.get("weight"))
+    if weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
+        return f"its weight is a {type(layer.weight).__name__}"
+    if weight.numel() < options.smallest:
+        return (
+            f"it is small: {tuple(weight.shape)} has {weight.numel():,} elements, "
+            f"fewer than smallest={options.smallest:,}"
+        )
+    if options.frozen and weight.requires_grad:
+        return "its weight requires a gradient, and frozen=True was asked for"
+    device = weight.device
+    if device.type in ("cpu", "meta"):
+        return None
+    reason = unsupported(device, format_of(device), weight.shape)
+    return None if options.frozen else reason
