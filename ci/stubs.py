@@ -86,6 +86,7 @@ from typing_extensions import Unpack
 ASKED = {
     "outputs": ("tuple[()] = ...", "tuple[str, Unpack[tuple[str, ...]]]", "tuple[str, ...]"),
     "output_final_state": ("Literal[False] = ...", "Literal[True]", "bool"),
+    "return_quantized": ("Literal[False] = ...", "Literal[True]", "bool"),
 }
 """The types of what asks for more than a tensor: of nothing more, of more, and of either."""
 
@@ -119,7 +120,8 @@ def _name(made: Any) -> str:
 
 def _parameter(given: inspect.Parameter) -> str:
     default = "" if given.default is given.empty else " = ..."
-    return f"{given.name}: {inspect.formatannotation(given.annotation)}{default}"
+    kind = re.sub(r"liger_multi\.ops\.\w+\.", "", inspect.formatannotation(given.annotation))
+    return f"{given.name}: {kind}{default}"
 
 
 def operators() -> str:

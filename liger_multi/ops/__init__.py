@@ -37,6 +37,7 @@ from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
 from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.linear_float8 import Float8Rows as Float8Rows
+from liger_multi.ops.linear_float8 import LinearFloat8Output as LinearFloat8Output
 from liger_multi.ops.linear_float8 import linear_float8 as linear_float8
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput

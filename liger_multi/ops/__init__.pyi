@@ -35,6 +35,8 @@ from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
 from liger_multi.ops.linear import linear as linear
+from liger_multi.ops.linear_float8 import Float8Rows as Float8Rows
+from liger_multi.ops.linear_float8 import LinearFloat8Output as LinearFloat8Output
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
@@ -62,7 +64,9 @@ from liger_multi.ops.tvd import tvd as tvd
 
 __all__ = [
     "CrossEntropyOutput",
+    "Float8Rows",
     "FusedAddRMSNormOutput",
+    "LinearFloat8Output",
     "LogProbOutput",
     "LoraQKVOutput",
     "attention",
@@ -94,6 +98,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear",
+    "linear_float8",
     "lora_mlp",
     "lora_qkv",
     "lora_update",
@@ -316,6 +321,39 @@ def kimi_delta_attention(
     documents: torch.Tensor | None = ...,
     output_final_state: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def linear_float8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    weight_scale: torch.Tensor | None = ...,
+    quantized: Float8Rows | None = ...,
+    recipe: str = ...,
+    return_quantized: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def linear_float8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    weight_scale: torch.Tensor | None = ...,
+    quantized: Float8Rows | None = ...,
+    recipe: str = ...,
+    return_quantized: Literal[True],
+) -> LinearFloat8Output: ...
+@overload
+def linear_float8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    weight_scale: torch.Tensor | None = ...,
+    quantized: Float8Rows | None = ...,
+    recipe: str = ...,
+    return_quantized: bool,
+) -> torch.Tensor | LinearFloat8Output: ...
 @overload
 def selective_scan(
     u: torch.Tensor,

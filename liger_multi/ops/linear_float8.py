@@ -29,6 +29,13 @@ class Float8Rows(NamedTuple):
     scale: Tensor
 
 
+class LinearFloat8Output(NamedTuple):
+    """What a layer gives, and its rounded input for the next layer that reads it."""
+
+    y: Tensor
+    quantized: Float8Rows
+
+
 @op.forward(
     returns="y x_codes x_scale scale", residuals="scale", non_differentiable="x_codes x_scale"
 )
@@ -72,7 +79,7 @@ def linear_float8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
     quantized: Float8Rows | None = None, return_quantized: bool = False,
     recipe: str = "rowwise_gw_hp",
-) -> Tensor | tuple[Tensor, Float8Rows]:  # fmt: skip
+) -> Tensor | LinearFloat8Output:  # fmt: skip
     """A linear layer whose output and input gradient are FP8 GEMMs.
 
     Math:
@@ -84,15 +91,16 @@ def linear_float8(
     Shapes:
         x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
         quantized, if x has been rounded before: codes ``(..., K)`` and scale ``(...)``. y
-        ``(..., N)``, contiguous; with return_quantized a pair of y and the rounded x, for the next
-        layer that reads it.
+        ``(..., N)``, contiguous; with return_quantized a ``LinearFloat8Output`` of y and the
+        rounded x, for the next layer that reads it.
 
     Dtypes:
         In: x, weight and bias of one floating dtype; under autocast, which sets the dtype of x and
         bias, weight is quantized as it is. With weight_scale (fp32), weight holds codes
         (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3), is frozen and never held in another
-        dtype. Inside: sums in fp32; on Hopper, those of y keep 14 bits between steps. Out: that
-        of x.
+        dtype. Inside: FP8 GEMMs for results of 16 bits, whose sums keep fewer digits than fp32 on
+        the device (about 14 bits on Hopper); wider results are GEMMs of dequantized rows. Out:
+        that of x.
 
     Memory:
         Kept for backward: x where weight needs a gradient, weight where x needs one, 4 bytes per
@@ -128,7 +136,7 @@ def linear_float8(
     y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)
     if not checks.boolean(name, "return_quantized", return_quantized):
         return y  # type: ignore[no-any-return]
-    return y, _typed(*made) if quantized is None else quantized
+    return LinearFloat8Output(y, _typed(*made) if quantized is None else quantized)
 
 
 def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:

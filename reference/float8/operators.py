@@ -21,6 +21,7 @@ from liger_multi.reference.float8.rows import (
     Float8Rows,
     Quantizer,
     format_of,
+    ones,
     product,
     rows_of,
 )
@@ -36,7 +37,8 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         lead, none = x.shape[:-1], x.new_empty(0, dtype=torch.float32)
         if codes is None or codes_scale is None:
             left = rows_of(x, None, to)
-            made = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
+            bytes_of = left.codes.view(torch.uint8)
+            made = bytes_of.view(x.shape), left.scale.view(lead)
         else:
             typed = as_rows(codes).view(format_of(x.device))
             left = Float8Rows(typed, codes_scale.reshape(-1))
@@ -59,7 +61,7 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
             own = scale if weight_scale is None else weight_scale
             left = rows_of(dy, own, to)
             across = to.across(weight, scale if weight_scale is None else None, left.codes.dtype)
-            right = Float8Rows(across, own.new_ones(across.shape[0]))
+            right = Float8Rows(across, ones(dy.device, across.shape[0]))
             dx = product(left, right, dy.dtype).view(*dy.shape[:-1], across.shape[0])
         if needs_weight and x is not None:
             dweight = upstream.t() @ as_rows(x)

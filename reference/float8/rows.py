@@ -3,7 +3,7 @@
 The scale of a row is the smallest power of two by which its largest element fits into the format:
 no rounding of its own, and no row depends on another. It is computed from the bits of the largest
 element, so that every backend finds the same. Rows of zeros count as rows whose largest element is
-2^-100. Infinities and NaN become NaN, and so does the result of their row.
+2^-100. A row with an infinity or NaN has a scale of NaN, and so has its result.
 
 A GEMM sums products of codes in fp32 and multiplies by both scales. Where a device has none, rows
 are dequantized first: codes have 4 significant bits and scales are powers of two, so this is exact
@@ -51,14 +51,9 @@ class Quantizer(Protocol):
 def scale_of(largest: Tensor, format: torch.dtype) -> Tensor:
     """The smallest power of two by which magnitudes, given as bits of fp32, fit into a format."""
     mantissa, exponent = LARGEST[format]
-    bits = largest.clamp(LEAST_BITS, INFINITY_BITS)
+    bits = largest.clamp(LEAST_BITS, INFINITY_BITS - 1)
     bits = ((bits + (0x7FFFFF - mantissa)) & INFINITY_BITS) - (exponent << 23)
-    return bits.view(torch.float32)
-
-
-def encoded(values: Tensor, format: torch.dtype) -> Tensor:
-    """Codes of fp32 values that fit, rounded to nearest even; what is not finite becomes NaN."""
-    return torch.where(values.isfinite(), values, torch.nan).to(format)
+    return bits.view(torch.float32).masked_fill(largest >= INFINITY_BITS, torch.nan)
 
 
 class PlainQuantizer:
@@ -74,7 +69,7 @@ class PlainQuantizer:
             bits = wide.contiguous().view(torch.int32) & 0x7FFFFFFF
             largest = bits.amax(1) if x.shape[1] else bits.new_zeros(bits.shape[0])
             scale[block] = scale_of(largest, format)
-            codes[block] = encoded(wide / scale[block, None], format)
+            codes[block] = (wide / scale[block, None]).to(format)
         return Float8Rows(codes, scale)
 
     @staticmethod
@@ -84,7 +79,7 @@ class PlainQuantizer:
         for block in row_blocks(x.shape[0], x.shape[1] * 8):
             part = x[block]
             if scale is not None:
-                part = encoded(part.float() / scale[block, None], format)
+                part = (part.float() / scale[block, None]).to(format)
             made[:, block] = part.t()
         return made
 
@@ -98,11 +93,27 @@ PLAIN = PlainQuantizer()
 def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """``a @ b.T`` of rows (M, C) and (N, C), in ``dtype``.
 
-    ``fast``: a Hopper card may keep 14 bits of its sums between steps.
+    Results of 16 bits are FP8 GEMMs where the device has them. Its sums keep fewer digits than
+    fp32, so wider results are GEMMs of dequantized rows.
+
+    Args:
+        a: The left factor.
+        b: The right factor.
+        dtype: Of the result.
+        fast: A Hopper card may keep 14 bits of its sums between steps.
     """
-    alike = a.codes.dtype == b.codes.dtype  # a weight may have been rounded on another device
-    if alike and unsupported(a.codes.device, a.codes.dtype, b.codes.shape) is None:
-        return _multiply(a, b, dtype, fast)
+    codes, right = a.codes, b.codes
+    alike = codes.dtype == right.dtype and dtype.itemsize == 2  # may be of another device
+    if alike and unsupported(codes.device, codes.dtype, *right.shape) is None:
+        kind = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
+        made = torch._scaled_mm(
+            codes, right.t(), a.scale.unsqueeze(1), b.scale.unsqueeze(0), None, None, kind, fast
+        )
+        return made if kind == dtype else made.to(dtype)
+    return _dequantized_product(a, b, dtype)
+
+
+def _dequantized_product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype) -> Tensor:
     kind = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
     left, out = dequantized(a, kind), a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype)
     for block in row_blocks(len(b.scale), b.codes.shape[1] * kind.itemsize):
@@ -119,17 +130,17 @@ def dequantized(rows: Float8Rows, dtype: torch.dtype) -> Tensor:
     return rows.codes.to(dtype) * scale.to(dtype)
 
 
-def unsupported(
-    device: torch.device, format: torch.dtype, shape: tuple[int, ...] | torch.Size
-) -> str | None:
+@functools.cache
+def unsupported(device: torch.device, format: torch.dtype, *shape: int) -> str | None:
     """Why a device multiplies rows by those of a matrix of ``shape`` dequantized; None if not."""
     if device.type in ("cpu", "meta"):
         return f"no FP8 GEMM with a scale per row on a {device.type} device"
     if any(size % ALIGNED or not size for size in shape):
-        return f"both axes must be multiples of {ALIGNED}, got {tuple(shape)}"
+        return f"both axes must be multiples of {ALIGNED}, got {shape}"
     return _refused(device, format)
 
 
+@functools.cache
 def format_of(device: torch.device) -> torch.dtype:
     """The format of codes that a device multiplies; OCP's where it multiplies none."""
     if device.type in ("cpu", "meta"):
@@ -138,39 +149,37 @@ def format_of(device: torch.device) -> torch.dtype:
     return next(found, CODES[0])
 
 
+def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Tensor:
+    codes, scale = torch.zeros(16, 16, device=device).to(format), torch.ones(16, 1, device=device)
+    return torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=dtype)
+
+
 @functools.cache
 def _refused(device: torch.device, format: torch.dtype) -> str | None:
     """What the device says to one small GEMM."""
     try:
-        one = torch.zeros(ALIGNED, ALIGNED, device=device).to(format)
-        rows = Float8Rows(one, torch.ones(ALIGNED, device=device))
-        _multiply(rows, rows, torch.bfloat16, True)
+        _tried(device, format, torch.bfloat16)
+    except torch.OutOfMemoryError:  # which says nothing of the device
+        raise
     except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError) as wrong:
         return f"no FP8 GEMM with a scale per row here: {wrong!s:.80}"
     return None
 
 
-def _multiply(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool) -> Tensor:
-    """PyTorch's product; its result is in bf16 where a device offers no other."""
-    kind = dtype if _writes(a.codes.device, a.codes.dtype, dtype) else torch.bfloat16
-    made = torch._scaled_mm(
-        a.codes, b.codes.t(), scale_a=a.scale.unsqueeze(1), scale_b=b.scale.unsqueeze(0),
-        out_dtype=kind, use_fast_accum=fast,
-    )  # fmt: skip
-    return made.to(dtype)
-
-
 @functools.cache
 def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether the product can be written in a dtype."""
-    if dtype == torch.bfloat16:
-        return True
-    codes, scale = torch.zeros(16, 16, device=device).to(format), torch.ones(16, 1, device=device)
     try:
-        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=dtype)
+        _tried(device, format, dtype)
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+@functools.lru_cache(64)
+def ones(device: torch.device, count: int) -> Tensor:
+    """Scales of rows that have none; nobody writes to it."""
+    return torch.ones(count, device=device)
 
 
 def rows_of(x: Tensor, columns: Optional[Tensor], to: Quantizer) -> Float8Rows:

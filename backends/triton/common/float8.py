@@ -47,14 +47,36 @@ def float8_code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     return (sign | tl.where(bits >= 0x7F800000, 0x7F, code)).to(tl.uint8)
 
 
+def _rounds_to_e4m3(_semantic=None, _builder=None):
+    """Whether the device has an instruction that rounds to E4M3 (OCP's, NVIDIA since sm89)."""
+    options = getattr(getattr(_semantic, "builder", _builder), "options", None)
+    known = "fp8e4nv" in getattr(options, "supported_fp8_dtypes", ())
+    return tl.constexpr(known and getattr(options, "backend_name", "") == "cuda")
+
+
+setattr(_rounds_to_e4m3, "__triton_builtin__", True)  # noqa: B010
+
+
+@triton.jit
+def float8_row_code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The same of values that fit or are NaN, by an instruction where the device has one."""
+    if BIAS == 7 and _rounds_to_e4m3():
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return float8_code(value, MANTISSA, BIAS)
+
+
 @triton.jit
 def row_scale(largest, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
     """The smallest power of two by which magnitudes fit into a format, and its inverse.
 
     ``largest`` holds bits of fp32. MANTISSA and EXPONENT are those of the largest number of the
     format: a magnitude with a larger mantissa needs the next power of two. Less than 2^-100 counts
-    as that, and what is not finite as infinity.
+    as that. Both are NaN where a magnitude is not finite, and so all codes of the row.
     """
-    bits = tl.minimum(tl.maximum(largest, 27 << 23), 0x7F800000)
+    bits = tl.maximum(largest, 27 << 23)
     bits = ((bits + (0x7FFFFF - MANTISSA)) & 0x7F800000) - (EXPONENT << 23)
-    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    bad = largest >= 0x7F800000
+    scale = tl.where(bad, 0x7FC00000, bits)
+    inverse = tl.where(bad, 0x7FC00000, (254 << 23) - bits)
+    return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)

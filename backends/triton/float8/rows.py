@@ -1,7 +1,7 @@
 """Codes of rows: one pass over a row finds its largest element, the same or a second one rounds.
 
 A scale is a power of two found from the bits of the largest element (``row_scale``), so it equals
-the reference's. NaN has the largest bits of all, and makes its row NaN.
+the reference's. What is not finite has the largest bits of all, and makes scale and codes NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.common.float8 import FORMATS, float8_code, row_scale
+from liger_multi.backends.triton.common.float8 import FORMATS, float8_row_code, row_scale
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     assume_cols,
@@ -73,7 +73,7 @@ def _quantize_rows_kernel(
     x *= load_or(columns_ptr, col, col < cols, 1.0)[None, :]
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scale, inverse = row_scale(tl.max(bits, axis=1), LARGEST, EXPONENT)
-    code = float8_code(x * inverse[:, None], MANTISSA, BIAS)
+    code = float8_row_code(x * inverse[:, None], MANTISSA, BIAS)
     tl.store(codes_ptr + first * cols + row[:, None] * cols + col[None, :], code, mask=mask)
     tl.store(scale_ptr + first + row, scale, mask=row_mask)
 
@@ -106,7 +106,7 @@ def _quantize_wide_rows_kernel(
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32) * load_or(columns_ptr, col, mask, 1.0)
-        tl.store(codes_ptr + col, float8_code(x * inverse, MANTISSA, BIAS), mask=mask)
+        tl.store(codes_ptr + col, float8_row_code(x * inverse, MANTISSA, BIAS), mask=mask)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _across_kernel(
         code = x
     else:
         inverse = 1.0 / tl.load(scale_ptr + first_row + row, mask=row_mask, other=1.0)
-        code = float8_code(x.to(tl.float32) * inverse[:, None], MANTISSA, BIAS)
+        code = float8_row_code(x.to(tl.float32) * inverse[:, None], MANTISSA, BIAS)
     at = col[:, None] * rows + row[None, :]
     mask = row_mask[None, :] & col_mask[:, None]
     tl.store(out_ptr + (first_col.to(tl.int64) * rows + first_row) + at, tl.trans(code), mask=mask)

@@ -131,16 +131,16 @@ def _served(layer: Any, x: Tensor) -> bool:
 def _apply(layer: Any, x: Tensor) -> Tensor:
     from liger_multi.ops import linear_float8
 
-    weight, scale = layer.weight, None
-    if isinstance(weight, Float8Weight):
-        weight, scale = weight.codes, weight.scale
+    weight = layer.weight
+    frozen = weight if isinstance(weight, Float8Weight) else None
+    weight, scale = (weight, None) if frozen is None else (frozen.codes, frozen.scale)
     if torch.compiler.is_compiling():
-        return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
+        return linear_float8(x, weight, layer.bias, weight_scale=scale)
     y, rows = linear_float8(
         x, weight, layer.bias, weight_scale=scale, quantized=codes_of(x), return_quantized=True
     )
     remember(x, rows)
-    return cast(Tensor, y)
+    return y
 
 
 # --- which layers ---
@@ -166,5 +166,5 @@ def float8_refusal(layer: nn.Module, options: Float8Options) -> str | None:
     device = weight.device
     if device.type in ("cpu", "meta"):
         return None
-    reason = unsupported(device, format_of(device), weight.shape)
+    reason = unsupported(device, format_of(device), *weight.shape)
     return None if options.frozen else reason

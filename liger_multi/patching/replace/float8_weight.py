@@ -9,7 +9,7 @@ checkpoints are loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,18 @@ class Float8Weight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, codes: Tensor, scale: Tensor, dtype: torch.dtype, original: Tensor | None = None
+        cls: type[Float8Weight],
+        codes: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        original: Tensor | None = None,
     ) -> Float8Weight:
         """A weight of a dtype, of codes and scales."""
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Float8Weight = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         made.codes, made.scale, made.original = codes, scale, original
-        return cast(Float8Weight, made)
+        return made
 
     @classmethod
     def of(cls, weight: Tensor, keep: bool) -> Float8Weight:
@@ -62,13 +66,13 @@ class Float8Weight(Tensor):
             return self.dequantized()
         return self.original.to(self.device, self.dtype)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its shape; the numbers would have to be dequantized."""
         return f"Float8Weight({tuple(self.shape)}, {self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For compilers: the tensors inside, and the rest."""
-        return ["codes", "scale"], (self.dtype, self.original)
+        return ["codes", "scale"], (self.dtype,)
 
     @classmethod
     def __tensor_unflatten__(
@@ -77,10 +81,10 @@ class Float8Weight(Tensor):
         """The opposite."""
         return cls(inner["codes"], inner["scale"], *rest)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Operations that keep codes, loading, and everything else on dequantized numbers."""

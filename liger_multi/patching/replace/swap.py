@@ -2,9 +2,9 @@
 
 Nothing is written into the module: what an instance should do stands on its new class, one per
 (original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
-the place of the original while the module has that behavior. Its name and module are kept, so ``save_pretrained``, adapters
-that match by class or by name, and ``isinstance`` see what they saw before; ``deepcopy`` and
-``pickle`` rebuild the class.
+the place of the original while the module has that behavior. The name of the class and its module
+are kept, so ``save_pretrained``, adapters that match by class or by name, and ``isinstance`` see
+what they saw before; ``deepcopy`` and ``pickle`` rebuild the class.
 
 What a model was before a patch comes back in whatever order patches end. Every block remembers the
 class that each module had when it began. One that ends while a later one is still open hands that

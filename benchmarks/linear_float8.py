@@ -1,0 +1,340 @@
+"""Linear layers in FP8 beside bf16: ``python -m benchmarks.linear_float8 [PART ...]``.
+
+Every part is forward and backward; variants take turns, and times are medians.
+
+* ``kernels``: what one layer consists of: rounding, and the GEMMs of the library.
+* ``linear``: one layer, its weight trained or frozen, beside torchao's ``rowwise_with_gw_hp``
+  (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
+* ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``.
+* ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
+
+``--tiny`` tries it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import liger_multi
+from benchmarks import models, store
+from liger_multi import ops
+from liger_multi.bench import report
+from liger_multi.patching.replace.float8_weight import Float8Weight
+
+SHAPES = (
+    (8192, 4096, 14336), (8192, 14336, 4096), (16384, 2048, 8192), (8192, 4096, 4096),
+    (8192, 4096, 1024), (16384, 2048, 2048), (8192, 896, 4864),
+)  # fmt: skip
+TINY_SHAPES = ((64, 32, 48),)
+Row = dict[str, Any]
+Call = Callable[[], Any]
+
+
+class Place:
+    """The device, and how long something takes on it."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        found = None if tiny else torch.accelerator.current_accelerator(check_available=True)
+        self.device = found or torch.device("cpu")
+        self.rounds = 2 if tiny else 20
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Random numbers in bf16."""
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16) * scale
+
+    def in_turns(self, calls: Mapping[str, Call], rounds: int = 0) -> dict[str, float]:
+        """Median milliseconds of every call."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(3):
+            for call in calls.values():
+                call()
+        for _ in range(rounds or self.rounds):
+            for name, call in calls.items():
+                self.wait()
+                start = time.perf_counter()
+                call()
+                self.wait()
+                times[name].append(1e3 * (time.perf_counter() - start))
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def peak(self, call: Call) -> int:
+        """Bytes that a call held at most beyond what was there."""
+        if self.device.type == "cpu":
+            return 0
+        module = torch.get_device_module(self.device)
+        gc.collect()
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        call()
+        self.wait()
+        return int(module.max_memory_allocated() - before)
+
+
+# --- one layer ---
+
+
+def kernels(place: Place) -> Iterator[Row]:
+    """The parts of one layer."""
+    from liger_multi.reference.float8.rows import Float8Rows, format_of, product
+
+    to: Any
+    if place.device.type == "cpu":
+        from liger_multi.reference.float8.rows import PLAIN
+
+        to = PLAIN
+    else:
+        from liger_multi.backends.triton.float8.rows import TritonQuantizer
+
+        to = TritonQuantizer()
+    format = format_of(place.device)
+    tokens, width, out = (TINY_SHAPES if place.tiny else SHAPES)[0]
+    x, w, dy = place.normal(tokens, width), place.normal(out, width), place.normal(tokens, out)
+    left, right = to.rows(x, None, format), to.rows(w, None, format)
+    grad = to.rows(dy, right.scale, format)
+    across = to.across(w, right.scale, format)
+    turned = Float8Rows(across, right.scale.new_ones(width))
+    calls = {
+        "round x": lambda: to.rows(x, None, format),
+        "round weight": lambda: to.rows(w, None, format),
+        "round dy": lambda: to.rows(dy, right.scale, format),
+        "weight across": lambda: to.across(w, right.scale, format),
+        "codes across": lambda: to.across(right.codes, None, format),
+        "y": lambda: product(left, right, torch.bfloat16, True),
+        "dx": lambda: product(grad, turned, torch.bfloat16),
+        "dx fast": lambda: product(grad, turned, torch.bfloat16, True),
+        "y bf16": lambda: x @ w.t(),
+        "dx bf16": lambda: dy @ w,
+        "dweight bf16": lambda: dy.t() @ x,
+    }
+    for name, found in place.in_turns(calls).items():
+        shape = f"{tokens}x{width}x{out}"
+        yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": found}
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got.float() - exact).norm() / exact.norm())
+
+
+def _linear_variants(
+    place: Place, weight: Tensor, trained: bool
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    frozen = None if trained else Float8Weight.of(weight, keep=False)
+    found: dict[str, Callable[[Tensor], Tensor]] = {"bf16": lambda x: F.linear(x, weight)}
+    if frozen is None:
+        found["ours"] = lambda x: ops.linear_float8(x, weight)
+    else:
+        found["ours"] = lambda x: ops.linear_float8(x, frozen.codes, weight_scale=frozen.scale)
+    peer = _torchao(weight) if trained and place.device.type == "cuda" else None
+    return found | ({} if peer is None else {"torchao": peer})
+
+
+def _torchao(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+    try:
+        peer = importlib.import_module("torchao.float8")
+    except ImportError as missing:
+        print(f"torchao does not run: {missing}", flush=True)
+        return None
+    layer = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], False, weight.device))
+    layer[0].weight = weight
+    config = peer.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    made = peer.convert_to_float8_training(layer.to(weight.dtype), config=config)
+    return torch.compile(made)
+
+
+def linear(place: Place) -> Iterator[Row]:
+    """One layer under every variant, its weight trained or frozen."""
+    for tokens, width, out in TINY_SHAPES if place.tiny else SHAPES:
+        for trained in (True, False):
+            x = place.normal(tokens, width).requires_grad_()
+            weight = nn.Parameter(place.normal(out, width, scale=width**-0.5), trained)
+            dy = place.normal(tokens, out)
+            exact = _exact(x, weight, dy)
+            wanted = [x, weight] if trained else [x]
+
+            def both(run: Callable[[Tensor], Tensor], given: Any = (x, dy, wanted)) -> Any:
+                x, dy, wanted = given
+                y = run(x)
+                return y.detach(), *torch.autograd.grad(y, wanted, dy)
+
+            variants = _linear_variants(place, weight, trained)
+            calls = {name: lambda run=run: both(run) for name, run in variants.items()}
+            times = place.in_turns(calls)
+            for name, call in calls.items():
+                errors = [_error(got, right) for got, right in zip(call(), exact, strict=False)]  # type: ignore[no-untyped-call]
+                yield {
+                    "part": "linear", "name": "trained" if trained else "frozen",
+                    "shape": f"{tokens}x{width}x{out}", "variant": name, "both_ms": times[name],
+                    "extra_bytes": place.peak(call),
+                    "error": dict(zip(("y", "dx", "dweight"), errors, strict=False)),
+                }  # fmt: skip
+
+
+def _exact(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = [t.detach().float() for t in (x, weight, dy)]
+    return wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0]
+
+
+# --- models ---
+
+SIZES: dict[str, tuple[str, int, int, bool]] = {
+    "layer": ("llama-3-8b", 2, 4096, False),
+    "small": ("llama-3.2-1b", 4, 4096, False),
+    "model": ("llama-3-8b", 2, 4096, True),
+    "lora": ("llama-3-8b", 2, 4096, True),
+}
+
+
+def _built(place: Place, part: str) -> tuple[Any, Tensor]:
+    name, batch, tokens, checkpointing = SIZES[part]
+    run = models.Run("tiny" if place.tiny else name, 2 if place.tiny else batch,
+                     32 if place.tiny else tokens, checkpointing)  # fmt: skip
+    torch.manual_seed(0)
+    model = models.build(run, place.device)
+    vocabulary = model.config.vocab_size
+    return model, torch.randint(vocabulary, (run.batch, run.tokens), device=place.device)
+
+
+def layer(place: Place) -> Iterator[Row]:
+    """One decoder layer, its input and weights with gradients."""
+    model, ids = _built(place, "layer")
+    hidden = place.normal(*ids.shape, model.config.hidden_size).requires_grad_()
+    model.model.layers = model.model.layers[:1]
+    block = model.model.layers[0]
+    positions = torch.arange(ids.shape[1], device=place.device)[None]
+    angles = model.model.rotary_emb(hidden, positions)
+
+    def once() -> None:
+        found = block(hidden, position_embeddings=angles)
+        (found[0] if isinstance(found, tuple) else found).sum().backward()
+        model.zero_grad(set_to_none=True)
+        hidden.grad = None
+
+    yield from _compared(place, "layer", model, once)
+
+
+def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) -> Iterator[Row]:
+    """The patched model with and without FP8, in turns."""
+    smallest = {"smallest": 0} if place.tiny else {}
+
+    def switched(float8: Any) -> Call:
+        def call() -> None:
+            once()
+
+        def prepared() -> dict[str, float]:
+            liger_multi.patch(model, linear_float8=float8)
+            return place.in_turns({"": call}, rounds)
+
+        return prepared
+
+    settings = {"bf16": False, "float8": smallest or True}
+    times: dict[str, list[float]] = {name: [] for name in settings}
+    peaks = {}
+    for _ in range(2):
+        for name, float8 in settings.items():
+            times[name].append(switched(float8)()[""])
+            peaks[name] = place.peak(once)
+    for name, found in times.items():
+        yield {
+            "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
+            "variant": name, "both_ms": min(found), "extra_bytes": peaks[name],
+        }  # fmt: skip
+
+
+def _step(model: Any, ids: Tensor, optimizer: Any) -> Call:
+    def once() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return once
+
+
+def _whole(place: Place, part: str) -> Iterator[Row]:
+    model, ids = _built(place, part)
+    fused = place.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
+    yield from _compared(place, part, model, _step(model, ids, optimizer), 2 if place.tiny else 4)
+
+
+def model(place: Place) -> Iterator[Row]:
+    """Checkpointed steps of an 8B model, all of it trained: about 75 GiB."""
+    yield from _whole(place, "model")
+
+
+def small(place: Place) -> Iterator[Row]:
+    """Steps of a 1B model."""
+    yield from _whole(place, "small")
+
+
+def lora(place: Place) -> Iterator[Row]:
+    """Checkpointed steps of LoRA on all layers of an 8B model."""
+    import peft
+
+    model, ids = _built(place, "lora")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets)
+    wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    wrapped.enable_input_require_grads()
+    thin = [p for p in wrapped.parameters() if p.requires_grad]
+    once = _step(wrapped, ids, torch.optim.AdamW(thin, lr=1e-5))
+    smallest = {"smallest": 0} if place.tiny else {"smallest": 2**20}
+    for name in ("peft", "bf16", "float8"):
+        if name != "peft":
+            frozen = {"frozen": True, "originals": False, **smallest}
+            liger_multi.patch(wrapped, linear_float8=frozen if name == "float8" else False)
+        gc.collect()
+        on_card = place.device.type != "cpu"
+        held = torch.get_device_module(place.device).memory_allocated() if on_card else 0
+        times = place.in_turns({name: once}, 2 if place.tiny else 6)
+        yield {
+            "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
+            "both_ms": times[name], "extra_bytes": place.peak(once), "held_bytes": held,
+        }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
+    "kernels": kernels, "linear": linear, "layer": layer, "small": small, "lora": lora,
+    "model": model,
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    store.add_options(parser)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all but model if none")
+    parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
+    given = parser.parse_args(arguments)
+    place, rows = Place(given.tiny), []
+    run = {"kind": "linear-float8", "date": store.now(), "commit": given.commit}
+    run |= {"device": report.device_facts(place.device), "versions": report.versions()}
+    for part in given.parts or [name for name in PARTS if name != "model"]:
+        for row in PARTS[part](place):
+            rows.append(row)
+            names = " ".join(str(row[k]) for k in ("part", "name", "shape", "variant"))
+            rest = {k: v for k, v in row.items() if k in ("extra_bytes", "held_bytes", "error")}
+            shown = {k: f"{v / 2**20:.0f} MiB" if k != "error" else v for k, v in rest.items()}
+            print(f"{names:44} {row['both_ms']:9.3f} ms  {shown}", flush=True)
+            store.keep({**run, "rows": rows}, given)
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
