@@ -136,10 +136,12 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     weight, scale = (weight, None) if frozen is None else (frozen.codes, frozen.scale)
     if torch.compiler.is_compiling():
         return linear_float8(x, weight, layer.bias, weight_scale=scale)
+    known = codes_of(x)
     y, rows = linear_float8(
-        x, weight, layer.bias, weight_scale=scale, quantized=codes_of(x), return_quantized=True
+        x, weight, layer.bias, weight_scale=scale, quantized=known, return_quantized=True
     )
-    remember(x, rows)
+    if known is None:
+        remember(x, rows)
     return y
 
 

@@ -1,0 +1,174 @@
+"""Rows in FP8: scales, codes, and the layer that multiplies with them."""
+
+import math
+
+import pytest
+import torch
+
+from liger_multi import ops
+from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
+
+OCP, FNUZ = CODES
+MOST = {OCP: 448.0, FNUZ: 240.0}
+
+
+def rows(x, columns=None, format=OCP):
+    return PLAIN.rows(x, columns, format)
+
+
+@pytest.mark.parametrize("format", CODES, ids=str)
+@pytest.mark.parametrize("power", [-90, -30, 0, 17, 100])
+def test_a_scale_is_the_least_power_of_two_that_fits(format, power):
+    """At, just below and just above what fits, where a quotient or a logarithm could round."""
+    edge = torch.tensor(MOST[format] * 2.0**power)
+    around = [torch.nextafter(edge, edge * 0), edge, torch.nextafter(edge, edge * 2)]
+    scale = rows(torch.stack(around)[:, None], None, format).scale
+    assert scale.tolist() == [2.0**power, 2.0**power, 2.0 ** (power + 1)]
+
+
+@pytest.mark.parametrize("format", CODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_codes_are_the_nearest_numbers(format, dtype):
+    x = torch.randn(64, 96, dtype=torch.float64).to(dtype) * torch.logspace(-4, 3, 64)[:, None]
+    x = x.to(dtype)
+    made = rows(x, None, format)
+    assert (torch.frexp(made.scale).mantissa == 0.5).all()
+    exact, got = x.double(), dequantized(made, torch.float64)
+    place = 2.0 ** torch.floor(torch.log2((exact / made.scale[:, None]).abs().clamp_min(2.0**-6)))
+    assert ((got - exact).abs() <= place * made.scale[:, None] * 2.0**-4).all()
+    assert (got.abs().amax(1) <= MOST[format] * made.scale).all()
+
+
+def test_rows_of_zeros_and_tiny_rows_have_an_inverse():
+    x = torch.tensor([[0.0, -0.0], [1e-38, 0.0], [2.0**-100, 0.0]])
+    made = rows(x)
+    assert made.scale.isfinite().all() and (made.scale > 0).all()
+    assert not dequantized(made, torch.float32)[0].any()
+    assert dequantized(made, torch.float32)[2, 0] == 2.0**-100
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_reaches_its_row_alone(bad):
+    x, w = torch.randn(4, 32), torch.randn(16, 32)
+    right = ops.linear_float8(x, w)
+    x[1, 3] = bad
+    y = ops.linear_float8(x, w)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2, 3]], right[[0, 2, 3]])
+
+
+def test_a_weight_that_is_not_finite_reaches_its_output_alone():
+    x, w = torch.randn(4, 32, requires_grad=True), torch.randn(16, 32)
+    w[5, 0] = math.inf
+    y = ops.linear_float8(x, w)
+    assert y[:, 5].isnan().all() and y[:, :5].isfinite().all() and y[:, 6:].isfinite().all()
+
+
+def test_rows_do_not_depend_on_each_other():
+    x, w = torch.randn(9, 64), torch.randn(32, 64)
+    left = rows(x)
+    for i in range(9):
+        alone = rows(x[i : i + 1])
+        assert torch.equal(alone.codes.view(torch.uint8)[0], left.codes.view(torch.uint8)[i])
+        assert alone.scale[0] == left.scale[i]
+    assert ops.linear_float8(x, w).shape == (9, 32)
+
+
+def test_the_input_gradient_is_that_of_the_rounded_weight():
+    """Of dy without rounding error (powers of two), dx is exact with the weight of forward."""
+    x, w = torch.randn(5, 32, requires_grad=True), torch.randn(16, 32) * 3
+    dy = torch.zeros(5, 16)
+    for i in range(5):
+        dy[i, 2 * i] = 2.0**i
+    ops.linear_float8(x, w).backward(dy)
+    used = dequantized(rows(w), torch.float32)
+    assert torch.equal(x.grad, dy @ used)
+
+
+def test_the_gradient_of_the_weight_is_not_rounded():
+    x, w = torch.randn(8, 32), torch.randn(16, 32, requires_grad=True)
+    dy = torch.randn(8, 16)
+    ops.linear_float8(x, w).backward(dy)
+    assert torch.equal(w.grad, dy.t() @ x)
+
+
+def test_rounded_input_of_one_layer_serves_the_next():
+    x, w = torch.randn(2, 5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    y, quantized = ops.linear_float8(x, w, return_quantized=True)
+    assert quantized.codes.shape == x.shape and quantized.scale.shape == x.shape[:-1]
+    again, same = ops.linear_float8(x, w, quantized=quantized, return_quantized=True)
+    assert torch.equal(y, again) and same is quantized
+    other = quantized._replace(scale=quantized.scale * 2)
+    assert torch.equal(ops.linear_float8(x, w, quantized=other), 2 * y)
+
+
+def test_codes_of_a_weight_equal_the_weight():
+    x, w = torch.randn(6, 32, requires_grad=True), torch.randn(16, 32)
+    codes, scale = rows(w)
+    dy = torch.randn(6, 16)
+    y = ops.linear_float8(x, w)
+    frozen = ops.linear_float8(x, codes, weight_scale=scale)
+    assert torch.equal(y, frozen)
+    assert torch.equal(*(torch.autograd.grad(one, x, dy)[0] for one in (y, frozen)))
+
+
+def test_autocast_sets_the_dtype_and_the_weight_keeps_its_own():
+    x, w = torch.randn(6, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.linear_float8(x, w)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(y, ops.linear_float8(x.bfloat16(), w))
+
+
+def test_a_product_of_two_formats_is_dequantized():
+    """A weight that was rounded on a card of another vendor."""
+    a, b = torch.randn(4, 16), torch.randn(8, 16)
+    left, right = rows(a), rows(b, None, FNUZ)
+    wide = [dequantized(one, torch.float32) for one in (left, right)]
+    assert torch.equal(product(left, right, torch.float32), wide[0] @ wide[1].t())
+
+
+def test_float16_does_not_overflow_by_its_scales():
+    made = rows(torch.full((2, 16), 2.0**-90), None)
+    assert made.scale.max() < 2.0**-90
+    got = dequantized(Float8Rows(made.codes, made.scale), torch.float16)
+    assert got.isfinite().all()
+
+
+BAD = {
+    "codes without scales": (
+        lambda x, w: ops.linear_float8(x, rows(w).codes), TypeError, "weight_scale beside codes"
+    ),
+    "scales without codes": (
+        lambda x, w: ops.linear_float8(x, w, weight_scale=rows(w).scale), TypeError, "codes"
+    ),
+    "scales of another dtype": (
+        lambda x, w: ops.linear_float8(x, rows(w).codes, weight_scale=rows(w).scale.double()),
+        TypeError, "must be float32, got a tensor of shape",
+    ),
+    "scales that require gradients": (
+        lambda x, w: ops.linear_float8(
+            x, rows(w).codes, weight_scale=rows(w).scale.requires_grad_()
+        ),
+        ValueError, "frozen",
+    ),
+    "codes of another shape": (
+        lambda x, w: ops.linear_float8(x, w, quantized=rows(x[:2])), ValueError, "quantized must"
+    ),
+    "an unknown recipe": (
+        lambda x, w: ops.linear_float8(x, w, recipe="tensorwise"), ValueError, "tensorwise"
+    ),
+    "another width": (
+        lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name):
+    call, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        call(torch.randn(4, 32), torch.randn(16, 32))

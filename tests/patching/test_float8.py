@@ -1,0 +1,460 @@
+"""Linear layers of patched models in FP8: weights as they are, and frozen ones kept as codes."""
+
+import copy
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, patched, unpatch
+from liger_multi.patching.replace import float8
+from liger_multi.patching.replace.float8 import Float8Linear
+from liger_multi.patching.replace.float8_weight import Float8Weight
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, dequantized
+from tests.models import VOCABULARY, build
+
+ALL = {"smallest": 0}
+FROZEN = {"smallest": 0, "frozen": True}
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def model(dtype=torch.float32, frozen=False, **config):
+    torch.manual_seed(0)
+    made = build("llama", **config).to(dtype).eval()
+    if frozen:
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_("embed" in name or "norm" in name)
+    return made
+
+
+def ids(sequences=2, length=13):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
+
+
+def step(made, tokens=None):
+    tokens = ids() if tokens is None else tokens
+    made.zero_grad(set_to_none=True)
+    loss = made(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item(), {
+        n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None
+    }
+
+
+def equal(a, b):
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(
+        torch.equal(g, b[1][n]) for n, g in a[1].items()
+    )  # fmt: skip
+
+
+def linears(made):
+    return [m for n, m in made.named_modules() if n.rpartition(".")[2] in LAYERS]
+
+
+def rounded(weight):
+    return dequantized(PLAIN.rows(weight.detach(), None, torch.float8_e4m3fn), weight.dtype)
+
+
+# --- weights as they are ---
+
+
+def test_layers_multiply_in_float8_and_unpatch_is_exact():
+    made = model()
+    before, state = step(made), copy.deepcopy(made.state_dict())
+    report = patch(made, linear_float8=ALL)
+    assert report.count("linear_float8") == len(linears(made)) == 14
+    assert all(isinstance(m, Float8Linear) for m in linears(made))
+    assert not isinstance(made.lm_head, Float8Linear)
+    during = step(made)
+    assert during[0] != before[0] and abs(during[0] - before[0]) < 0.05 * before[0]
+    for name, gradient in before[1].items():
+        like = torch.cosine_similarity(gradient.flatten(), during[1][name].flatten(), 0)
+        assert like > 0.98, name
+    assert all(torch.equal(made.state_dict()[n], t) for n, t in state.items())
+    unpatch(made)
+    assert equal(step(made), before)
+
+
+def test_every_layer_gives_what_the_operator_gives():
+    layer = nn.Linear(32, 48)
+    holder = nn.Sequential(layer)
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    patch(holder, linear_float8=ALL)
+    y = holder(x)
+    assert torch.equal(y, ops.linear_float8(x, layer.weight, layer.bias))
+
+
+def test_off_by_default_and_off_again():
+    made = model()
+    assert patch(made).count("linear_float8") == 0
+    patch(made, linear_float8=ALL)
+    report = patch(made)
+    assert not any(isinstance(m, Float8Linear) for m in made.modules())
+    assert sum(e.op == "linear_float8" and e.status == "restored" for e in report.entries) == 14
+
+
+def test_small_layers_and_heads_stay_and_the_report_says_why():
+    report = patch(model(), linear_float8=True)
+    reasons = {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
+    assert len(reasons) == 15
+    assert "it is small" in reasons["model.layers.0.self_attn.q_proj"]
+    assert "smallest=4,194,305" in reasons["model.layers.0.self_attn.q_proj"]
+    assert "output embedding" in reasons["lm_head"]
+    patch(model(), strict=True, linear_float8=True)  # being small is no failure
+
+
+def test_layers_that_compute_something_else_stay():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    holder = nn.Sequential(Doubled(32, 48), nn.MultiheadAttention(32, 4))
+    report = patch(holder, linear_float8=ALL)
+    reasons = {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
+    assert "forward of its own" in reasons["0"]
+    assert "nn.MultiheadAttention" in reasons["1.out_proj"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_bits(reentrant):
+    made = model()
+    patch(made, linear_float8=ALL)
+    before = step(made)
+    made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    made.enable_input_require_grads()
+    made.train()
+    assert equal(step(made), before)
+
+
+def test_weights_written_past_the_version_counter_are_seen():
+    """Optimizers in C and ``p.data`` write so; codes of a weight live no longer than a GEMM."""
+    made = model()
+    patch(made, linear_float8=ALL)
+    fresh = model()
+    patch(fresh, linear_float8=ALL)
+    step(made)
+    for a, b in zip(made.parameters(), fresh.parameters(), strict=True):
+        version = a._version
+        a.data.mul_(1.25)
+        b.data.mul_(1.25)
+        assert a._version == version
+    assert equal(step(made), step(fresh))
+    with torch.no_grad():
+        first = made(input_ids=ids()).logits.detach().clone()
+        for a in made.parameters():
+            a.data.mul_(0.5)
+        assert not torch.equal(first, made(input_ids=ids()).logits.detach())
+
+
+def test_an_input_that_was_written_to_is_rounded_again():
+    first, second = nn.Linear(32, 48), nn.Linear(32, 48)
+    pair = nn.ModuleList([first, second])
+    patch(pair, linear_float8=ALL)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        first(x)
+        x.mul_(-3.0)
+        assert torch.equal(second(x), ops.linear_float8(x, second.weight, second.bias))
+
+
+def test_codes_of_an_input_serve_its_layers_and_go(monkeypatch):
+    pair = nn.ModuleList([nn.Linear(32, 48), nn.Linear(32, 48)])
+    patch(pair, linear_float8=ALL)
+    x = torch.randn(4, 32)
+    pair[0](x)
+    kept = float8.codes_of(x)
+    assert kept is not None
+    alive = weakref.ref(kept.codes)
+    pair[1](x)
+    assert float8.codes_of(x) is kept
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float8.codes_of(x) is None
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(float8.codes_of(x)))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    del x, kept
+    assert alive() is None
+
+
+def test_autocast_and_accumulation():
+    made = model()
+    patch(made, linear_float8=ALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    once = {n: p.grad.clone() for n, p in made.named_parameters()}
+    assert all(g.dtype == torch.float32 for g in once.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        made(input_ids=ids(), labels=ids()).loss.backward()
+    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in made.named_parameters())
+
+
+def test_compiled_equals_eager():
+    block = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+    patch(block, linear_float8=ALL)
+    x = torch.randn(6, 32, requires_grad=True)
+    eager = block(x)
+    (dx,) = torch.autograd.grad(eager.sum(), x)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (6, 9):
+        x = torch.randn(rows, 32, requires_grad=True)
+        y, right = compiled(x), block(x)
+        torch.testing.assert_close(y, right)
+        grads = [torch.autograd.grad(one.sum(), x)[0] for one in (y, right)]
+        torch.testing.assert_close(*grads)
+    assert dx.shape == (6, 32)
+
+
+def test_hooks_run_and_see_what_goes_in_and_out():
+    holder = nn.Sequential(nn.Linear(32, 48))
+    patch(holder, linear_float8=ALL)
+    seen = []
+    holder[0].register_forward_hook(lambda m, args, y: seen.append((args[0].shape, y.shape)))
+    holder(torch.randn(4, 32))
+    assert seen == [((4, 32), (4, 48))]
+
+
+def test_a_block_ends_and_nothing_stays():
+    made = model(frozen=True)
+    before = step(made)
+    weights = [m.weight.detach().clone() for m in linears(made)]
+    with patched(made, linear_float8=FROZEN):
+        with patched(made, linear_float8=ALL):
+            assert not any(isinstance(m.weight, Float8Weight) for m in linears(made))
+        assert all(isinstance(m.weight, Float8Weight) for m in linears(made))
+    assert all(type(m) is nn.Linear for m in linears(made))
+    assert all(
+        torch.equal(m.weight, w) and type(m.weight) is nn.Parameter
+        for m, w in zip(linears(made), weights, strict=True)
+    )
+    assert equal(step(made), before)
+
+
+# --- frozen weights as codes ---
+
+
+def test_a_frozen_model_multiplies_with_its_codes():
+    """Equal, to the bit, to the model whose weights are rounded at every use."""
+    made, other = model(frozen=True), model(frozen=True)
+    patch(made, linear_float8=FROZEN)
+    patch(other, linear_float8=ALL)
+    assert equal(step(made), step(other))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_memory_is_codes_and_scales(originals):
+    made = model(torch.bfloat16, frozen=True)
+    alive = [weakref.ref(m.weight) for m in linears(made)]
+    patch(made, linear_float8={**FROZEN, "originals": originals})
+    assert not any(ref() is not None for ref in alive)
+    for layer in linears(made):
+        weight = layer.weight
+        assert weight.codes.dtype == torch.float8_e4m3fn and weight.codes.shape == weight.shape
+        assert weight.scale.shape == weight.shape[:1]
+        assert (weight.original is not None) == originals
+        assert isinstance(weight, nn.Parameter) and weight.dtype == torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor of at least 16 bits that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for t in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(t, torch.Tensor) and t.itemsize > 1:
+                self.most = max(self.most, t.numel() * t.itemsize)
+        return made
+
+
+def test_checkpoints_hold_the_original_weights_and_load():
+    made = model(torch.bfloat16, frozen=True)
+    state = copy.deepcopy(made.state_dict())
+    patch(made, linear_float8=FROZEN)
+    during = made.state_dict()
+    assert all(type(t) is torch.Tensor and torch.equal(t, state[n]) for n, t in during.items())
+    other = model(torch.bfloat16, frozen=True)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    patch(made, linear_float8=FROZEN)
+    made.load_state_dict(other.state_dict())
+    assert all(isinstance(m.weight, Float8Weight) for m in linears(made))
+    patch(other, linear_float8=FROZEN)
+    assert equal(step(made), step(other))
+    unpatch(made)
+    assert all(torch.equal(t, 1.5 * state[n]) for n, t in made.state_dict().items())
+
+
+def test_without_originals_what_was_kept_comes_back():
+    made = model(torch.bfloat16, frozen=True)
+    right = [rounded(m.weight) for m in linears(made)]
+    patch(made, linear_float8={**FROZEN, "originals": False})
+    unpatch(made)
+    assert all(torch.equal(m.weight, w) for m, w in zip(linears(made), right, strict=True))
+
+
+def test_copies_and_pickles_are_models_of_their_own():
+    made = model(frozen=True)
+    state = copy.deepcopy(made.state_dict())
+    patch(made, linear_float8=FROZEN)
+    before = step(made)
+    copied = copy.deepcopy(made)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    unpatch(made)
+    for other in (copied, loaded):
+        assert equal(step(other), before)
+        unpatch(other)
+        assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
+
+
+def test_another_device_dtype_or_reader():
+    made = model(torch.bfloat16, frozen=True)
+    patch(made, linear_float8=FROZEN)
+    layer = linears(made)[0]
+    assert torch.equal(layer.weight + 0, layer.weight.dequantized())
+    assert torch.equal(layer.weight.detach()[2], layer.weight.dequantized()[2])
+    x = torch.randn(4, layer.in_features, dtype=torch.bfloat16)
+    by_hand = torch.nn.functional.linear(x, layer.weight)
+    assert torch.equal(by_hand, torch.nn.functional.linear(x, layer.weight.dequantized()))
+    made.float()
+    assert isinstance(layer.weight, Float8Weight) and layer.weight.dtype == torch.float32
+    made.to("meta")
+    assert layer.weight.codes.is_meta
+
+
+WRITES = {
+    "data": lambda w: w.data.add_(1),
+    "no_grad": lambda w: torch.no_grad()(w.mul_)(2),
+    "a view": lambda w: torch.no_grad()(w.zero_)(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_refused_and_name_the_way_out(name):
+    made = model(frozen=True)
+    patch(made, linear_float8=FROZEN)
+    before = step(made)
+    with pytest.raises(PatchError, match="unpatch the model first"):
+        WRITES[name](linears(made)[0].weight)
+    assert equal(step(made), before)
+
+
+def test_codes_cannot_be_trained():
+    made = model(frozen=True)
+    patch(made, linear_float8=FROZEN)
+    linears(made)[0].weight.requires_grad_(True)
+    with pytest.raises(PatchError, match="cannot be trained"):
+        step(made)
+
+
+def test_weights_that_are_trained_are_left_with_a_reason():
+    made = model(frozen=True)
+    linears(made)[0].weight.requires_grad_(True)
+    report = patch(made, linear_float8=FROZEN)
+    (path,) = [s.path for s in report.skipped if "requires a gradient" in s.reason]
+    assert path.endswith("q_proj") and report.count("linear_float8") == 13
+
+
+def test_no_gradient_of_a_frozen_weight_and_no_dequantized_weight_in_a_step(monkeypatch):
+    """Codes go into GEMMs as they are; the CPU has none, so a stand-in takes its place."""
+    made = model(frozen=True, hidden_size=64, intermediate_size=256, vocab_size=31)
+    patch(made, linear_float8=FROZEN)
+    shapes = []
+
+    def stand_in(a, b, dtype, fast=False):
+        shapes.append((a.codes.dtype, b.codes.dtype))
+        return a.scale.new_zeros(len(a.scale), len(b.scale), dtype=dtype)
+
+    from liger_multi.reference.float8 import operators
+
+    monkeypatch.setattr(operators, "product", stand_in)
+    with Largest() as mode:
+        step(made, ids(1, 4) % 31)
+    assert {kind for pair in shapes for kind in pair} == {torch.float8_e4m3fn}
+    assert len(shapes) == 2 * 14
+    assert mode.most < 64 * 256 * 2
+
+
+# --- adapters ---
+
+
+def adapted(dtype=torch.float32, **settings):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), **settings)
+    made = peft.get_peft_model(model(dtype), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return made
+
+
+def test_adapters_on_a_frozen_base():
+    """Loss and every gradient equal those on a base that is rounded at every use."""
+    made, other = adapted(), adapted()
+    report = patch(made, linear_float8=FROZEN)
+    assert report.count("linear_float8") == report.count("lora") == 14
+    assert not any("lora_A" in e.path or "lora_B" in e.path for e in report.entries)
+    patch(other, linear_float8=ALL)
+    assert equal(step(made), step(other))
+
+
+def test_adapters_added_saved_and_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    made = model()
+    for p in made.parameters():
+        p.requires_grad_(False)
+    patch(made, linear_float8=FROZEN)
+    wrapped = peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules=list(LAYERS)))
+    patch(wrapped, linear_float8=FROZEN)
+    assert patch(wrapped, linear_float8=FROZEN).count("lora") == 14
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        losses.append(step(wrapped)[0])
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(PatchError, match="unpatch the model first"):
+        wrapped.merge_adapter()
+    unpatch(wrapped)
+    merged = wrapped.merge_and_unload()
+    assert merged(input_ids=ids(), labels=ids()).loss < losses[0]
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"frozen": 1}, "frozen must be True or False"),
+        ({"smallest": -1}, "smallest must be an integer >= 0"),
+        ({"originals": "cpu"}, "originals must be True or False"),
+        ({"smalest": 1}, "smallest"),
+    ],
+)
+def test_bad_options_change_nothing(options, text):
+    made = model()
+    with pytest.raises(PatchError, match=text):
+        liger_multi.patch(made, linear_float8=options)
+    assert not any(isinstance(m, Float8Linear) for m in made.modules())
+    assert isinstance(Float8Rows(1, 2), tuple)
