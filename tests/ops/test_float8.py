@@ -42,7 +42,8 @@ def test_codes_are_the_nearest_numbers(format, dtype):
 def test_rows_of_zeros_and_tiny_rows_have_an_inverse():
     x = torch.tensor([[0.0, -0.0], [1e-38, 0.0], [2.0**-100, 0.0]])
     made = rows(x)
-    assert made.scale.isfinite().all() and (made.scale > 0).all()
+    assert made.scale.isfinite().all()
+    assert (made.scale > 0).all()
     assert not dequantized(made, torch.float32)[0].any()
     assert dequantized(made, torch.float32)[2, 0] == 2.0**-100
 
@@ -61,7 +62,9 @@ def test_a_weight_that_is_not_finite_reaches_its_output_alone():
     x, w = torch.randn(4, 32, requires_grad=True), torch.randn(16, 32)
     w[5, 0] = math.inf
     y = ops.linear_float8(x, w)
-    assert y[:, 5].isnan().all() and y[:, :5].isfinite().all() and y[:, 6:].isfinite().all()
+    assert y[:, 5].isnan().all()
+    assert y[:, :5].isfinite().all()
+    assert y[:, 6:].isfinite().all()
 
 
 def test_rows_do_not_depend_on_each_other():
@@ -95,9 +98,11 @@ def test_the_gradient_of_the_weight_is_not_rounded():
 def test_rounded_input_of_one_layer_serves_the_next():
     x, w = torch.randn(2, 5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
     y, quantized = ops.linear_float8(x, w, return_quantized=True)
-    assert quantized.codes.shape == x.shape and quantized.scale.shape == x.shape[:-1]
+    assert quantized.codes.shape == x.shape
+    assert quantized.scale.shape == x.shape[:-1]
     again, same = ops.linear_float8(x, w, quantized=quantized, return_quantized=True)
-    assert torch.equal(y, again) and same is quantized
+    assert torch.equal(y, again)
+    assert same is quantized
     other = quantized._replace(scale=quantized.scale * 2)
     assert torch.equal(ops.linear_float8(x, w, quantized=other), 2 * y)
 

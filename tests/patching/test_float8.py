@@ -74,7 +74,8 @@ def test_layers_multiply_in_float8_and_unpatch_is_exact():
     assert all(isinstance(m, Float8Linear) for m in linears(made))
     assert not isinstance(made.lm_head, Float8Linear)
     during = step(made)
-    assert during[0] != before[0] and abs(during[0] - before[0]) < 0.05 * before[0]
+    assert during[0] != before[0]
+    assert abs(during[0] - before[0]) < 0.05 * before[0]
     for name, gradient in before[1].items():
         like = torch.cosine_similarity(gradient.flatten(), during[1][name].flatten(), 0)
         assert like > 0.98, name
@@ -178,11 +179,11 @@ def test_codes_of_an_input_serve_its_layers_and_go(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert float8.codes_of(x) is None
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(float8.codes_of(x)))
+    thread = threading.Thread(target=lambda x=x: seen.append(float8.codes_of(x)))
     thread.start()
     thread.join()
     assert seen == [None]
-    del x, kept
+    del x, kept, thread
     assert alive() is None
 
 
@@ -260,10 +261,12 @@ def test_memory_is_codes_and_scales(originals):
     assert not any(ref() is not None for ref in alive)
     for layer in linears(made):
         weight = layer.weight
-        assert weight.codes.dtype == torch.float8_e4m3fn and weight.codes.shape == weight.shape
+        assert weight.codes.dtype == torch.float8_e4m3fn
+        assert weight.codes.shape == weight.shape
         assert weight.scale.shape == weight.shape[:1]
         assert (weight.original is not None) == originals
-        assert isinstance(weight, nn.Parameter) and weight.dtype == torch.bfloat16
+        assert isinstance(weight, nn.Parameter)
+        assert weight.dtype == torch.bfloat16
 
 
 class Largest(TorchDispatchMode):
@@ -333,7 +336,8 @@ def test_another_device_dtype_or_reader():
     by_hand = torch.nn.functional.linear(x, layer.weight)
     assert torch.equal(by_hand, torch.nn.functional.linear(x, layer.weight.dequantized()))
     made.float()
-    assert isinstance(layer.weight, Float8Weight) and layer.weight.dtype == torch.float32
+    assert isinstance(layer.weight, Float8Weight)
+    assert layer.weight.dtype == torch.float32
     made.to("meta")
     assert layer.weight.codes.is_meta
 
@@ -368,7 +372,8 @@ def test_weights_that_are_trained_are_left_with_a_reason():
     linears(made)[0].weight.requires_grad_(True)
     report = patch(made, linear_float8=FROZEN)
     (path,) = [s.path for s in report.skipped if "requires a gradient" in s.reason]
-    assert path.endswith("q_proj") and report.count("linear_float8") == 13
+    assert path.endswith("q_proj")
+    assert report.count("linear_float8") == 13
 
 
 def test_no_gradient_of_a_frozen_weight_and_no_dequantized_weight_in_a_step(monkeypatch):
