@@ -63,6 +63,7 @@ KINDS = {
     "losses": Kind(("case", "shape"), "provider", ("ours", "products")),
     "float8": Kind(("shape",)),
     "linear-float8": Kind(("part", "name", "shape"), "variant", ("bf16",)),
+    "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
