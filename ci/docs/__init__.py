@@ -31,6 +31,7 @@ from benchmarks import store
 from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
+from ci.docs import float8 as docs_float8
 from ci.docs import status as docs_status
 from ci.npu import levels
 
@@ -344,6 +345,7 @@ TASKS = (
     ("Fine-tune a model", "`liger_multi.patch(model)`", "docs/patching.md"),
     ("Use the Trainer, TRL, Lightning or accelerate", "`TrainerCallback()`", "docs/trainers.md"),
     ("Use LoRA or QLoRA", "patch the model of PEFT", "docs/peft.md"),
+    ("Multiply in FP8, or keep a frozen base in it", "`linear_float8`", "docs/fp8.md"),
     ("Read logits of a patched model", "`outputs.logits`", "docs/logits.md"),
     ("Use our attention", '`attn_implementation="liger_multi"`', "docs/attention.md"),
     ("Find out why a module was skipped", "`print(report)`", "docs/recognition.md"),
@@ -391,6 +393,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
     made: dict[Path, Callable[[str], str]] = {
         ROOT / "README.md": readme,
         docs / "bitwise.md": docs_bitwise.page,
+        docs / "fp8.md": docs_float8.page,
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
         docs / "planning.md": docs_benchmarks.planning_page,

@@ -105,7 +105,8 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             ``selective_scan`` and
             ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
             losses on, ``cross_entropy`` serves the calls that cannot be fused. ``linear`` is on
-            where ``deterministic="rows"`` is in force when the patch is made.
+            where ``deterministic="rows"`` is in force when the patch is made, ``linear_float8`` is
+            off.
 
     Returns:
         What was replaced by what, and what was skipped and why.
