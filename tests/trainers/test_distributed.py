@@ -254,6 +254,67 @@ def fsdp2_with_packed_rows(run):
         ours(**run.mine(whole))
 
 
+EIGHT = {"smallest": 0}
+
+
+def in_float8(run, stock, wrap, eight=EIGHT):
+    """A step of wrapped layers in FP8 is that of one process, and not that of other layers.
+
+    The order of a sum may put a number on the other side of a rounding, which moves a gradient by a
+    hundredth at most; rounding itself moves each by more.
+    """
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    for model in (one, ours):
+        assert patch(model, linear_float8=eight).count("linear_float8") == 14
+    wrap(ours)
+    wrapped = nn.parallel.DistributedDataParallel(ours) if wrap is id else ours
+    loss, right, other = run.train(wrapped), run.right(one), run.right(stock)
+    torch.testing.assert_close(loss, right[0], rtol=1e-3, atol=0)
+    found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert found.keys() == right[1].keys() > set()
+    apart = []
+    for name, gradient in found.items():
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        scale = right[1][name].norm()
+        assert (whole - right[1][name]).norm() < 0.01 * scale, name
+        apart.append((other[1][name] - right[1][name]).norm() > 0.01 * scale)
+    assert sum(apart) > len(apart) / 2
+
+
+@case()
+def ddp_in_float8(run):
+    in_float8(run, run.build(), id)
+
+
+@case()
+def fsdp2_in_float8(run):
+    in_float8(run, run.build(), lambda ours: fully_sharded(run, ours, *ours.model.layers))
+
+
+@case()
+def fsdp2_in_float8_with_checkpointing(run):
+    stock = run.build()
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    in_float8(run, stock, lambda ours: fully_sharded(run, ours, *ours.model.layers))
+
+
+@case()
+def ddp_of_adapters_on_a_base_in_float8(run):
+    in_float8(run, lora_everywhere(run.build()), id, {**EIGHT, "frozen": True})
+
+
+def lora_everywhere(model):
+    import peft
+
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
 @case()
 def fsdp1(run):
     from torch.distributed.fsdp import FullyShardedDataParallel

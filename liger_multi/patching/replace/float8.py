@@ -125,24 +125,35 @@ def _served(layer: Any, x: Tensor) -> bool:
             )
     elif type(weight) not in PLAIN:
         return False
-    return autocast_dtype(x.device.type) is not None or x.dtype == weight.dtype
+    return autocast_dtype(x.device.type) is not None or _alike(layer, x)
+
+
+def _alike(layer: Any, x: Tensor) -> bool:
+    """Whether a call is one that PyTorch's own layer takes."""
+    weight, bias = layer.weight, layer.bias
+    fits = x.ndim > 0 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
+    return fits and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
 
 
 def _apply(layer: Any, x: Tensor) -> Tensor:
-    from liger_multi.ops import linear_float8
+    from liger_multi.ops.linear_float8 import Float8Rows, linear_float8, op
 
     weight = layer.weight
     frozen = weight if isinstance(weight, Float8Weight) else None
     weight, scale = (weight, None) if frozen is None else (frozen.codes, frozen.scale)
     if torch.compiler.is_compiling():
-        return linear_float8(x, weight, layer.bias, weight_scale=scale)
+        return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
     known = codes_of(x)
-    y, rows = linear_float8(
-        x, weight, layer.bias, weight_scale=scale, quantized=known, return_quantized=True
-    )
+    if autocast_dtype(x.device.type) is not None:
+        y, rows = linear_float8(
+            x, weight, layer.bias, weight_scale=scale, quantized=known, return_quantized=True
+        )
+    else:  # what the function checks, _served and the report have seen
+        y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)))
+        rows = Float8Rows(*made)
     if known is None:
         remember(x, rows)
-    return y
+    return cast(Tensor, y)
 
 
 # --- which layers ---
