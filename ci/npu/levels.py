@@ -68,6 +68,7 @@ ROWS: dict[str, Row] = {
     "layer_norm": PLAIN,
     "linear": PLAIN,
     "lora_mlp": PLAIN,
+    "lora_moe": PLAIN,
     "lora_qkv": PLAIN,
     "lora_update": PLAIN,
     "modulated_rms_norm": PLAIN,

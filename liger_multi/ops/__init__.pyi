@@ -36,6 +36,7 @@ from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
 from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
+from liger_multi.ops.lora_moe import lora_moe as lora_moe
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
 from liger_multi.ops.lora_update import lora_update as lora_update
@@ -95,6 +96,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "lora_mlp",
+    "lora_moe",
     "lora_qkv",
     "lora_update",
     "modulated_rms_norm",

@@ -146,13 +146,13 @@ def _count(rows: Tensor) -> int:
 
 
 def _shapes_fit(
-    tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool
-) -> None:
+    tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool,
+    name: str = op.name,
+) -> None:  # fmt: skip
     x, first, second = (tensors[n] for n in ("x", "gate_up_weight", "down_weight"))
     assert x is not None
     assert first is not None
     assert second is not None
-    name = op.name
     if first.ndim != 3 or second.ndim != 3:
         checks.refuse(name, "gate_up_weight and down_weight must have three axes, experts first",
                       f"{tuple(first.shape)} and {tuple(second.shape)}")  # fmt: skip

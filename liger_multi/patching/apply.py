@@ -49,6 +49,12 @@ from liger_multi.patching.replace.adapters import (
     share,
 )
 from liger_multi.patching.replace.calling import renew
+from liger_multi.patching.replace.expert_adapters import (
+    ExpertAdaptersSettings,
+    FusedExpertAdapters,
+    factors,
+    outermost_wrappers,
+)
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
 from liger_multi.patching.replace.mixers import (
@@ -221,6 +227,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
     for path, module in model.named_modules():
         for find in _FINDERS:
             find(report, request, path, module)
+    _expert_adapters(report, request, model)
     _shared(report, request, model)
     _packed(report, request, model)
     _head(report, request, model, head_needed)
@@ -378,6 +385,23 @@ def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -
     else:
         swap = Swap("lora", stock_class(module), FusedLora, options)
         _apply(report, path, module, swap, "lora_update", options.shown())
+
+
+def _expert_adapters(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Adapters on stacks of experts, after these themselves: PEFT's wrappers stand around them."""
+    options = None if request.get("fused_moe") is None else request.get("lora")
+    for path, module in outermost_wrappers(model):
+        if options is None:
+            _restore(report, path, module)
+            continue
+        found = conflicts.of_module(module) or factors(module)
+        if isinstance(found, str):
+            _restore(report, path, module)
+            report.skipped.append(Skipped(path, "lora", found))
+            continue
+        settings = ExpertAdaptersSettings(options)
+        swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
+        _apply(report, path, module, swap, found.shown, options.shown())
 
 
 def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:

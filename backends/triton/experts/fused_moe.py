@@ -357,7 +357,8 @@ def supports(x: Optional[Tensor], gate_up: Optional[Tensor] = None) -> str | Non
     return "its products accumulate in float32, got float64" if double else None
 
 
-def _columns(x: Tensor) -> Tensor:
+def columns(x: Tensor) -> Tensor:
+    """Rows whose columns are adjacent."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -375,21 +376,13 @@ def activated(
     source, (_, wide, inner) = x.source, weight.shape
     cols = wide // 2
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
-    made = source.new_empty(groups.rows, cols)
     if interleaved:
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
-        step = piece("activation", source, cols)
-        pieces = cdiv(cols, step.block)
-        launch(
-            _moe_activation_kernel, groups.rows * pieces,
-            (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
-             *numbers),
-            (activation, interleaved, step.block), step.num_warps,
-        )  # fmt: skip
-        return made, gate_up if keep else gate_up[:0]
+        return activation_of(gate_up, bias, index, groups, how), gate_up if keep else gate_up[:0]
+    made = source.new_empty(groups.rows, cols)
     gate_up = source.new_empty(groups.rows if keep else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     launch(
@@ -401,6 +394,27 @@ def activated(
          inner % k.block_k == 0, k.stages), k.num_warps,
     )  # fmt: skip
     return made, gate_up
+
+
+def activation_of(
+    gate_up: Tensor,
+    bias: Optional[Tensor],
+    index: Tensor,
+    groups: Groups,
+    how: tuple[str, Numbers, bool],
+) -> Tensor:
+    """act(gate) * up of the rows of a GEMM; the bias is added to these in place."""
+    (activation, numbers, interleaved), cols = how, gate_up.shape[1] // 2
+    made = gate_up.new_empty(groups.rows, cols)
+    k = piece("activation", gate_up, cols)
+    pieces = cdiv(cols, k.block)
+    launch(
+        _moe_activation_kernel, groups.rows * pieces,
+        (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
+         *numbers),
+        (activation, interleaved, k.block), k.num_warps,
+    )  # fmt: skip
+    return made
 
 
 def combined(
@@ -436,7 +450,8 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
     return out
 
 
-def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
+def dense(x: Optional[Tensor]) -> Optional[Tensor]:
+    """A bias without gaps, where there is one."""
     return None if x is None else x.contiguous()
 
 
@@ -457,17 +472,17 @@ def forward(
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
-    rows = RowOperand(_columns(x), gather=True)
+    rows = RowOperand(columns(x), gather=True)
     made, gate_up = activated(
-        rows, first, _dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
+        rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
     pairs = product("fused_moe.down", RowOperand(made), second, groups)
-    y = combined(pairs, groups, routing.contiguous(), _dense(down_bias), index, y_dtype)
+    y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
 
-def _inner_gradients(
+def inner_gradients(
     dproduct: Tensor, gate_up: Tensor, routing: Tensor, groups: Groups, how: Any,
     needs_routing: bool, needs_inner: bool,
 ) -> tuple[Optional[Tensor], Tensor]:  # fmt: skip
@@ -503,13 +518,13 @@ def backward(
     dx, dfirst, ddown, dbias, dother = (dy.new_empty(0) for _ in range(5))  # none is another
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
-    upstream = RowOperand(_columns(dy), gather=True)
+    upstream = RowOperand(columns(dy), gather=True)
     dgate_up, drouting = None, routing.new_empty(0)
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
         dproduct = product("fused_moe.dproduct", upstream, second, groups)
         how = (activation, (limit, alpha, up_offset), interleaved)
-        dgate_up, drouting = _inner_gradients(
+        dgate_up, drouting = inner_gradients(
             dproduct, gate_up, routing, groups, how, needs_routing, inner
         )
         if needs_down_weight:
@@ -517,14 +532,14 @@ def backward(
             ddown = weight_gradient("fused_moe.ddown_weight", *sides, groups, transposed)
         del dproduct
     if needs_routing and down_bias is not None:
-        _add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
+        add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
     if needs_down_bias:
         dother = _bias_gradient(upstream.source, groups, routing)
     del upstream
     if needs_gate_up_bias and dgate_up is not None:
         dbias = _bias_gradient(dgate_up, groups, None)
     if needs_gate_up_weight and dgate_up is not None and x is not None:
-        sides = (RowOperand(dgate_up), RowOperand(_columns(x), gather=True))
+        sides = (RowOperand(dgate_up), RowOperand(columns(x), gather=True))
         dfirst = weight_gradient("fused_moe.dgate_up_weight", *sides, groups, transposed)
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
@@ -548,9 +563,10 @@ def _zeros(
     )
 
 
-def _add_bias_share(
+def add_bias_share(
     drouting: Tensor, dy: Tensor, bias: Tensor, index: Tensor, groups: Groups
 ) -> None:
+    """Add the share of the bias to the gradient of routing, in place."""
     cols = dy.shape[1]
     k = piece("bias_share", dy, cols)
     args = (dy, bias, index, drouting, dy.stride(0), groups.count, cols, groups.per)

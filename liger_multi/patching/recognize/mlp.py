@@ -412,8 +412,8 @@ def _disagreement(
     def stock(*given: Tensor) -> Any:
         return replica.forward(*given)
 
-    def ours(*given: Tensor) -> Tensor:
-        return apply_experts(replica, kind, *given)
+    def ours(x: Tensor, index: Tensor, routing: Tensor) -> Tensor:
+        return apply_experts(replica, kind, x, index, routing)
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -229,6 +231,9 @@ BIASES = ("gate_up_proj_bias", "down_proj_bias")
 WEIGHT_TYPES = (Tensor, nn.Parameter)
 
 
+NO_FACTORS: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class ExpertsKind:
     """What the operator needs to know of a module: its gate, and how its weights lie."""
@@ -275,14 +280,20 @@ class FusedExperts(Patched):
             return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
         routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
-        alike = len(routes) == 2 and routes[0].shape == routes[1].shape
-        alike = alike and not routes[0].is_floating_point()
-        known = alike and is_probed_call(self, settings.kind, hidden_states)
+        known = are_routes(routes) and is_probed_call(self, settings.kind, hidden_states)
         if not (known and code_holds(kind)):
             return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
         return cast(Tensor, run_bound(settings.options, ("fused_moe",), apply_experts, *bound))
+
+
+def are_routes(routes: Sequence[Any]) -> bool:
+    """Whether a call brings experts of every token and their weights, and nothing more.
+
+    transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
+    """
+    alike = len(routes) == 2 and routes[0].shape == routes[1].shape
+    return alike and not routes[0].is_floating_point()
 
 
 def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
@@ -298,9 +309,14 @@ def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
 
 
 def apply_experts(
-    module: Any, kind: ExpertsKind, x: Tensor, index: Tensor, routing: Tensor
+    module: Any,
+    kind: ExpertsKind,
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any] = NO_FACTORS,
 ) -> Tensor:
-    """Run the operator with the weights of ``module``."""
+    """Run the operator with the weights of ``module``, and with what adapters add to them."""
     from liger_multi import ops
 
     weight = module.gate_up_proj
@@ -310,4 +326,5 @@ def apply_experts(
     options: dict[str, Any] = kind.options
     if kind.bias:
         options |= {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-    return ops.fused_moe(x, weight, module.down_proj, index, routing, **options).to(given)
+    op = ops.lora_moe if factors else ops.fused_moe
+    return op(x, weight, module.down_proj, index, routing, **options, **factors).to(given)
