@@ -104,7 +104,7 @@ class Factors:
 
 
 def _views(adapter: Adapter, experts: int) -> tuple[Tensor, Tensor]:
-    """PEFT's matrices as stacks: experts are the slowest of a's rows, the fastest of b's columns."""
+    """PEFT's matrices as stacks: experts are the slowest rows of a and the fastest columns of b."""
     a, b = adapter.a, adapter.b
     rank = a.shape[0] // experts
     return a.view(experts, rank, -1), b.view(-1, rank, experts).permute(2, 0, 1)
