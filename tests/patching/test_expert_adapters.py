@@ -30,8 +30,8 @@ def deepseek(**config):
         vocab_size=223, hidden_size=HIDDEN, intermediate_size=48, moe_intermediate_size=INNER,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=EXPERTS,
         n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=8,
-        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, first_k_dense_replace=1,
-        max_position_embeddings=64, pad_token_id=0, **config,
+        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0, **config,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.DeepseekV3ForCausalLM(settings)
@@ -293,9 +293,9 @@ class Stacks(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.numel() >= self.least:
-                if t.untyped_storage().data_ptr() not in self.known:
-                    self.found.append((str(func), tuple(t.shape)))
+            large = isinstance(t, torch.Tensor) and t.numel() >= self.least
+            if large and t.untyped_storage().data_ptr() not in self.known:
+                self.found.append((str(func), tuple(t.shape)))
         return result
 
 
@@ -326,7 +326,9 @@ def test_no_tensor_has_the_size_of_a_stack(kind):
 
 
 def trained(ours):
-    ours.base_model.model.model.layers[1].mlp.experts.base_layer.base_layer.down_proj.requires_grad_()
+    ours.base_model.model.model.layers[
+        1
+    ].mlp.experts.base_layer.base_layer.down_proj.requires_grad_()
 
 
 def watched(ours):

@@ -90,7 +90,8 @@ class Factors:
 
     def given(self) -> dict[str, Any]:
         """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
-        experts, found = self.base.gate_up_proj.shape[0], dict[str, Any]()
+        experts = self.base.gate_up_proj.shape[0]
+        found: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), WEIGHTS, strict=True):
             parts = [_views(one, experts) for one in self.thin.get(name, ())]
             if len(parts) == 1:
