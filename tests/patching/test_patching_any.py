@@ -101,6 +101,56 @@ def test_norms_of_every_kind(name):
     assert type(module) is type(stock)
 
 
+OF_ONE_TYPE = {
+    "factor": (lambda: modeling("deepseek_v4").DeepseekV4UnweightedRMSNorm(), "no weight"),
+    "groups": (
+        lambda: modeling("qwen4_exp").Qwen4ExpTextRMSNorm(48, group_size=16),
+        "gemma, groups",
+    ),
+    "rounded 1 + weight": (
+        lambda: modeling("muse_spark").MuseSparkTextCenteredRMSNorm(48),
+        "gemma, rounded 1 + weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TYPE)
+def test_norms_that_round_elsewhere_agree_bit_for_bit(name):
+    make, kind = OF_ONE_TYPE[name]
+    module = weighted(make())
+    stock = copy.deepcopy(module)
+    op = "gated_rms_norm" if name == "groups" else "rms_norm"
+    assert patched_module(module) == ([f"{op}[{kind}]"], [])
+    equal(stock, module, torch.randn(2, 5, 48))
+    x = torch.randn(64, 48).bfloat16()
+    assert torch.equal(module.bfloat16()(x), stock.bfloat16()(x))
+
+
+CHANNELS_SECOND = {
+    "images": (lambda: modeling("sam").SamLayerNorm(48, data_format="channels_first"), (5, 3)),
+    "text": (lambda: modeling("squeezebert").SqueezeBertLayerNorm(48), (7,)),
+}
+
+
+@pytest.mark.parametrize("name", CHANNELS_SECOND)
+def test_channels_on_the_second_axis(name):
+    make, rest = CHANNELS_SECOND[name]
+    module, x = weighted(make()), torch.randn(2, 48, *rest) + 0.3
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm[channels second]"], [])
+    equal(stock, module, x)
+    assert module(x).stride() == stock(x).stride()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):  # as the original does
+        module(torch.randn(2, 3, 4, 5, 48))
+
+
+def test_norms_of_the_last_axis_keep_it_where_the_class_knows_both():
+    module = weighted(modeling("sam").SamLayerNorm(48, data_format="channels_last"))
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm"], [])
+    equal(stock, module, torch.randn(2, 48, 5, 48))
+
+
 def grouped(kind, size):
     """Older transformers have no groups in these."""
     options = inspect.signature(kind).parameters
@@ -206,6 +256,28 @@ def test_gated_mlps_by_structure(act, packed):
     shown, _ = patched_module(module)
     assert len(shown) == 1
     equal(stock, module, torch.randn(2, 5, 16))
+
+
+class Clamped(nn.Module):
+    """SwiGLU of clamped inputs with a limit of its own, and no slope."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down_proj, self.swiglu_limit = nn.Linear(32, 16), limit
+
+    def forward(self, x):
+        up = self.up_proj(x).clamp(-self.swiglu_limit, self.swiglu_limit)
+        return self.down_proj(F.silu(self.gate_proj(x).clamp(max=self.swiglu_limit)) * up)
+
+
+def test_a_clamped_mlp_without_a_slope():
+    module = weighted(Clamped(0.7))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["swiglu_clamped"]
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
+    stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
 
 
 def test_dropouts_stay_where_they_are():

@@ -117,7 +117,7 @@ class _Likely(NamedTuple):
 
 
 _LIKELY = {
-    "rms_norm": _Likely("RMSNorm", also=("layer_norm",)),
+    "rms_norm": _Likely("RMSNorm", also=("layer_norm", "gated_rms_norm")),
     "layer_norm": _Likely("LayerNorm"),
     "gated_rms_norm": _Likely("gated RMSNorm"),
     "poly_norm": _Likely("poly_norm", least=None),
@@ -165,8 +165,9 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
 
 
 def _candidates(likely: str) -> list[NormKind]:
-    """The kinds of the likely operator first."""
-    every, also = registered.norm_kinds(), _LIKELY[likely].also
+    """The kinds of the likely operator first; a gate is an argument, or it is none."""
+    also, gated = _LIKELY[likely].also, likely == "gated_rms_norm"
+    every = [k for k in registered.norm_kinds() if k.gated == gated]
     return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
 
 
@@ -180,20 +181,19 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
     if any(len(shape) > 1 or shape.numel() == 0 for shape in shapes):
         return "its weight is not a vector with elements (is it partitioned?)"
     size = vectors[0] if vectors else _width(module)
-    tried = 0
-    error: Exception | None = None
+    ran, error = False, None
     for kind in _candidates(likely):
-        for group in _groups(module, size) if kind.gated else (None,):
+        for group in _groups(module, size) if kind.grouped else (None,):
             settings = NormSettings(kind, _tensors(module, kind), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
                 continue  # it holds a parameter that the operator does not take
-            tried += 1
             try:
                 if _agrees(module, settings, size):
                     return _settled(module, settings, size)
+                ran = True
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
-    if error is not None:
+    if error is not None and not ran:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
     return f"{name} is no {_LIKELY[likely].word} that is known, bit for bit in bf16"
@@ -238,8 +238,9 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
             for _, name in settings.tensors
             if name is not None
         }
-        x = random(generator, rows, 1, size) * random(generator, rows, 1, 1).exp()
-        gate = random(generator, rows, 1, size) if kind.gated else None
+        x, gate = _rows(generator, kind, rows, size), None
+        if kind.gated:
+            gate = random(generator, rows, 1, size)
         for of_x, of_weight in _PAIRS:
             if kind.one_dtype and of_x != of_weight:
                 continue  # left to the module
@@ -266,10 +267,19 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
         )
 
 
+def _rows(generator: torch.Generator, kind: NormKind, rows: int, size: int) -> Tensor:
+    """Rows of different lengths, in the form that a kind takes."""
+    lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[kind.ndim]
+    x = random(generator, *lead, size) * random(generator, *lead, 1).exp()
+    return x.movedim(-1, kind.axis).contiguous()
+
+
 def _same_in_every_rank(
     replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
 ) -> bool:
     """Whether it takes the mean over the last axis whatever stands before it."""
+    if settings.kind.ndim:
+        return True  # calls of another rank are left to the module
     rows = x.shape[0] - x.shape[0] % 4
     for shape in ((rows, -1), (2, rows // 4, 2, -1)):
         flat = x[:rows].reshape(*shape[:-1], x.shape[-1])
@@ -298,7 +308,9 @@ def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettin
             if name is not None:
                 shape = cast(Tensor, held[name]).shape
                 replica._parameters[name] = nn.Parameter(random(generator, *shape))
-        inputs = [random(generator, 5, 2, size) for _ in range(2 if settings.kind.gated else 1)]
+        inputs = [_rows(generator, settings.kind, 10, size)]
+        if settings.kind.gated:
+            inputs.append(random(generator, *inputs[0].shape))
         with watch.over(replica):
             for training, grad in MODES:
                 set_mode(replica, training)

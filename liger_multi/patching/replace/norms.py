@@ -85,7 +85,10 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         if name is not None and given[-1] is None:
             return None
     first = given[0] if given else None
-    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
+    if kind.ndim and x.ndim != kind.ndim:
+        return None
+    channels = x.shape[kind.axis] if x.ndim else 0
+    if first is not None and kind.of_channels and first.shape != (channels,):
         return None  # the original may broadcast it
     if kind.one_dtype:
         # torch's layer_norm chooses the dtype of its result under autocast
@@ -110,5 +113,8 @@ def apply_norm(
         value = getattr(module, name)
         options["group_size"] = x.shape[-1] // value if counts else value
     eps = [] if settings.eps is None else [getattr(module, settings.eps)]
-    first = [x, gate] if kind.gated else [x]
-    return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+    first = [x, gate] if kind.op == "gated_rms_norm" else [x]
+    if kind.axis == -1:  # turning nothing would cost the host some microseconds
+        return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+    y = cast(Tensor, getattr(ops, kind.op)(x.movedim(kind.axis, -1), *given, *eps, **options))
+    return y.movedim(-1, kind.axis)
