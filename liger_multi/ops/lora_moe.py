@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
-from liger_multi.ops.fused_moe import ACTIVATIONS
+from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
 from liger_multi.ops.fused_moe import _case as experts_case
 from liger_multi.ops.fused_moe import _count as count
 from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
@@ -101,9 +101,9 @@ def lora_moe(
         product are computed again. An expert without tokens has a zero gradient.
 
     Shapes:
-        As ``fused_moe``, and gate_up_a ``(E, r, H)``, gate_up_b ``(E, 2 I, r)``, down_a
-        ``(E, r, I)``, down_b ``(E, H, r)``, whatever ``transposed`` says of the weights, each pair
-        with an r of its own; any strides.
+        As ``fused_moe``, and gate_up_a ``(E, r, H)``, gate_up_b ``(E, 2 I, r)``, or ``(E, I, r)``
+        without a gate, down_a ``(E, r, I)``, down_b ``(E, H, r)``, whatever ``transposed`` says of
+        the weights, each pair with an r of its own; any strides.
 
     Dtypes:
         In: x, weights and biases of one floating dtype, factors of one, which may be wider; any
@@ -138,9 +138,9 @@ def lora_moe(
     by = numbers(name, limit, alpha, up_offset)
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
-    shapes_fit(wide, index, routing, transposed, name)
+    shapes_fit(wide, index, routing, transposed, activation, name)
     frozen(name, {n: t for n, t in wide.items() if n != "x"}, "fused_moe of their sums")
-    factors = _factors(x, gate_up_weight, thin, transposed)
+    factors = _factors(x, gate_up_weight, thin, transposed, activation)
     scales = [
         checks.number(name, f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (gate_up_scale, down_scale), strict=True)
@@ -158,13 +158,14 @@ def lora_moe(
 
 
 def _factors(
-    x: Tensor, first: Tensor, thin: dict[str, Tensor | None], transposed: bool
+    x: Tensor, first: Tensor, thin: dict[str, Tensor | None], transposed: bool, activation: str
 ) -> list[Tensor | None]:
     """The factors in the dtype of their GEMMs; those of a layer fit it and stand together."""
     experts, *sizes = first.shape
     wide, hidden = sizes[::-1] if transposed else sizes
     found: list[Tensor | None] = []
-    for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, wide // 2)}.items():
+    inner = wide if activation == UNGATED else wide // 2
+    for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
         a, b = thin[f"{layer}_a"], thin[f"{layer}_b"]
         if (a is None) != (b is None):
             given, missing = ("a", "b") if b is None else ("b", "a")
@@ -186,12 +187,13 @@ def _factors(
 def _case(
     rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, rank: int, *,
     layers: tuple[str, ...] = LAYERS, dtype: torch.dtype | None = None,
-    frozen: tuple[str, ...] = (), **more: Any,
+    frozen: tuple[str, ...] = (), parts: int = 2, **more: Any,
 ) -> dict[str, T]:  # fmt: skip
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     base = ("gate_up_weight", "down_weight", *_BIASES)
-    made = experts_case(rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), **more)
-    sizes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    made = experts_case(rows, top_k, experts, hidden, inner, frozen=(*base, *frozen),
+                        parts=parts, **more)  # fmt: skip
+    sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
     for layer in layers:
         out, into = sizes[layer]
         for part, shape in (("a", (experts, rank, into)), ("b", (experts, out, rank))):
@@ -206,6 +208,7 @@ SAMPLES = (
     Sample("two-axes", _case((2, 3), 2, 4, 8, 6, 3), _SCALES),
     Sample("gelu", _case((6,), 2, 3, 8, 4, 2), {"activation": "gelu"}),
     Sample("gpt-oss", _case((6,), 2, 3, 8, 4, 2, transposed=True, bias=True), GPT_OSS | _SCALES),
+    Sample("no-gate", _case((6,), 2, 3, 8, 6, 2, parts=1), {"activation": UNGATED} | _SCALES),
     Sample("interleaved-rank-1", _case((5,), 3, 4, 8, 4, 1), {"interleaved": True} | _SCALES),
     Sample("only-gate-up", _case((5,), 2, 3, 8, 6, 2, layers=("gate_up",)), _SCALES),
     Sample("only-down", _case((5,), 2, 3, 8, 6, 2, layers=("down",)), _SCALES),

@@ -58,8 +58,14 @@ from liger_multi.dispatch.launch import DeviceInfo
 
 @triton.jit
 def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Activation times up, in fp32; the activation is rounded first, as in Hugging Face."""
-    if ACTIVATION == "swiglu_clamped":
+    """Activation times up, in fp32; the activation is rounded first, as in Hugging Face.
+
+    Without a gate, both are up, and the product is relu(up)^2.
+    """
+    if ACTIVATION == "relu_squared":
+        act = tl.where(gate < 0, 0.0, gate)  # a NaN stays
+        up = act
+    elif ACTIVATION == "swiglu_clamped":
         # comparisons, since a minimum would lose a NaN
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
@@ -73,8 +79,14 @@ def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: 
 def _differentiated(
     d, gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Gradients of gate and up for the gradient d of act(gate) * up."""
-    if ACTIVATION == "swiglu_clamped":
+    """Gradients of gate and up for the gradient d of act(gate) * up.
+
+    Without a gate, both are that of up.
+    """
+    if ACTIVATION == "relu_squared":
+        dup = 2.0 * d * tl.where(gate < 0, 0.0, gate)
+        return dup, dup
+    elif ACTIVATION == "swiglu_clamped":
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
         p = sigmoid(g * alpha)
@@ -88,9 +100,16 @@ def _differentiated(
 
 
 @triton.jit
-def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up of BLOCK columns of one row, in fp32; INTERLEAVED: they alternate in memory."""
-    if INTERLEAVED:
+def _load_pair(ptr, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK columns of one row, in fp32.
+
+    LAYOUT: they alternate in memory, follow each other, or are one.
+    """
+    if LAYOUT == "single":
+        col = start + tl.arange(0, BLOCK)
+        up = tl.load(ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+        return up, up
+    elif LAYOUT == "interleaved":
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(ptr + at, mask=at < 2 * cols, other=0.0).to(tl.float32)
         return tl.split(tl.reshape(both, [BLOCK, 2]))
@@ -101,9 +120,12 @@ def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _store_pair(ptr, gate, up, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _store_pair(ptr, gate, up, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
     """Store two rows of BLOCK columns where :func:`_load_pair` reads gate and up."""
-    if INTERLEAVED:
+    if LAYOUT == "single":
+        col = start + tl.arange(0, BLOCK)
+        tl.store(ptr + col, round_to(up, ptr.dtype.element_ty), mask=col < cols)
+    elif LAYOUT == "interleaved":
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = round_to(tl.reshape(tl.join(gate, up), [2 * BLOCK]), ptr.dtype.element_ty)
         tl.store(ptr + at, both, mask=at < 2 * cols)
@@ -180,7 +202,7 @@ def _moe_up_kernel(
 @triton.jit
 def _moe_activation_kernel(
     gate_up_ptr, bias_ptr, out_ptr, index_ptr, order_ptr, offsets_ptr, groups, cols, tiles, limit,
-    alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Activation after a library's GEMM; the bias is added to gate and up in place.
 
@@ -191,15 +213,16 @@ def _moe_activation_kernel(
     start = piece * BLOCK
     if row >= tl.load(offsets_ptr + groups):
         return
-    gate_up_ptr += row.to(tl.int64) * (2 * cols)
-    gate, up = _load_pair(gate_up_ptr, start, cols, INTERLEAVED, BLOCK)
+    WIDE: tl.constexpr = 1 if LAYOUT == "single" else 2
+    gate_up_ptr += row.to(tl.int64) * (WIDE * cols)
+    gate, up = _load_pair(gate_up_ptr, start, cols, LAYOUT, BLOCK)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        bias_ptr += tl.load(index_ptr + tl.load(order_ptr + row)) * (2 * cols)
-        more, other = _load_pair(bias_ptr, start, cols, INTERLEAVED, BLOCK)
+        bias_ptr += tl.load(index_ptr + tl.load(order_ptr + row)) * (WIDE * cols)
+        more, other = _load_pair(bias_ptr, start, cols, LAYOUT, BLOCK)
         gate, up = round_to(gate + more, DTYPE), round_to(up + other, DTYPE)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        _store_pair(gate_up_ptr, gate, up, start, cols, INTERLEAVED, BLOCK)
+        _store_pair(gate_up_ptr, gate, up, start, cols, LAYOUT, BLOCK)
     y = round_to(_activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE), DTYPE)
     col = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + row.to(tl.int64) * cols + col, y, mask=col < cols)
@@ -208,7 +231,7 @@ def _moe_activation_kernel(
 @triton.jit
 def _moe_activation_backward_kernel(
     d_ptr, gate_up_ptr, dgate_up_ptr, routing_ptr, drouting_ptr, order_ptr, offsets_ptr, groups,
-    cols, limit, alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    cols, limit, alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
@@ -225,14 +248,15 @@ def _moe_activation_backward_kernel(
         return
     routing = tl.load(routing_ptr + pair).to(tl.float32)
     d_ptr += row.to(tl.int64) * cols
-    gate_up_ptr += row.to(tl.int64) * (2 * cols)
+    WIDE: tl.constexpr = 1 if LAYOUT == "single" else 2
+    gate_up_ptr += row.to(tl.int64) * (WIDE * cols)
     DTYPE: tl.constexpr = d_ptr.dtype.element_ty
     share = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK, num_stages=STAGES):
         assume_cols(start, LONGEST_ROW // 2)
         col = start + tl.arange(0, BLOCK)
         d = tl.load(d_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
-        gate, up = _load_pair(gate_up_ptr, start, cols, INTERLEAVED, BLOCK)
+        gate, up = _load_pair(gate_up_ptr, start, cols, LAYOUT, BLOCK)
         y = _activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE)
         share += d * y
         tl.store(d_ptr + col, round_to(y * routing, DTYPE), mask=col < cols)
@@ -240,8 +264,8 @@ def _moe_activation_backward_kernel(
             dgate, dup = _differentiated(
                 d * routing, gate, up, limit, alpha, offset, ACTIVATION, DTYPE
             )
-            room = dgate_up_ptr + row.to(tl.int64) * (2 * cols)
-            _store_pair(room, dgate, dup, start, cols, INTERLEAVED, BLOCK)
+            room = dgate_up_ptr + row.to(tl.int64) * (WIDE * cols)
+            _store_pair(room, dgate, dup, start, cols, LAYOUT, BLOCK)
     if drouting_ptr is not None:
         total = round_to(tl.sum(share, axis=0), drouting_ptr.dtype.element_ty)
         tl.store(drouting_ptr + pair, total)
@@ -343,6 +367,13 @@ def _moe_bias_gradient_kernel(
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
 
+def layout_of(activation: str, interleaved: bool) -> str:
+    """How gate and up of a row lie."""
+    if activation == "relu_squared":
+        return "single"
+    return "interleaved" if interleaved else "halves"
+
+
 def up_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
 ) -> ProductConfig:
@@ -376,7 +407,7 @@ def activated(
     source, (_, wide, inner) = x.source, weight.shape
     cols = wide // 2
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
-    if interleaved:
+    if layout_of(activation, interleaved) != "halves":
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
@@ -404,7 +435,9 @@ def activation_of(
     how: tuple[str, Numbers, bool],
 ) -> Tensor:
     """act(gate) * up of the rows of a GEMM; the bias is added to these in place."""
-    (activation, numbers, interleaved), cols = how, gate_up.shape[1] // 2
+    activation, numbers, interleaved = how
+    layout = layout_of(activation, interleaved)
+    cols = gate_up.shape[1] if layout == "single" else gate_up.shape[1] // 2
     made = gate_up.new_empty(groups.rows, cols)
     k = piece("activation", gate_up, cols)
     pieces = cdiv(cols, k.block)
@@ -412,7 +445,7 @@ def activation_of(
         _moe_activation_kernel, groups.rows * pieces,
         (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
          *numbers),
-        (activation, interleaved, k.block), k.num_warps,
+        (activation, layout, k.block), k.num_warps,
     )  # fmt: skip
     return made
 
@@ -496,7 +529,7 @@ def inner_gradients(
         _moe_activation_backward_kernel, groups.rows,
         (dproduct, gate_up, made, routing, drouting if needs_routing else None, groups.order,
          groups.offsets, groups.count, cols, *numbers),
-        (activation, interleaved, k.block, k.stages), k.num_warps,
+        (activation, layout_of(activation, interleaved), k.block, k.stages), k.num_warps,
     )  # fmt: skip
     return made, drouting
 

@@ -39,11 +39,12 @@ from liger_multi.patching.recognize.signature import (
 )
 from liger_multi.patching.replace import mlp
 from liger_multi.patching.replace.mlp import (
-    BIASES,
+    NO_GATE,
     WEIGHTS,
     ExpertsKind,
     MlpSettings,
     apply_experts,
+    bias_names,
 )
 from liger_multi.patching.replace.swap import unpatched_class
 
@@ -286,7 +287,7 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
 
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether transformers' interface serves the experts of a module."""
-    return hasattr(module, "_apply_gate") and any(name in module._parameters for name in WEIGHTS)
+    return hasattr(module, "_apply_gate") and "down_proj" in module._parameters
 
 
 def are_other_experts(module: nn.Module) -> bool:
@@ -300,12 +301,8 @@ _known_experts: dict[Any, ExpertsKind | str] = {}
 
 def experts_kind(module: nn.Module) -> ExpertsKind | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    for flag, wanted, reason in (
-        ("has_gate", True, "its experts have no gate"),
-        ("has_post_expert_norm", False, "its experts end in a norm"),
-    ):
-        if getattr(module, flag, wanted) is not wanted:
-            return reason
+    if getattr(module, "has_post_expert_norm", False) is not False:
+        return "its experts end in a norm"
     kind = unpatched_class(module)
     signature = _signature(module, kind, ())
     if isinstance(signature, str):
@@ -319,13 +316,18 @@ def experts_kind(module: nn.Module) -> ExpertsKind | str:
     return found
 
 
+def _weights(module: nn.Module) -> tuple[str, str]:
+    return WEIGHTS[bool(getattr(module, "has_gate", True))]
+
+
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
 def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
     """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
     flags = [name for name in _FLAGS if name in vars(module)]
-    taken = ("config", *WEIGHTS, *BIASES)
+    weights = _weights(module)
+    taken = ("config", *weights, *bias_names(weights))
     return signature_of(module, kind, taken, [*flags, *seen], ("forward", "_apply_gate"))
 
 
@@ -341,14 +343,16 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
                     set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
                         replica.forward(*inputs)
-                stock = replica._apply_gate(x)
+                gated = _weights(module) == WEIGHTS[True]
+                stock = replica._apply_gate(x) if gated else replica.act_fn(x)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             if getattr(replica, "config", _Eager(None)).read:
                 return "its forward reads its configuration, which may change later"
             kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
             if kind is None:
-                return f"the gate of {own.__name__} is none that fused_moe has"
+                what = "gate" if gated else "activation"
+                return f"the {what} of {own.__name__} is none that fused_moe has"
             found = _disagreement(replica, inputs, kind, generator)
             if found:
                 return f"{own.__name__} is more than its gate and products: {found}"
@@ -388,9 +392,10 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
     """A small copy, and hidden states, indices and weights of experts."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
-    experts, *axes = shapes[WEIGHTS[0]]
+    weights = _weights(module)
+    experts, *axes = shapes[weights[0]]
     hidden, wide = axes if getattr(module, "is_transposed", False) else reversed(axes)
-    sizes = {wide // 2: 6, wide: 12}
+    sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
     sizes.setdefault(hidden, 8)
     sizes.setdefault(experts, 4)
     replica: Any = skeleton(module, sizes)
@@ -436,8 +441,11 @@ def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
 
 
 def _candidates(module: nn.Module) -> list[ExpertsKind]:
-    bias = all(getattr(module, name, None) is not None for name in BIASES)
+    weights = _weights(module)
+    bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
     transposed = bool(getattr(module, "is_transposed", False))
+    if weights != WEIGHTS[True]:
+        return [ExpertsKind(NO_GATE, False, transposed, bias)]
     orders = (False, True)
     found = [
         ExpertsKind(activation, order, transposed, bias)

@@ -27,8 +27,6 @@ from liger_multi.patching.recognize.probe import probe_context, random
 from liger_multi.patching.recognize.signature import code_holds, is_watched
 from liger_multi.patching.replace.adapters import Adapter, adapters
 from liger_multi.patching.replace.mlp import (
-    BIASES,
-    WEIGHTS,
     ExpertsKind,
     ExpertsSettings,
     FusedExperts,
@@ -90,9 +88,9 @@ class Factors:
 
     def given(self) -> dict[str, Any]:
         """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
-        experts = self.base.gate_up_proj.shape[0]
+        experts = self.base.down_proj.shape[0]
         found: dict[str, Any] = {}
-        for layer, name in zip(("gate_up", "down"), WEIGHTS, strict=True):
+        for layer, name in zip(("gate_up", "down"), self.kind.weights, strict=True):
             parts = [_views(one, experts) for one in self.thin.get(name, ())]
             if len(parts) == 1:
                 found |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
@@ -122,13 +120,12 @@ def factors(outermost: nn.Module) -> Factors | str:
         name, found = wrapper.parameter_name, adapters(wrapper)
         if isinstance(found, str):
             return f"{name}: {found}"
-        if name not in WEIGHTS or name in thin:
-            return f"its parameter {name} is none of {' and '.join(WEIGHTS)}"
+        if name not in kind.weights or name in thin:
+            return f"its parameter {name} is none of {' and '.join(kind.weights)}"
         if len({t.dtype for one in found for t in one[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
         thin[name] = found
-    names = (*WEIGHTS, *BIASES) if kind.bias else WEIGHTS
-    if any(getattr(base, name).requires_grad for name in names):
+    if any(getattr(base, name).requires_grad for name in kind.parameters):
         return "its experts are trained as well"
     wrapper = cast(Any, stock_of(type(wrappers[0])))
     return _layout(wrapper, kind.transposed) or Factors(kind, base, thin)
@@ -201,4 +198,4 @@ def _serves(found: Factors, x: Tensor) -> bool:
     if autocast_dtype(x.device.type) is not None:
         return True
     kinds = [one.a.dtype for several in found.thin.values() for one in several]
-    return all(kind.itemsize >= base.gate_up_proj.dtype.itemsize for kind in kinds)
+    return all(kind.itemsize >= base.down_proj.dtype.itemsize for kind in kinds)

@@ -222,10 +222,15 @@ def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
 
 # --- experts ---
 
-WEIGHTS = ("gate_up_proj", "down_proj")
+WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""Names of the stacks of experts, with and without a gate; those of biases follow them."""
+NO_GATE = "relu_squared"
+"""The activation of experts without a gate."""
 
 
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+def bias_names(weights: tuple[str, str]) -> tuple[str, str]:
+    """Names of the biases beside stacks of such names."""
+    return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
 
 WEIGHT_TYPES = (Tensor, nn.Parameter)
@@ -244,6 +249,16 @@ class ExpertsKind:
     bias: bool
     clamps: tuple[tuple[str, float], ...] = ()
     signature: Signature = field(default_factory=Signature)
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """Names of the stacks."""
+        return WEIGHTS[self.activation != NO_GATE]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the stacks, and of the biases where there are any."""
+        return (*self.weights, *bias_names(self.weights)) if self.bias else self.weights
 
     @property
     def options(self) -> dict[str, Any]:
@@ -300,8 +315,7 @@ def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call is one of those that were probed, with ordinary weights."""
     if globally_hooked() or not holds(module, kind.signature):
         return False
-    names = (*WEIGHTS, *BIASES) if kind.bias else WEIGHTS
-    tensors = [getattr(module, name, None) for name in names]
+    tensors = [getattr(module, name, None) for name in kind.parameters]
     return type(hidden) is Tensor and all(
         type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1  # type: ignore[union-attr]
         for t in tensors
@@ -319,12 +333,12 @@ def apply_experts(
     """Run the operator with the weights of ``module``, and with what adapters add to them."""
     from liger_multi import ops
 
-    weight = module.gate_up_proj
+    weight, down, *biases = (getattr(module, name) for name in kind.parameters)
     given = x.dtype
     if autocast_dtype(x.device.type) is None:
         x = x.to(weight.dtype)
     options: dict[str, Any] = kind.options
-    if kind.bias:
-        options |= {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
+    if biases:
+        options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
     op = ops.lora_moe if factors else ops.fused_moe
-    return op(x, weight, module.down_proj, index, routing, **options, **factors).to(given)
+    return op(x, weight, down, index, routing, **options, **factors).to(given)

@@ -197,7 +197,9 @@ def fused_moe(
         share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
         inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
         gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
-        if activation == "swiglu_clamped":
+        if activation == "relu_squared":
+            product = relu_squared(inner)
+        elif activation == "swiglu_clamped":
             product = swiglu_clamped(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
         else:
             product = gated(gate, up, activation)
