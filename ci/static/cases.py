@@ -260,13 +260,15 @@ def _gemm(
 
 def _fused_moe(
     tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: torch.dtype = BF16, *,
-    gpt_oss: bool = False, library: bool = False,
+    gpt_oss: bool = False, library: bool = False, gate: bool = True,
 ) -> None:  # fmt: skip
     x, index = _meta(tokens, hidden, dtype=dtype), _meta(tokens, top_k, dtype=torch.int64)
     routing = _meta(tokens, top_k, dtype=dtype)
     first, second = (experts, 2 * inner, hidden), (experts, hidden, inner)
     how: Any = ("silu", 7.0, 1.702, 1.0, False, False)
     biases: list[Any] = [None, None]
+    if not gate:
+        first, how = (experts, inner, hidden), ("relu_squared", *how[1:])
     if gpt_oss:
         first, second = (experts, hidden, 2 * inner), (experts, inner, hidden)
         how = ("swiglu_clamped", 7.0, 1.702, 1.0, True, True)
@@ -596,6 +598,12 @@ LAYERS = (
         _fused_moe,
         (GPT_OSS,),
         {"gpt_oss": True, "library": True},
+    ),
+    Launches(
+        "fused_moe {0}x{3} {4} of {2} no gate",
+        _fused_moe,
+        ((8192, 6, 128, 2688, 1856),),
+        {"gate": False},
     ),
     Launches("lora_moe {0}x{3} {4} of {2} r{5} {6}", _lora_moe, (
         (8192, 8, 128, 2048, 768, 16, BF16), (8192, 8, 128, 2048, 768, 16, FP32),

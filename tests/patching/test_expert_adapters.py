@@ -37,9 +37,24 @@ def deepseek(**config):
     return transformers.DeepseekV3ForCausalLM(settings)
 
 
+def nemotron():
+    """Experts without a gate."""
+    settings = transformers.NemotronHConfig(
+        vocab_size=223, hidden_size=HIDDEN, layers_block_type=["attention", "moe"],
+        n_routed_experts=EXPERTS, moe_intermediate_size=INNER, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_shared_expert_intermediate_size=16, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.NemotronHForCausalLM(settings)
+
+
+OWN = {"deepseek_v3": deepseek, "nemotron_h": nemotron}
+FIRST = {"nemotron_h": ("mixer.experts.up_proj", "mixer.experts.down_proj")}
+
+
 def made(kind="qwen3_moe", dtype=torch.float32):
-    model = deepseek() if kind == "deepseek_v3" else build(kind)
-    return model.to(dtype)
+    return (OWN[kind]() if kind in OWN else build(kind)).to(dtype)
 
 
 def adapted(model, name="default", seed=3, **config):
@@ -87,16 +102,16 @@ def wrappers(model):
 
 # --- equal ---
 
-LAYERS = {"qwen3_moe": 1, "mixtral": 2, "gpt_oss": 2, "deepseek_v3": 1}
+LAYERS = {"qwen3_moe": 1, "mixtral": 2, "gpt_oss": 2, "deepseek_v3": 1, "nemotron_h": 1}
+ACTIVATIONS = {"gpt_oss": "swiglu_clamped", "nemotron_h": "relu_squared"}
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_step_is_peft_s(kind, calls):
-    stock, ours = pair(kind)
+    stock, ours = pair(kind, target_parameters=FIRST.get(kind, STACKS))
     report = patch(ours, strict=True)
     found = [e.replaced_by for e in report.entries if e.op == "lora"]
-    activation = "swiglu_clamped" if kind == "gpt_oss" else "silu"
-    assert found == [f"lora_moe[{activation}]"] * LAYERS[kind]
+    assert found == [f"lora_moe[{ACTIVATIONS.get(kind, 'silu')}]"] * LAYERS[kind]
     calls.clear()
     assert_same_training(stock, ours, loss_of)
     assert calls == {"lora_moe": LAYERS[kind]}

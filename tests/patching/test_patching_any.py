@@ -1,6 +1,7 @@
 """Any model: what the probes recognize beside Llama, and what users teach them."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from liger_multi import patching
+from liger_multi import ops, patching
 from liger_multi.errors import PatchError
 from liger_multi.patching import (
     MlpNames,
@@ -62,6 +63,15 @@ def equal(stock, ours, *inputs, rtol=1e-5):
         found.append(torch.autograd.grad(out, [*given, *parameters], upstream))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=rtol, atol=rtol)
     assert_same_gradients(found[1], found[0], rtol)
+
+
+@contextlib.contextmanager
+def calls_of(name):
+    """The calls of an operator."""
+    seen, op = [], getattr(ops, name)
+    with pytest.MonkeyPatch.context() as patch_:
+        patch_.setattr(ops, name, lambda *a, **k: (seen.append(1), op(*a, **k))[1])
+        yield seen
 
 
 def modeling(name):
@@ -278,6 +288,33 @@ def test_a_clamped_mlp_without_a_slope():
     equal(stock, module, 3 * torch.randn(2, 5, 16))
     stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
     equal(stock, module, 3 * torch.randn(2, 5, 16))
+
+
+def test_experts_without_a_gate():
+    """Their activation is one of ours itself, which is no reason to leave the experts."""
+    config = transformers.NemotronHConfig(
+        hidden_size=16, n_routed_experts=4, moe_intermediate_size=12, num_experts_per_tok=2
+    )
+    module = weighted(modeling("nemotron_h").NemotronHExperts(config))
+    stock = copy.deepcopy(module)
+    index = torch.randint(4, (10, 2))
+    assert patched_module(module)[0] == ["fused_moe[relu_squared]", "relu_squared"]
+    report = patch(Holder(module), **HEADLESS)
+    assert {e.status for e in report.entries} == {"already patched"}
+
+    def experts(own):
+        return type("Called", (), {
+            "__call__": lambda self, x, routing: own(x, index, routing),
+            "parameters": lambda self: own.parameters(),
+        })()  # fmt: skip
+
+    given = torch.randn(10, 16), torch.rand(10, 2)
+    for change in (None, nn.SiLU()):
+        if change is not None:  # no longer what was probed
+            stock.act_fn = module.act_fn = change
+        with calls_of("fused_moe") as seen:
+            equal(experts(stock), experts(module), *given)
+        assert len(seen) == (change is None)
 
 
 def test_dropouts_stay_where_they_are():
