@@ -39,7 +39,12 @@ from liger_multi.patching.recognize.mlp import (
     mlp_kind,
     mlp_names,
 )
-from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings, worth_a_line
+from liger_multi.patching.recognize.norms import (
+    NO_NORM,
+    looks_like_norm,
+    norm_settings,
+    worth_a_line,
+)
 from liger_multi.patching.replace.adapters import (
     FusedLora,
     SharedInput,
@@ -246,7 +251,7 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
     if options is None:
         _restore(report, path, module)
     elif isinstance(found, str):
-        if overridden or worth_a_line(likely):
+        if overridden or (found != NO_NORM and worth_a_line(likely)):
             report.skipped.append(Skipped(path, op, found))
     else:
         settings = replace(found, options=options)

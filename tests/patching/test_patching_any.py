@@ -136,6 +136,30 @@ def test_norms_that_round_elsewhere_agree_bit_for_bit(name):
     assert torch.equal(module.bfloat16()(x), stock.bfloat16()(x))
 
 
+ROUNDED_FIRST = {
+    "deberta": (lambda: modeling("deberta").DebertaLayerNorm(48), (2, 5, 48)),
+    "a weight by head": (lambda: modeling("chameleon").ChameleonLayerNorm((4, 48)), (2, 5, 4, 48)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_FIRST)
+def test_layer_norms_that_round_before_their_weight(name):
+    make, shape = ROUNDED_FIRST[name]
+    module = weighted(make())
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm[rounded before the weight]"], [])
+    equal(stock, module, torch.randn(shape) + 0.3)
+    with calls_of("layer_norm") as seen:
+        x = torch.randn(shape).bfloat16()
+        assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
+    assert seen
+
+
+def test_a_row_s_factor_is_no_norm():
+    module = modeling("hy_v4").HYV4UnweightedRMSNorm()
+    assert patched_module(module) == ([], [])
+
+
 CHANNELS_SECOND = {
     "images": (lambda: modeling("sam").SamLayerNorm(48, data_format="channels_first"), (5, 3)),
     "text": (lambda: modeling("squeezebert").SqueezeBertLayerNorm(48), (7,)),

@@ -27,6 +27,8 @@ class NormKind:
         grouped: Whether an attribute of the module may tell groups of channels.
         axis: The axis of the channels.
         ndim: The number of axes of the input; 0 where it does not matter.
+        after: Whether weight and bias follow the operator, which rounds its result first; they may
+            have an axis before that of the channels.
     """
 
     name: str
@@ -40,6 +42,7 @@ class NormKind:
     grouped: bool = False
     axis: int = -1
     ndim: int = 0
+    after: bool = False
 
     @property
     def of_channels(self) -> bool:
@@ -78,6 +81,16 @@ NORM_KINDS = (
     _layer_norm("1 + weight", plus=1.0),
     _layer_norm("channels second", axis=1, ndim=4),
     _layer_norm("channels second", axis=1, ndim=3),
+    NormKind(
+        "rounded before the weight",
+        "layer_norm",
+        (),
+        ("weight", "bias"),
+        False,
+        0.0,
+        True,
+        after=True,
+    ),
     *(
         _gated(casting, activation, first)
         for first in (True, False)
