@@ -382,6 +382,25 @@ def test_another_layout_is_left_to_peft():
     assert "failed on a small copy" in expert_adapters._measured(nn.Linear, False)
 
 
+def test_experts_that_peft_reads_the_other_way_round_are_left():
+    """Llama 4 keeps inputs before outputs, and has no flag that says so."""
+    settings = transformers.Llama4TextConfig(
+        vocab_size=223, hidden_size=HIDDEN, intermediate_size=INNER, intermediate_size_mlp=48,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_local_experts=EXPERTS, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(settings)
+    names = [n for n, _ in model.named_parameters() if n.endswith("experts.gate_up_proj")]
+    stock = adapted(model, target_parameters=names)
+    ours = copy.deepcopy(stock)
+    report = patch(ours)
+    assert [s.reason for s in report.skipped if s.op == "lora"] == [
+        "PEFT reads the layout of its experts in another way"
+    ]
+    assert_same_training(stock, ours, loss_of)
+
+
 def test_a_wrapped_parameter_of_another_module_is_no_concern():
     torch.manual_seed(0)
     model = build("mixtral")

@@ -341,6 +341,45 @@ def test_experts_without_a_gate():
         assert len(seen) == (change is None)
 
 
+def test_experts_of_equal_blocks_of_rows():
+    """As many rows for every expert, whose results have no weights."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=16, intermediate_size=12, num_local_experts=4, num_hidden_layers=1
+    )
+    module = weighted(modeling("llama4").Llama4TextExperts(config))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["fused_moe[silu]"]
+    with calls_of("fused_moe") as seen:
+        equal(stock, module, torch.randn(20, 16))
+        assert len(seen) == 1
+        with torch.autocast("cpu", torch.bfloat16):  # the original's dtype
+            assert module(torch.randn(20, 16)).dtype == stock(torch.randn(20, 16)).dtype
+        with pytest.raises(RuntimeError):
+            module(torch.randn(21, 16))
+        assert len(seen) == 1
+
+
+def test_experts_that_are_the_identity():
+    config = transformers.LongcatFlashConfig(
+        hidden_size=16, expert_ffn_hidden_size=12, n_routed_experts=4, zero_expert_num=2
+    )
+    module = weighted(modeling("longcat_flash").LongcatFlashExperts(config))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["fused_moe[silu]"]
+    index = torch.randint(6, (10, 3))
+    assert (index >= 4).any()
+    x, routing = torch.randn(10, 16), torch.rand(10, 3)
+    found = []
+    with calls_of("fused_moe") as seen:
+        for own in (stock, module):
+            given = [t.clone().requires_grad_() for t in (x, routing)]
+            y = own(given[0], index, given[1])
+            loss = (y * torch.linspace(-1, 1, 16)).sum()
+            found.append([y.detach(), *torch.autograd.grad(loss, [*given, *own.parameters()])])
+    assert len(seen) == 1
+    assert_same_gradients(found[1], found[0], 1e-5)
+
+
 def test_dropouts_stay_where_they_are():
     module = Odd(nn.SiLU(), inner_drop=0.5, outer_drop=0.25)
     stock = copy.deepcopy(module)

@@ -11,6 +11,7 @@ are served.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -45,6 +46,7 @@ from liger_multi.patching.replace.mlp import (
     MlpSettings,
     apply_experts,
     bias_names,
+    routes_of,
 )
 from liger_multi.patching.replace.swap import unpatched_class
 
@@ -286,14 +288,24 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether transformers' interface serves the experts of a module."""
-    return hasattr(module, "_apply_gate") and "down_proj" in module._parameters
+    """Whether a module has the stacks of transformers' interface to experts.
+
+    With code of its own, that is all that it may have.
+    """
+    held = {name for name, p in module._parameters.items() if p is not None}
+    if hasattr(module, "_apply_gate"):
+        return "down_proj" in held
+    return _named_experts(module) and held == set(WEIGHTS[True])
 
 
 def are_other_experts(module: nn.Module) -> bool:
-    """Whether a module has matrices of experts, and code of its own for them."""
-    named = "Experts" in unpatched_class(module).__name__ and not looks_like_experts(module)
+    """Whether a module has matrices of experts of another form."""
+    named = _named_experts(module) and not looks_like_experts(module)
     return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+
+
+def _named_experts(module: nn.Module) -> bool:
+    return "Experts" in unpatched_class(module).__name__
 
 
 _known_experts: dict[Any, ExpertsKind | str] = {}
@@ -328,7 +340,8 @@ def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) 
     flags = [name for name in _FLAGS if name in vars(module)]
     weights = _weights(module)
     taken = ("config", *weights, *bias_names(weights))
-    return signature_of(module, kind, taken, [*flags, *seen], ("forward", "_apply_gate"))
+    starts = [name for name in ("forward", "_apply_gate") if hasattr(kind, name)]
+    return signature_of(module, kind, taken, [*flags, *seen], tuple(starts))
 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
@@ -337,21 +350,18 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
     try:
         with probe_context() as generator:
             replica, inputs = _replica_experts(module, generator)
-            x = (random(generator, 6, 48) * 4).requires_grad_()
             with watch.over(replica):
                 for training, grad in MODES:
                     set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
                         replica.forward(*inputs)
-                gated = _weights(module) == WEIGHTS[True]
-                stock = replica._apply_gate(x) if gated else replica.act_fn(x)
+                kind = _with_the_gate(module, replica, inputs, generator)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             if getattr(replica, "config", _Eager(None)).read:
                 return "its forward reads its configuration, which may change later"
-            kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
             if kind is None:
-                what = "gate" if gated else "activation"
+                what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
                 return f"the {what} of {own.__name__} is none that fused_moe has"
             found = _disagreement(replica, inputs, kind, generator)
             if found:
@@ -360,6 +370,20 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     signature = _signature(module, own, watch.read)
     return signature if isinstance(signature, str) else replace(kind, signature=signature)
+
+
+def _with_the_gate(
+    module: nn.Module, replica: Any, inputs: list[Tensor], generator: torch.Generator
+) -> ExpertsKind | None:
+    """The first kind that has the gate of a replica, or its whole forward where it has none."""
+    if not hasattr(replica, "_apply_gate"):
+        return next(
+            (k for k in _candidates(module) if not _disagreement(replica, inputs, k, generator)),
+            None,
+        )
+    x = (random(generator, 6, 48) * 4).requires_grad_()
+    stock = replica.act_fn(x) if _weights(module) == WEIGHTS[False] else replica._apply_gate(x)
+    return next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
 
 
 def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
@@ -389,15 +413,18 @@ class _Eager:
 
 
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
-    """A small copy, and hidden states, indices and weights of experts."""
+    """A small copy, and hidden states, indices and weights of experts, as its form takes them."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
     weights = _weights(module)
     experts, *axes = shapes[weights[0]]
-    hidden, wide = axes if getattr(module, "is_transposed", False) else reversed(axes)
+    hidden, wide = axes if _transposed(module) else reversed(axes)
     sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
     sizes.setdefault(hidden, 8)
-    sizes.setdefault(experts, 4)
+    own, more = shapes[weights[1]][0], experts - shapes[weights[1]][0]
+    for many, few in ((own, 4), (more, 4 if more == own else 2)):
+        sizes.setdefault(many, few)
+    sizes.setdefault(experts, sizes[own] + (sizes[more] if more else 0))
     replica: Any = skeleton(module, sizes)
     for name, whole in shapes.items():
         small = random(generator, *(sizes[n] for n in whole)) * 0.5
@@ -406,6 +433,8 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
         replica._modules[name] = None if part is None else skeleton(part)
     if "config" in vars(replica):
         replica.__dict__["config"] = _Eager(replica.config)
+    if _form(module) == "blocks":
+        return replica, [random(generator, 5 * sizes[experts], sizes[hidden])]
     scores = random(generator, 7, sizes[experts])
     routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
     return replica, [random(generator, 7, sizes[hidden]), index, routing]
@@ -417,8 +446,10 @@ def _disagreement(
     def stock(*given: Tensor) -> Any:
         return replica.forward(*given)
 
-    def ours(x: Tensor, index: Tensor, routing: Tensor) -> Tensor:
-        return apply_experts(replica, kind, x, index, routing)
+    def ours(x: Tensor, *given: Tensor) -> Tensor:
+        routes = routes_of(replica, kind, x, given)
+        assert routes is not None
+        return apply_experts(replica, kind, x, *routes)
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -440,10 +471,33 @@ def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
     return product(x, (kind.activation, 7.0, 1.0, 0.0, kind.interleaved))
 
 
+def _transposed(module: nn.Module) -> bool:
+    """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
+    told = getattr(module, "is_transposed", None)
+    if told is None and not hasattr(module, "_apply_gate"):
+        first, second = (cast(Tensor, module._parameters[n]).shape for n in WEIGHTS[True])
+        return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
+    return bool(told)
+
+
+def _form(module: nn.Module) -> str:
+    """The form of a call, by the arguments of forward and the numbers of experts."""
+    if hasattr(module, "_apply_gate"):
+        return "routed"
+    if len(inspect.signature(unpatched_class(module).forward).parameters) == 2:
+        return "blocks"
+    first, second = (cast(Tensor, module._parameters[name]).shape for name in WEIGHTS[True])
+    return "routed" if first[0] == second[0] else "identity"
+
+
 def _candidates(module: nn.Module) -> list[ExpertsKind]:
+    return [replace(kind, form=_form(module)) for kind in _gates(module)]
+
+
+def _gates(module: nn.Module) -> list[ExpertsKind]:
     weights = _weights(module)
     bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
-    transposed = bool(getattr(module, "is_transposed", False))
+    transposed = _transposed(module)
     if weights != WEIGHTS[True]:
         return [ExpertsKind(NO_GATE, False, transposed, bias)]
     orders = (False, True)

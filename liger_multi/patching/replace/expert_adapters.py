@@ -31,8 +31,8 @@ from liger_multi.patching.replace.mlp import (
     ExpertsSettings,
     FusedExperts,
     apply_experts,
-    are_routes,
     is_probed_call,
+    routes_of,
 )
 from liger_multi.patching.replace.swap import Patched, original, stock_of
 
@@ -115,6 +115,8 @@ def factors(outermost: nn.Module) -> Factors | str:
     if not isinstance(base, FusedExperts) or any(is_watched(m) for m in (*wrappers[1:], base)):
         return "its experts are not patched, or something stands around them"
     kind = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).kind
+    if kind.form == "identity" or bool(getattr(base, "is_transposed", False)) != kind.transposed:
+        return "PEFT reads the layout of its experts in another way"
     thin: dict[str, list[Adapter]] = {}
     for wrapper in wrappers:
         name, found = wrapper.parameter_name, adapters(wrapper)
@@ -181,9 +183,11 @@ class FusedExpertAdapters(Patched):
         kind = type(self)
         if not issubclass(kind, FusedExpertAdapters):
             return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        routes = (*args, *kwargs.values())
-        found = factors(self) if code_holds(kind) and are_routes(routes) else ""
-        if isinstance(found, str) or not _serves(found, x):
+        found = factors(self) if code_holds(kind) else ""
+        routes = None
+        if isinstance(found, Factors) and _serves(found, x):
+            routes = routes_of(found.base, found.kind, x, (*args, *kwargs.values()))
+        if isinstance(found, str) or routes is None:
             return cast(Tensor, original(kind)(self, x, *args, **kwargs))
         options = cast(ExpertAdaptersSettings, kind._liger_multi_swap.settings).options
         bound = (found.base, found.kind, x, *routes, found.given())

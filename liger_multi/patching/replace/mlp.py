@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
@@ -236,18 +236,21 @@ def bias_names(weights: tuple[str, str]) -> tuple[str, str]:
 WEIGHT_TYPES = (Tensor, nn.Parameter)
 
 
-NO_FACTORS: Mapping[str, Any] = MappingProxyType({})
+FORMS = ("routed", "identity", "blocks")
+"""What a call of experts brings: hidden states, experts and weights; the same, where an index past
+the last expert stands for the hidden states themselves; or equally many rows for each expert."""
 
 
 @dataclass(frozen=True)
 class ExpertsKind:
-    """What the operator needs to know of a module: its gate, and how its weights lie."""
+    """What the operator needs to know of a module: its gate, how its weights lie, and its form."""
 
     activation: str
     interleaved: bool
     transposed: bool
     bias: bool
     clamps: tuple[tuple[str, float], ...] = ()
+    form: str = "routed"
     signature: Signature = field(default_factory=Signature)
 
     @property
@@ -294,21 +297,33 @@ class FusedExperts(Patched):
         if not issubclass(kind, FusedExperts):
             return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
-        routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        known = are_routes(routes) and is_probed_call(self, settings.kind, hidden_states)
-        if not (known and code_holds(kind)):
+        given = (*args, *kwargs.values())  # the index first, whatever a model calls it
+        known = code_holds(kind) and is_probed_call(self, settings.kind, hidden_states)
+        routes = routes_of(self, settings.kind, hidden_states, given) if known else None
+        if routes is None:
             return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
         return cast(Tensor, run_bound(settings.options, ("fused_moe",), apply_experts, *bound))
 
 
-def are_routes(routes: Sequence[Any]) -> bool:
-    """Whether a call brings experts of every token and their weights, and nothing more.
+def routes_of(
+    module: Any, kind: ExpertsKind, x: Tensor, given: Sequence[Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Experts of every token and their weights, or None where a call has another form.
 
     transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
     """
-    alike = len(routes) == 2 and routes[0].shape == routes[1].shape
-    return alike and not routes[0].is_floating_point()
+    if kind.form == "blocks":
+        experts = module.down_proj.shape[0]
+        # under autocast the dtype of the result is that of a product
+        known = not given and x.ndim == 2 and autocast_dtype(x.device.type) is None
+        if not known or x.shape[0] % experts:
+            return None
+        index = torch.arange(experts, device=x.device)
+        index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
+        return index, x.new_ones(index.shape)
+    alike = len(given) == 2 and given[0].shape == given[1].shape
+    return (given[0], given[1]) if alike and not given[0].is_floating_point() else None
 
 
 def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
@@ -328,7 +343,7 @@ def apply_experts(
     x: Tensor,
     index: Tensor,
     routing: Tensor,
-    factors: Mapping[str, Any] = NO_FACTORS,
+    factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Run the operator with the weights of ``module``, and with what adapters add to them."""
     from liger_multi import ops
@@ -340,5 +355,10 @@ def apply_experts(
     options: dict[str, Any] = kind.options
     if biases:
         options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
+    if kind.form == "identity":
+        weight = weight[: down.shape[0]]
     op = ops.lora_moe if factors else ops.fused_moe
-    return op(x, weight, down, index, routing, **options, **factors).to(given)
+    y = op(x, weight, down, index, routing, **options, **(factors or {}))
+    if kind.form == "identity":
+        y = y + torch.where(index < down.shape[0], 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
+    return y.to(given)
