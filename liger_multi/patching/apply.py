@@ -454,6 +454,11 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = [] if report.count("fused_moe") else experts
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
+    if experts and "fused_moe" in request.enabled and not seen & {"fused_moe", *MLP_OPS}:
+        seen.add("fused_moe")
+        reason = f"{', '.join(experts)} does not use the experts interface of transformers"
+        strict = "fused_moe" in request.named
+        report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
     for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]

@@ -341,6 +341,20 @@ def test_experts_without_a_gate():
         assert len(seen) == (change is None)
 
 
+def test_experts_of_modules_are_named_once():
+    """Where none of their layers is served: a list of gated MLPs is."""
+
+    class OwnExperts(nn.ModuleList):
+        def forward(self, x):
+            return sum(expert(x) for expert in self)
+
+    for inner, told in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
+        report = patch(Holder(OwnExperts([inner])), **HEADLESS)
+        found = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
+        said = "OwnExperts does not use the experts interface of transformers"
+        assert found == [(said, False)] * told
+
+
 def test_experts_of_equal_blocks_of_rows():
     """As many rows for every expert, whose results have no weights."""
     config = transformers.Llama4TextConfig(
