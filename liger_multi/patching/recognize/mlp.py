@@ -48,6 +48,7 @@ from liger_multi.patching.replace.mlp import (
     bias_names,
     routes_of,
 )
+from liger_multi.patching.replace.quantized_experts import stack_of, unparametrized
 from liger_multi.patching.replace.swap import unpatched_class
 
 # --- gated MLPs ---
@@ -292,10 +293,23 @@ def looks_like_experts(module: nn.Module) -> bool:
 
     With code of its own, that is all that it may have.
     """
-    held = {name for name, p in module._parameters.items() if p is not None}
+    held = set(_shapes(module))
     if hasattr(module, "_apply_gate"):
         return "down_proj" in held
     return _named_experts(module) and held == set(WEIGHTS[True])
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of parameters, also of those that are partitioned (ZeRO-3) or in 4 bits."""
+    held = {
+        n: getattr(p, "ds_shape", p.shape) for n, p in module._parameters.items() if p is not None
+    }
+    packed = {n: stack_of(module, n) for n in {*WEIGHTS[True], *WEIGHTS[False]}}
+    return held | {n: stack.shape for n, stack in packed.items() if stack is not None}
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return unparametrized(module, unpatched_class(module))
 
 
 def are_other_experts(module: nn.Module) -> bool:
@@ -315,12 +329,11 @@ def experts_kind(module: nn.Module) -> ExpertsKind | str:
     """The kind of an instance, or the reason why it stays as it is."""
     if getattr(module, "has_post_expert_norm", False) is not False:
         return "its experts end in a norm"
-    kind = unpatched_class(module)
+    kind = _own_class(module)
     signature = _signature(module, kind, ())
     if isinstance(signature, str):
         return signature
-    code = code_of(kind, signature)
-    shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
+    code, shapes = code_of(kind, signature), tuple(sorted(_shapes(module).items()))
     key = (kind, code, signature, shapes, scalars(module))
     found = _known_experts.get(key)
     if found is None:
@@ -346,7 +359,7 @@ def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
     """Compare the gate of a replica with every formula, and the forward with the operator."""
-    own, watch = unpatched_class(module), Watch()
+    own, watch = _own_class(module), Watch()
     try:
         with probe_context() as generator:
             replica, inputs = _replica_experts(module, generator)
@@ -414,9 +427,7 @@ class _Eager:
 
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
     """A small copy, and hidden states, indices and weights of experts, as its form takes them."""
-    held = {n: p for n, p in module._parameters.items() if p is not None}
-    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
-    weights = _weights(module)
+    shapes, weights = _shapes(module), _weights(module)
     experts, *axes = shapes[weights[0]]
     hidden, wide = axes if _transposed(module) else reversed(axes)
     sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
@@ -426,11 +437,13 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
         sizes.setdefault(many, few)
     sizes.setdefault(experts, sizes[own] + (sizes[more] if more else 0))
     replica: Any = skeleton(module, sizes)
+    replica.__class__ = _own_class(module)
     for name, whole in shapes.items():
         small = random(generator, *(sizes[n] for n in whole)) * 0.5
         replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
-        replica._modules[name] = None if part is None else skeleton(part)
+        if name != "parametrizations":
+            replica._modules[name] = None if part is None else skeleton(part)
     if "config" in vars(replica):
         replica.__dict__["config"] = _Eager(replica.config)
     if _form(module) == "blocks":
@@ -475,7 +488,7 @@ def _transposed(module: nn.Module) -> bool:
     """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
     told = getattr(module, "is_transposed", None)
     if told is None and not hasattr(module, "_apply_gate"):
-        first, second = (cast(Tensor, module._parameters[n]).shape for n in WEIGHTS[True])
+        first, second = (_shapes(module)[name] for name in WEIGHTS[True])
         return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
     return bool(told)
 
@@ -486,7 +499,7 @@ def _form(module: nn.Module) -> str:
         return "routed"
     if len(inspect.signature(unpatched_class(module).forward).parameters) == 2:
         return "blocks"
-    first, second = (cast(Tensor, module._parameters[name]).shape for name in WEIGHTS[True])
+    first, second = (_shapes(module)[name] for name in WEIGHTS[True])
     return "routed" if first[0] == second[0] else "identity"
 
 

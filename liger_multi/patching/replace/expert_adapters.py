@@ -34,6 +34,7 @@ from liger_multi.patching.replace.mlp import (
     is_probed_call,
     routes_of,
 )
+from liger_multi.patching.replace.quantized_experts import is_watched_by_others, stacked
 from liger_multi.patching.replace.swap import Patched, original, stock_of
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
@@ -88,7 +89,7 @@ class Factors:
 
     def given(self) -> dict[str, Any]:
         """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
-        experts = self.base.down_proj.shape[0]
+        experts = stacked(self.base, "down_proj").shape[0]
         found: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), self.kind.weights, strict=True):
             parts = [_views(one, experts) for one in self.thin.get(name, ())]
@@ -112,7 +113,8 @@ def _views(adapter: Adapter, experts: int) -> tuple[Tensor, Tensor]:
 def factors(outermost: nn.Module) -> Factors | str:
     """What acts now around experts that we serve, or why it is left to PEFT."""
     wrappers, base = chain(outermost)
-    if not isinstance(base, FusedExperts) or any(is_watched(m) for m in (*wrappers[1:], base)):
+    watched = any(is_watched(m) for m in wrappers[1:]) or is_watched_by_others(base)
+    if not isinstance(base, FusedExperts) or watched:
         return "its experts are not patched, or something stands around them"
     kind = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).kind
     if kind.form == "identity" or bool(getattr(base, "is_transposed", False)) != kind.transposed:
@@ -127,7 +129,8 @@ def factors(outermost: nn.Module) -> Factors | str:
         if len({t.dtype for one in found for t in one[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
         thin[name] = found
-    if any(getattr(base, name).requires_grad for name in kind.parameters):
+    parts = [stacked(base, name) for name in kind.parameters]
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "its experts are trained as well"
     wrapper = cast(Any, stock_of(type(wrappers[0])))
     return _layout(wrapper, kind.transposed) or Factors(kind, base, thin)
@@ -202,4 +205,4 @@ def _serves(found: Factors, x: Tensor) -> bool:
     if autocast_dtype(x.device.type) is not None:
         return True
     kinds = [one.a.dtype for several in found.thin.values() for one in several]
-    return all(kind.itemsize >= base.down_proj.dtype.itemsize for kind in kinds)
+    return all(kind.itemsize >= stacked(base, "down_proj").dtype.itemsize for kind in kinds)

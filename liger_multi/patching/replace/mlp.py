@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,6 +25,7 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.quantized_experts import Stack, in_groups, stacked
 from liger_multi.patching.replace.swap import Patched, original
 
 # --- gated MLPs ---
@@ -330,10 +332,10 @@ def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call is one of those that were probed, with ordinary weights."""
     if globally_hooked() or not holds(module, kind.signature):
         return False
-    tensors = [getattr(module, name, None) for name in kind.parameters]
     return type(hidden) is Tensor and all(
-        type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1  # type: ignore[union-attr]
-        for t in tensors
+        isinstance(t, Stack)
+        or (type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1)
+        for t in (stacked(module, name) for name in kind.parameters)
     )
 
 
@@ -346,19 +348,35 @@ def apply_experts(
     factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Run the operator with the weights of ``module``, and with what adapters add to them."""
+    parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
+    experts = parts[1].shape[0]
+    if autocast_dtype(x.device.type) is None:
+        x = x.to(parts[1].dtype)
+    if kind.form == "identity":
+        parts[0] = parts[0][:experts]
+    run = functools.partial(_run, kind)
+    whole = not any(isinstance(part, Stack) for part in parts)
+    y = (run if whole else functools.partial(in_groups, run))(
+        parts, x, index, routing, factors or {}
+    )
+    if kind.form == "identity":
+        y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
+    return y.to(given)
+
+
+def _run(
+    kind: ExpertsKind,
+    parts: Sequence[Tensor],
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any],
+) -> Tensor:
     from liger_multi import ops
 
-    weight, down, *biases = (getattr(module, name) for name in kind.parameters)
-    given = x.dtype
-    if autocast_dtype(x.device.type) is None:
-        x = x.to(weight.dtype)
+    weight, down, *biases = parts
     options: dict[str, Any] = kind.options
     if biases:
         options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
-    if kind.form == "identity":
-        weight = weight[: down.shape[0]]
     op = ops.lora_moe if factors else ops.fused_moe
-    y = op(x, weight, down, index, routing, **options, **(factors or {}))
-    if kind.form == "identity":
-        y = y + torch.where(index < down.shape[0], 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
-    return y.to(given)
+    return op(x, weight, down, index, routing, **options, **factors)
