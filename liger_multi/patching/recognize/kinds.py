@@ -248,7 +248,7 @@ ROTARY_KINDS = (
 
 ROTARY_NAME = re.compile(r"apply_.*rotary")
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
-ROTARY_SINGLE = ("x", "cos", "sin")
+ROTARY_SINGLE = (("x", "cos", "sin"), ("tensor", "sin", "cos"))
 ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
 """Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
 ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
