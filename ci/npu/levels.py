@@ -69,6 +69,7 @@ ROWS: dict[str, Row] = {
     "linear": PLAIN,
     "linear_float8": PLAIN,
     "lora_mlp": PLAIN,
+    "lora_moe": PLAIN,
     "lora_qkv": PLAIN,
     "lora_update": PLAIN,
     "modulated_rms_norm": PLAIN,

@@ -35,7 +35,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 )
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
-from liger_multi.backends.triton.experts import fused_moe, grouped
+from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe
 from liger_multi.backends.triton.float8.rows import TritonQuantizer
 from liger_multi.backends.triton.linear_attention import (
     gated_delta_rule,
@@ -262,13 +262,15 @@ def _gemm(
 
 def _fused_moe(
     tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: torch.dtype = BF16, *,
-    gpt_oss: bool = False, library: bool = False,
+    gpt_oss: bool = False, library: bool = False, gate: bool = True,
 ) -> None:  # fmt: skip
     x, index = _meta(tokens, hidden, dtype=dtype), _meta(tokens, top_k, dtype=torch.int64)
     routing = _meta(tokens, top_k, dtype=dtype)
     first, second = (experts, 2 * inner, hidden), (experts, hidden, inner)
     how: Any = ("silu", 7.0, 1.702, 1.0, False, False)
     biases: list[Any] = [None, None]
+    if not gate:
+        first, how = (experts, inner, hidden), ("relu_squared", *how[1:])
     if gpt_oss:
         first, second = (experts, hidden, 2 * inner), (experts, inner, hidden)
         how = ("swiglu_clamped", 7.0, 1.702, 1.0, True, True)
@@ -280,6 +282,27 @@ def _fused_moe(
         y, *kept = fused_moe.forward(x, up, down, index, routing, *rest)
         rest = (*kept, *how, *needs)
         fused_moe.backward(y, x, up, down, index, routing, biases[1], *rest)
+
+
+def _lora_moe(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, rank: int,
+    thin: torch.dtype = BF16, dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    x, index = _meta(tokens, hidden, dtype=dtype), _meta(tokens, top_k, dtype=torch.int64)
+    routing = _meta(tokens, top_k, dtype=dtype)
+    first, second = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    factors = [
+        _meta(*shape, dtype=thin)
+        for out, into in (first[1:], second[1:])
+        for shape in ((experts, rank, into), (experts, out, rank))
+    ]
+    up, down = _meta(*first, dtype=dtype), _meta(*second, dtype=dtype)
+    how: Any = (2.0, 0.5, "silu", 7.0, 1.702, 1.0, False, False)
+    needs: Any = (True,) * 6
+    rest: Any = (*factors, None, None, *how, dtype, *needs)
+    y, *kept = lora_moe.forward(x, up, down, index, routing, *rest)
+    rest = (*factors, None, *kept, *how, *needs)
+    lora_moe.backward(y, x, up, down, index, routing, *rest)
 
 
 def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -587,6 +610,16 @@ LAYERS = (
         (GPT_OSS,),
         {"gpt_oss": True, "library": True},
     ),
+    Launches(
+        "fused_moe {0}x{3} {4} of {2} no gate",
+        _fused_moe,
+        ((8192, 6, 128, 2688, 1856),),
+        {"gate": False},
+    ),
+    Launches("lora_moe {0}x{3} {4} of {2} r{5} {6}", _lora_moe, (
+        (8192, 8, 128, 2048, 768, 16, BF16), (8192, 8, 128, 2048, 768, 16, FP32),
+        (8192, 2, 8, 4096, 14336, 64, BF16), (8192, 8, 128, 2048, 768, 16, FP32, FP32),
+    )),
     Launches("hyper_connections {}x{}x{} {}", _hyper, [
         (*shape, dtype)
         for shape in ((8192, 4, 4096), (8192, 2, 2048), (2048, 8, 7168)) for dtype in (BF16, FP32)

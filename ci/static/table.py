@@ -350,6 +350,7 @@ ADDRESSED = {
         "likewise; without an order, pointers pass by strides of the caller's",
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
+    "_grouped_update_": (lambda case: True, "a factor of an adapter has strides of the caller's"),
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
 }
 # kernels, by how their names begin, that may spill: bytes of a thread at most by target, and why

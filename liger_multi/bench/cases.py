@@ -136,6 +136,14 @@ def _fused_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
 
 
+def _lora_moe(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    moe = _fused_moe(shapes, size)
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    # frozen weights have no gradient, so backward is as many products as forward
+    both = moe.both_bytes - weights * size
+    return replace(moe, both_bytes=both, both_operations=2 * moe.forward_operations)
+
+
 def _streams(forward: int, both: int, alone: tuple[int, int]) -> Callable[..., Work]:
     """Passes over the streams, and over what has one stream."""
 
@@ -289,6 +297,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "lora_qkv": _lora_qkv,
     "lora_update": _lora_update,
     "fused_moe": _fused_moe,
+    "lora_moe": _lora_moe,
     # streams read; read again, their gradient written
     "hyper_connections": _streams(1, 3, (0, 0)),
     # streams read, one written; dy and streams read, a gradient written

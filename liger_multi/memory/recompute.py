@@ -28,7 +28,8 @@ from liger_multi.errors import unknown
 # Products with weights. Batched ones without are attention spelled out: as large as its scores.
 PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"),
-    *("aten::convolution", "aten::mkldnn_linear*", "bitsandbytes::*", "liger_multi::fused_moe_*"),
+    *("aten::convolution", "aten::mkldnn_linear*", "bitsandbytes::*"),
+    *("liger_multi::fused_moe_*", "liger_multi::lora_moe_*"),
 )
 ATTENTION = (
     *(

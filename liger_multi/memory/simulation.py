@@ -352,7 +352,7 @@ class Simulation(Recorder):
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
             made = primitive.fake(*args)
-            if name == "fused_moe":
+            if name in ("fused_moe", "lora_moe"):
                 _expert_scratch(dict(zip(primitive.params, args, strict=True)))
             return made
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)

@@ -40,6 +40,7 @@ from liger_multi.ops.linear_float8 import Float8Rows as Float8Rows
 from liger_multi.ops.linear_float8 import LinearFloat8Output as LinearFloat8Output
 from liger_multi.ops.linear_float8 import linear_float8 as linear_float8
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
+from liger_multi.ops.lora_moe import lora_moe as lora_moe
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
 from liger_multi.ops.lora_update import lora_update as lora_update

@@ -38,6 +38,7 @@ from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.linear_float8 import Float8Rows as Float8Rows
 from liger_multi.ops.linear_float8 import LinearFloat8Output as LinearFloat8Output
 from liger_multi.ops.lora_mlp import lora_mlp as lora_mlp
+from liger_multi.ops.lora_moe import lora_moe as lora_moe
 from liger_multi.ops.lora_qkv import LoraQKVOutput as LoraQKVOutput
 from liger_multi.ops.lora_qkv import lora_qkv as lora_qkv
 from liger_multi.ops.lora_update import lora_update as lora_update
@@ -100,6 +101,7 @@ __all__ = [
     "linear",
     "linear_float8",
     "lora_mlp",
+    "lora_moe",
     "lora_qkv",
     "lora_update",
     "modulated_rms_norm",

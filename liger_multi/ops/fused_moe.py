@@ -13,7 +13,8 @@ from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
+UNGATED = "relu_squared"
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped", UNGATED)
 op = Op(
     "fused_moe",
     family="experts",
@@ -77,14 +78,16 @@ def fused_moe(
     limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
     transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A mixture of gated experts: tokens sorted by expert, grouped GEMMs, a weighted sum.
+    """A mixture of experts: tokens sorted by expert, grouped GEMMs, a weighted sum.
 
     Math:
         For token t and each of its experts ``e = index[t, k]``:
         ``gate, up = x[t] @ gate_up_weight[e].T + gate_up_bias[e]``,
         ``o = (act(gate) * up) @ down_weight[e].T + down_bias[e]``, and
         ``y[t] = sum over k of routing[t, k] * o``. ``swiglu_clamped`` is the operator of that name,
-        with limit, alpha and up_offset. Gate and up are the halves of the first GEMM, or, with
+        with limit, alpha and up_offset. ``relu_squared`` stands for experts without a gate:
+        ``o = relu(up)^2 @ down_weight[e].T``, and the first GEMM has the columns of up alone.
+        Gate and up are the halves of the first GEMM, or, with
         ``interleaved``, its even and odd columns. An index outside of ``[0, E)`` (the sentinel of
         expert parallelism) adds nothing and gets no gradient. Every sum has one order: no atomic
         additions, and no number is read back by the host.
@@ -93,6 +96,7 @@ def fused_moe(
         x ``(..., H)``, gate_up_weight ``(E, 2 I, H)`` and down_weight ``(E, H, I)``, or with
         ``transposed`` ``(E, H, 2 I)`` and ``(E, I, H)``; index and routing ``(..., K)``,
         gate_up_bias ``(E, 2 I)``, down_bias ``(E, H)``; any strides. y ``(..., H)``, contiguous.
+        Without a gate, I stands in the place of 2 I.
 
     Dtypes:
         In: integer index, routing of any floating dtype, one floating dtype for the others, or any
@@ -111,7 +115,7 @@ def fused_moe(
 
     Source:
         Shazeer et al. 2017 (arXiv:1701.06538); transformers ``MixtralExperts``,
-        ``Qwen3MoeExperts``, ``GptOssExperts``.
+        ``Qwen3MoeExperts``, ``GptOssExperts``, ``NemotronHExperts``.
     """
     name = op.name
     tensors: dict[str, Tensor | None] = {
@@ -127,7 +131,7 @@ def fused_moe(
     by = numbers(name, limit, alpha, up_offset)
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
-    _shapes_fit(tensors, index, routing, transposed)
+    _shapes_fit(tensors, index, routing, transposed, activation)
     given = checks.one_dtype(name, tensors)
     rows, weights = given[0], (given[1], given[2])
     assert rows is not None
@@ -146,23 +150,24 @@ def _count(rows: Tensor) -> int:
 
 
 def _shapes_fit(
-    tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool
-) -> None:
+    tensors: dict[str, Tensor | None], index: Tensor, routing: Tensor, transposed: bool,
+    activation: str, name: str = op.name,
+) -> None:  # fmt: skip
     x, first, second = (tensors[n] for n in ("x", "gate_up_weight", "down_weight"))
     assert x is not None
     assert first is not None
     assert second is not None
-    name = op.name
     if first.ndim != 3 or second.ndim != 3:
         checks.refuse(name, "gate_up_weight and down_weight must have three axes, experts first",
                       f"{tuple(first.shape)} and {tuple(second.shape)}")  # fmt: skip
     (experts, *gate_up), (_, *down) = first.shape, second.shape
     wide, hidden = gate_up[::-1] if transposed else gate_up
-    wanted = (experts, *((wide // 2, hidden) if transposed else (hidden, wide // 2)))
-    if wide % 2 or (second.shape[0], *down) != wanted:
-        checks.refuse(name, f"down_weight must have shape {wanted} for an even number of columns "
-                      f"of gate and up, and gate_up_weight {tuple(first.shape)}",
-                      second)  # fmt: skip
+    parts = 1 if activation == UNGATED else 2
+    wanted = (experts, *((wide // parts, hidden) if transposed else (hidden, wide // parts)))
+    if wide % parts or (second.shape[0], *down) != wanted:
+        columns = "columns of up" if parts == 1 else "an even number of columns of gate and up"
+        checks.refuse(name, f"down_weight must have shape {wanted} for {columns}, and "
+                      f"gate_up_weight {tuple(first.shape)}", second)  # fmt: skip
     if experts < 1:
         raise ValueError(f"{name}: at least one expert is needed, got {checks.describe(first)}")
     if x.ndim == 0 or x.shape[-1] != hidden:
@@ -183,27 +188,28 @@ def _shapes_fit(
 def _case(
     rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, *,
     transposed: bool = False, bias: bool = False, sentinels: float = 0.0, ignore_index: int = -1,
-    frozen: tuple[str, ...] = (),
+    frozen: tuple[str, ...] = (), parts: int = 2,
 ) -> dict[str, T]:  # fmt: skip
-    """Tensors of a sample; names in ``frozen`` get no gradient."""
+    """Tensors of a sample, with ``parts`` of the first layer; ``frozen`` ones get no gradient."""
 
     def turned(rows: int, cols: int) -> tuple[int, int, int]:
         return (experts, cols, rows) if transposed else (experts, rows, cols)
 
     made = {
         "x": T((*rows, hidden)),
-        "gate_up_weight": T(turned(2 * inner, hidden), scale=hidden**-0.5),
+        "gate_up_weight": T(turned(parts * inner, hidden), scale=hidden**-0.5),
         "down_weight": T(turned(hidden, inner), scale=inner**-0.5),
         "index": T((*rows, top_k), classes=experts, ignored=sentinels, ignore_index=ignore_index),
         "routing": T((*rows, top_k), positive=True),
     }
     if bias:
-        made["gate_up_bias"] = T((experts, 2 * inner), scale=0.3)
+        made["gate_up_bias"] = T((experts, parts * inner), scale=0.3)
         made["down_bias"] = T((experts, hidden), scale=0.3)
     return {n: replace(t, grad=False) if n in frozen else t for n, t in made.items()}
 
 
 _WEIGHTS = ("gate_up_weight", "down_weight")
+_NO_GATE = {"activation": UNGATED}
 _GPT_OSS = {"activation": "swiglu_clamped", "interleaved": True, "transposed": True}
 SAMPLES = (
     Sample("rows", _case((5,), 2, 3, 8, 6)),
@@ -216,6 +222,10 @@ SAMPLES = (
     Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
     Sample("clamped-halves", _case((5,), 2, 3, 8, 4),
            {"activation": "swiglu_clamped", "limit": 0.5, "alpha": 1.0, "up_offset": 0.0}),
+    Sample("no-gate", _case((6,), 2, 3, 8, 6, parts=1), _NO_GATE),
+    Sample("no-gate-biases", _case((6,), 2, 3, 8, 5, parts=1, transposed=True, bias=True),
+           _NO_GATE | {"transposed": True}),
+    Sample("no-gate-wider", _case((9,), 2, 2, 144, 136, parts=1, sentinels=0.3), _NO_GATE),
     Sample("sentinels", _case((6,), 2, 3, 8, 4, bias=True, sentinels=0.4, ignore_index=3)),
     Sample("minus-one", _case((6,), 2, 3, 8, 4, sentinels=0.4)),
     Sample("nobody-here", _case((4,), 2, 3, 8, 4, bias=True, sentinels=1.0)),

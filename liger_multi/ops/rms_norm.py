@@ -13,6 +13,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
+FACTOR = "factor"
 op = Op(
     "rms_norm",
     family="norms",
@@ -45,7 +46,8 @@ def rms_norm(
     Math:
         ``n = x / sqrt(mean(x^2) + eps)``, ``y = (offset + weight) * n``. ``casting`` says where
         ``n`` is rounded: ``llama`` ``w * n.to(x)``, ``olmo`` ``(w * n).to(x)``, ``gemma``
-        everything in fp32 (with ``offset=1.0``).
+        everything in fp32 (with ``offset=1.0``). ``factor``, for no weight, rounds the factor of a
+        row before it is multiplied: ``x * (1 / sqrt(mean(x^2) + eps)).to(x)``.
 
     Shapes:
         x ``(..., H)`` with any strides, weight ``(H,)`` or None; y ``(..., H)``, contiguous.
@@ -59,18 +61,21 @@ def rms_norm(
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: The width of weight differs from that of x, mixed devices, unknown casting.
+        ValueError: The width of weight differs from that of x, mixed devices, unknown casting, a
+            weight under ``factor``.
 
     Source:
         Zhang and Sennrich 2019 (arXiv:1910.07467); transformers ``LlamaRMSNorm``, ``Olmo2RMSNorm``,
-        ``GemmaRMSNorm``.
+        ``GemmaRMSNorm``, ``DeepseekV4UnweightedRMSNorm``.
     """
     checks.floating("rms_norm", x=x, weight=weight, optional=("weight",))
     shape = x.shape
     if not shape:
         raise ValueError(f"rms_norm: x must have at least one axis, got {checks.describe(x)}")
     checks.vector("rms_norm", "weight", weight, shape[-1], "last axis of x")
-    checks.one_of("rms_norm", "casting", casting, CASTINGS)
+    checks.one_of("rms_norm", "casting", casting, (*CASTINGS, FACTOR))
+    if casting == FACTOR and weight is not None:
+        checks.refuse("rms_norm", "casting 'factor' is that of norms without weight", weight)
     result: Tensor = op(x, weight, *numbers("rms_norm", eps, offset), casting)
     return result
 
@@ -97,6 +102,7 @@ SAMPLES = (
     Sample("gemma", _given(6, 72, scale=0.2), GEMMA),
     Sample("llama-offset", _given(6, 33), {"offset": 1.0}),
     Sample("weightless", {"x": T((4, 128))}),
+    Sample("factor", {"x": T((5, 72))}, {"casting": FACTOR}),
     *each_frozen(_given(6, 64), "weight x"),
     *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )

@@ -39,7 +39,12 @@ from liger_multi.patching.recognize.mlp import (
     mlp_kind,
     mlp_names,
 )
-from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings, worth_a_line
+from liger_multi.patching.recognize.norms import (
+    NO_NORM,
+    looks_like_norm,
+    norm_settings,
+    worth_a_line,
+)
 from liger_multi.patching.replace.adapters import (
     FusedLora,
     SharedInput,
@@ -50,6 +55,12 @@ from liger_multi.patching.replace.adapters import (
     share,
 )
 from liger_multi.patching.replace.calling import renew
+from liger_multi.patching.replace.expert_adapters import (
+    ExpertAdaptersSettings,
+    FusedExpertAdapters,
+    factors,
+    outermost_wrappers,
+)
 from liger_multi.patching.replace.float8 import Float8Linear, Float8Settings, float8_refusal
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
@@ -225,6 +236,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
     for path, module in model.named_modules():
         for find in _FINDERS:
             find(report, request, path, module)
+    _expert_adapters(report, request, model)
     _shared(report, request, model)
     _packed(report, request, model)
     _head(report, request, model, head_needed)
@@ -243,7 +255,7 @@ def _norm(report: PatchReport, request: Request, path: str, module: nn.Module) -
     if options is None:
         _restore(report, path, module)
     elif isinstance(found, str):
-        if overridden or worth_a_line(likely):
+        if overridden or (found != NO_NORM and worth_a_line(likely)):
             report.skipped.append(Skipped(path, op, found))
     else:
         settings = replace(found, options=options)
@@ -384,6 +396,23 @@ def _lora(report: PatchReport, request: Request, path: str, module: nn.Module) -
         _apply(report, path, module, swap, "lora_update", options.shown())
 
 
+def _expert_adapters(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Adapters on stacks of experts, after these themselves: PEFT's wrappers stand around them."""
+    options = None if request.get("fused_moe") is None else request.get("lora")
+    for path, module in outermost_wrappers(model):
+        if options is None:
+            _restore(report, path, module)
+            continue
+        found = conflicts.of_module(module) or factors(module)
+        if isinstance(found, str):
+            _restore(report, path, module)
+            report.skipped.append(Skipped(path, "lora", found))
+            continue
+        settings = ExpertAdaptersSettings(options)
+        swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
+        _apply(report, path, module, swap, found.shown, options.shown())
+
+
 def _shared(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Layers with adapters that share an input: their module has them computed together."""
     for path, module in model.named_modules():
@@ -429,6 +458,11 @@ def _absent(report: PatchReport, request: Request, model: nn.Module) -> None:
     experts = [] if report.count("fused_moe") else experts
     seen = {e.op for e in report.entries if e.status != "restored"}
     seen |= {s.op for s in report.skipped}
+    if experts and "fused_moe" in request.enabled and not seen & {"fused_moe", *MLP_OPS}:
+        seen.add("fused_moe")
+        reason = f"{', '.join(experts)} does not use the experts interface of transformers"
+        strict = "fused_moe" in request.named
+        report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
     for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
         wanted = [op for op in family if op in request.enabled]
         missing = [op for op in wanted if op not in seen]

@@ -295,10 +295,10 @@ def implement_lora_mlp(
         gate_scale: float, up_scale: float, down_scale: float, activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows, lead = as_rows(x), x.shape[:-1]
-        gate = _layer(thin, rows, gate_weight, gate_bias, gate_a, gate_b, gate_scale)
-        up = _layer(thin, rows, up_weight, up_bias, up_a, up_b, up_scale)
+        gate = adapted_layer(thin, rows, gate_weight, gate_bias, gate_a, gate_b, gate_scale)
+        up = adapted_layer(thin, rows, up_weight, up_bias, up_a, up_b, up_scale)
         inner = kernels.product(gate, up, activation)
-        y = _layer(thin, inner, down_weight, down_bias, down_a, down_b, down_scale)
+        y = adapted_layer(thin, inner, down_weight, down_bias, down_a, down_b, down_scale)
         return tuple(t.view(*lead, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
 
     def backward(
@@ -310,36 +310,35 @@ def implement_lora_mlp(
         needs_up_b: bool, needs_down_a: bool, needs_down_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         rows, upstream = as_rows(x), as_rows(dy)
-        dinner, low = _input_gradient(thin, upstream, down_weight, down_a, down_b, down_scale)
+        dinner, low = input_gradient(thin, upstream, down_weight, down_a, down_b, down_scale)
         dgate, dup, inner = kernels.gradients(dinner, as_rows(gate), as_rows(up), activation)
         needs = (needs_down_a, needs_down_b)
-        ddown = _adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
+        ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
         del inner, dinner
-        dx, low = _input_gradient(
+        dx, low = input_gradient(
             thin, dgate, gate_weight, gate_a, gate_b, gate_scale, None, needs_x
         )
         needs = (needs_gate_a, needs_gate_b)
-        dgates = _adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
-        dx, low = _input_gradient(thin, dup, up_weight, up_a, up_b, up_scale, dx, needs_x)
-        dups = _adapter_gradients(
-            thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b
-        )
+        dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        dx, low = input_gradient(thin, dup, up_weight, up_a, up_b, up_scale, dx, needs_x)
+        dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
     return forward, backward
 
 
-def _layer(
+def adapted_layer(
     thin: LowRank, rows: Tensor, weight: Tensor, bias: Optional[Tensor], a: Optional[Tensor],
     b: Optional[Tensor], scale: float,
 ) -> Tensor:  # fmt: skip
+    """A linear layer's output, with what its adapter adds."""
     y = linear(rows, weight, bias)
     if a is None or b is None:
         return y
     return thin.add_(y, thin.narrow(rows, a.t()), b.t(), scale)
 
 
-def _input_gradient(
+def input_gradient(
     thin: LowRank, dy: Tensor, weight: Tensor, a: Optional[Tensor], b: Optional[Tensor],
     scale: float, into: Tensor | None = None, needed: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -351,7 +350,7 @@ def _input_gradient(
     return (dx if a is None else thin.add_(dx, low, a, scale)), low
 
 
-def _adapter_gradients(
+def adapter_gradients(
     thin: LowRank, rows: Tensor, dy: Tensor, low: Tensor, a: Optional[Tensor],
     b: Optional[Tensor], scale: float, needs_a: bool, needs_b: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""A mixture of gated experts, one expert after the other over its sorted pairs.
+"""A mixture of experts, one expert after the other over its sorted pairs.
 
 A pair is a token and one of its experts, number ``t * K + k``. Sorted by expert, stably, the pairs
 of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``; those of no expert come last.
@@ -37,8 +37,10 @@ def bounds_of(offsets: Tensor, pairs: int) -> list[int]:
 
 
 def product(gate_up: Tensor, how: Any) -> Tensor:
-    """act(gate) * up of rows."""
+    """act(gate) * up of rows, or act(up) where there is no gate."""
     activation, *by, interleaved = how
+    if activation == "relu_squared":
+        return gate_up.relu().square()
     if activation == "swiglu_clamped":
         return gated.packed_clamped_product(gate_up, tuple(by), interleaved)
     if interleaved:
@@ -49,6 +51,8 @@ def product(gate_up: Tensor, how: Any) -> Tensor:
 def gradients(dproduct: Tensor, gate_up: Tensor, how: Any) -> Tensor:
     """The gradient of gate and up of rows."""
     activation, *by, interleaved = how
+    if activation == "relu_squared":
+        return 2 * dproduct * gate_up.relu()
     if activation == "swiglu_clamped":
         return gated.packed_clamped_gradients(dproduct, gate_up, tuple(by), interleaved)
     if not interleaved:
@@ -113,9 +117,9 @@ def backward(
     dy = dy.to(gate_up.dtype)
     how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
     experts, top_k = down_weight.shape[0], index.shape[1]
-    first = (experts, gate_up.shape[1], dy.shape[1])
+    first, into = (experts, gate_up.shape[1], dy.shape[1]), down_weight.shape[2 - transposed]
     dfirst = dy.new_zeros(first if needs_gate_up_weight else 0)
-    dsecond = dy.new_zeros((experts, dy.shape[1], first[1] // 2) if needs_down_weight else 0)
+    dsecond = dy.new_zeros((experts, dy.shape[1], into) if needs_down_weight else 0)
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     dbias = dy.new_zeros(first[:2] if needs_gate_up_bias else 0)
     dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)

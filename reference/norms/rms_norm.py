@@ -31,7 +31,8 @@ def forward(
     for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
         f = rows[block].to(kind)
         r = torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
-        y[block] = _scaled(f * r, weight, offset, casting, x.dtype)
+        n = rows[block] * r.to(x.dtype) if casting == "factor" else f * r
+        y[block] = _scaled(n, weight, offset, casting, x.dtype)
         rstd[block] = r.squeeze(-1)
     return result, rstd.view(x.shape[:-1])
 

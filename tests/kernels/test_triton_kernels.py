@@ -22,7 +22,7 @@ if (DEVICE := harness.device_of("triton")) is None:
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
-from liger_multi.backends.triton.experts import grouped, pairs
+from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.cross_entropy.float8 import PLAIN
@@ -246,6 +246,46 @@ def test_the_library_s_products_serve_the_operator(name):
         for n, got, exact_one in zip(floats, found, wanted, strict=True)
     }
     assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["rows", "odd-widths", "wider-rank-40", "only-down"])
+def test_fp32_adapters_on_16_bit_experts(name, dtype):
+    """Parts of the factors beside rows of 16 bits, and factors' gradients in fp32."""
+    sample = next(s for s in samples.of("lora_moe") if s.name == name)
+    tensors = sample.make(DEVICE, dtype)
+    thin = [n for n in tensors if n.endswith(("_a", "_b"))]
+    for n in thin:
+        tensors[n] = tensors[n].detach().float().requires_grad_()
+    found = {}
+    for backend in ("triton", "reference"):
+        with liger_multi.use(lora_moe=backend):
+            y = ops.lora_moe(**tensors, **sample.options)
+            leaves = [tensors["x"], tensors["routing"], *(tensors[n] for n in thin)]
+            found[backend] = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+    for got, right in zip(found["triton"], found["reference"], strict=True):
+        assert got.dtype == right.dtype
+        assert excess(got.detach(), right.detach(), dtype) <= 1
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_update_of_uneven_groups(parts):
+    """In place, rounded once, with the six products of two fp32 matrices' parts or without."""
+    groups = groups_of((37, 0, 1, 16, 0), spare=4)
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if parts else torch.float32
+    rows = torch.randn(groups.rows, 24, generator=generator).to(DEVICE, dtype)
+    low = torch.randn(groups.rows, 18, generator=generator).to(DEVICE)
+    w = torch.randn(5, 24, 18, generator=generator).to(DEVICE)
+    before = rows.clone()
+    lora_moe.add_(rows, low, w, 0.5, groups)
+    for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
+        right = before[start:stop].double() + 0.5 * low[start:stop].double() @ w[e].double().T
+        if parts:  # the nearest, but for ties that fp32 sums break otherwise
+            assert (rows[start:stop] == right.bfloat16()).double().mean() > 0.99 or start == stop
+        else:
+            torch.testing.assert_close(rows[start:stop], right.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rows[54:], before[54:])
 
 
 # --- rounding to 8 bits ---

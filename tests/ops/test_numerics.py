@@ -16,7 +16,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch, primitive
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS, inline_ops
-from liger_multi.ops import lora_mlp, lora_qkv, lora_update
+from liger_multi.ops import lora_mlp, lora_moe, lora_qkv, lora_update
 from liger_multi.reference.adapters import operators as low_rank_reference
 from liger_multi.reference.common.chunking import add_product_, chunk_rows
 from liger_multi.testing import FORMULAS
@@ -472,6 +472,19 @@ def test_targets_out_of_range_on_a_device(device):
 
 # --- bad input ---
 
+
+def mixture(**change):
+    """Three experts of 8 and 4, each with adapters of rank 2, and what a case changes."""
+    given = {
+        "x": torch.randn(4, 8), "gate_up_weight": torch.randn(3, 8, 8),
+        "down_weight": torch.randn(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
+        "routing": torch.ones(4, 2), "gate_up_a": torch.randn(3, 2, 8),
+        "gate_up_b": torch.randn(3, 8, 2), "down_a": torch.randn(3, 2, 4),
+        "down_b": torch.randn(3, 8, 2),
+    }  # fmt: skip
+    return lora_moe(**given | change)
+
+
 base = torch.randn(4, 6)
 low_a, low_b, narrow, up = (
     torch.randn(2, 8),
@@ -503,6 +516,27 @@ BAD += [
         lambda: lora_mlp(x, narrow, trained, up),
         ValueError,
         "up_weight that requires a gradient; call gat",
+    ),
+    *(
+        (lambda change=change: mixture(**change), error, text)
+        for change, error, text in (
+            ({"gate_up_b": None}, ValueError, "gate_up_a needs gate_up_b beside it, got None"),
+            ({"down_a": torch.randn(6, 4)}, ValueError, r"down_a must have shape \(3, r, 4\)"),
+            (
+                {"gate_up_a": torch.randn(2, 2, 8)},
+                ValueError,
+                r"gate_up_a must have shape \(3, r, 8",
+            ),
+            ({"down_b": torch.randn(3, 8, 3)}, ValueError, r"down_b must have shape \(3, 8, 2\)"),
+            ({"x": torch.randn(4, 6)}, ValueError, r"lora_moe: the last axis of x must be H = 8"),
+            ({"gate_up_scale": "2"}, TypeError, "gate_up_scale"),
+            ({"gate_up_b": torch.randn(3, 8, 2).double()}, TypeError, "one dtype is needed"),
+            (
+                {"down_weight": torch.randn(3, 8, 4, requires_grad=True)},
+                ValueError,
+                "a down_weight that requires a gradient; call fused_moe of their sums",
+            ),
+        )
     ),
     (lambda: lora_qkv(x), ValueError, "at least one of q_weight, k_weight and v_weight"),
     (

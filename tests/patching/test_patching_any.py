@@ -1,6 +1,7 @@
 """Any model: what the probes recognize beside Llama, and what users teach them."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from liger_multi import patching
+from liger_multi import ops, patching
 from liger_multi.errors import PatchError
 from liger_multi.patching import (
     MlpNames,
@@ -64,6 +65,15 @@ def equal(stock, ours, *inputs, rtol=1e-5):
     assert_same_gradients(found[1], found[0], rtol)
 
 
+@contextlib.contextmanager
+def calls_of(name):
+    """The calls of an operator."""
+    seen, op = [], getattr(ops, name)
+    with pytest.MonkeyPatch.context() as patch_:
+        patch_.setattr(ops, name, lambda *a, **k: (seen.append(1), op(*a, **k))[1])
+        yield seen
+
+
 def modeling(name):
     return pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
@@ -99,6 +109,80 @@ def test_norms_of_every_kind(name):
     equal(stock, module, torch.randn(2, 5, 48) + 0.3)
     unpatch(Holder(module))
     assert type(module) is type(stock)
+
+
+OF_ONE_TYPE = {
+    "factor": (lambda: modeling("deepseek_v4").DeepseekV4UnweightedRMSNorm(), "no weight"),
+    "groups": (
+        lambda: modeling("qwen4_exp").Qwen4ExpTextRMSNorm(48, group_size=16),
+        "gemma, groups",
+    ),
+    "rounded 1 + weight": (
+        lambda: modeling("muse_spark").MuseSparkTextCenteredRMSNorm(48),
+        "gemma, rounded 1 + weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TYPE)
+def test_norms_that_round_elsewhere_agree_bit_for_bit(name):
+    make, kind = OF_ONE_TYPE[name]
+    module = weighted(make())
+    stock = copy.deepcopy(module)
+    op = "gated_rms_norm" if name == "groups" else "rms_norm"
+    assert patched_module(module) == ([f"{op}[{kind}]"], [])
+    equal(stock, module, torch.randn(2, 5, 48))
+    x = torch.randn(64, 48).bfloat16()
+    assert torch.equal(module.bfloat16()(x), stock.bfloat16()(x))
+
+
+ROUNDED_FIRST = {
+    "deberta": (lambda: modeling("deberta").DebertaLayerNorm(48), (2, 5, 48)),
+    "a weight by head": (lambda: modeling("chameleon").ChameleonLayerNorm((4, 48)), (2, 5, 4, 48)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_FIRST)
+def test_layer_norms_that_round_before_their_weight(name):
+    make, shape = ROUNDED_FIRST[name]
+    module = weighted(make())
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm[rounded before the weight]"], [])
+    equal(stock, module, torch.randn(shape) + 0.3)
+    with calls_of("layer_norm") as seen:
+        x = torch.randn(shape).bfloat16()
+        assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
+    assert seen
+
+
+def test_a_row_s_factor_is_no_norm():
+    module = modeling("hy_v4").HYV4UnweightedRMSNorm()
+    assert patched_module(module) == ([], [])
+
+
+CHANNELS_SECOND = {
+    "images": (lambda: modeling("sam").SamLayerNorm(48, data_format="channels_first"), (5, 3)),
+    "text": (lambda: modeling("squeezebert").SqueezeBertLayerNorm(48), (7,)),
+}
+
+
+@pytest.mark.parametrize("name", CHANNELS_SECOND)
+def test_channels_on_the_second_axis(name):
+    make, rest = CHANNELS_SECOND[name]
+    module, x = weighted(make()), torch.randn(2, 48, *rest) + 0.3
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm[channels second]"], [])
+    equal(stock, module, x)
+    assert module(x).stride() == stock(x).stride()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):  # as the original does
+        module(torch.randn(2, 3, 4, 5, 48))
+
+
+def test_norms_of_the_last_axis_keep_it_where_the_class_knows_both():
+    module = weighted(modeling("sam").SamLayerNorm(48, data_format="channels_last"))
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm"], [])
+    equal(stock, module, torch.randn(2, 48, 5, 48))
 
 
 def grouped(kind, size):
@@ -206,6 +290,108 @@ def test_gated_mlps_by_structure(act, packed):
     shown, _ = patched_module(module)
     assert len(shown) == 1
     equal(stock, module, torch.randn(2, 5, 16))
+
+
+class Clamped(nn.Module):
+    """SwiGLU of clamped inputs with a limit of its own, and no slope."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down_proj, self.swiglu_limit = nn.Linear(32, 16), limit
+
+    def forward(self, x):
+        up = self.up_proj(x).clamp(-self.swiglu_limit, self.swiglu_limit)
+        return self.down_proj(F.silu(self.gate_proj(x).clamp(max=self.swiglu_limit)) * up)
+
+
+def test_a_clamped_mlp_without_a_slope():
+    module = weighted(Clamped(0.7))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["swiglu_clamped"]
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
+    stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
+
+
+def test_experts_without_a_gate():
+    """Their activation is one of ours itself, which is no reason to leave the experts."""
+    config = transformers.NemotronHConfig(
+        hidden_size=16, n_routed_experts=4, moe_intermediate_size=12, num_experts_per_tok=2
+    )
+    module = weighted(modeling("nemotron_h").NemotronHExperts(config))
+    stock = copy.deepcopy(module)
+    index = torch.randint(4, (10, 2))
+    assert patched_module(module)[0] == ["fused_moe[relu_squared]", "relu_squared"]
+    report = patch(Holder(module), **HEADLESS)
+    assert {e.status for e in report.entries} == {"already patched"}
+
+    def experts(own):
+        return type("Called", (), {
+            "__call__": lambda self, x, routing: own(x, index, routing),
+            "parameters": lambda self: own.parameters(),
+        })()  # fmt: skip
+
+    given = torch.randn(10, 16), torch.rand(10, 2)
+    for change in (None, nn.SiLU()):
+        if change is not None:  # no longer what was probed
+            stock.act_fn = module.act_fn = change
+        with calls_of("fused_moe") as seen:
+            equal(experts(stock), experts(module), *given)
+        assert len(seen) == (change is None)
+
+
+def test_experts_of_modules_are_named_once():
+    """Where none of their layers is served: a list of gated MLPs is."""
+
+    class OwnExperts(nn.ModuleList):
+        def forward(self, x):
+            return sum(expert(x) for expert in self)
+
+    for inner, told in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
+        report = patch(Holder(OwnExperts([inner])), **HEADLESS)
+        found = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
+        said = "OwnExperts does not use the experts interface of transformers"
+        assert found == [(said, False)] * told
+
+
+def test_experts_of_equal_blocks_of_rows():
+    """As many rows for every expert, whose results have no weights."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=16, intermediate_size=12, num_local_experts=4, num_hidden_layers=1
+    )
+    module = weighted(modeling("llama4").Llama4TextExperts(config))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["fused_moe[silu]"]
+    with calls_of("fused_moe") as seen:
+        equal(stock, module, torch.randn(20, 16))
+        assert len(seen) == 1
+        with torch.autocast("cpu", torch.bfloat16):  # the original's dtype
+            assert module(torch.randn(20, 16)).dtype == stock(torch.randn(20, 16)).dtype
+        with pytest.raises(RuntimeError):
+            module(torch.randn(21, 16))
+        assert len(seen) == 1
+
+
+def test_experts_that_are_the_identity():
+    config = transformers.LongcatFlashConfig(
+        hidden_size=16, expert_ffn_hidden_size=12, n_routed_experts=4, zero_expert_num=2
+    )
+    module = weighted(modeling("longcat_flash").LongcatFlashExperts(config))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["fused_moe[silu]"]
+    index = torch.randint(6, (10, 3))
+    assert (index >= 4).any()
+    x, routing = torch.randn(10, 16), torch.rand(10, 3)
+    found = []
+    with calls_of("fused_moe") as seen:
+        for own in (stock, module):
+            given = [t.clone().requires_grad_() for t in (x, routing)]
+            y = own(given[0], index, given[1])
+            loss = (y * torch.linspace(-1, 1, 16)).sum()
+            found.append([y.detach(), *torch.autograd.grad(loss, [*given, *own.parameters()])])
+    assert len(seen) == 1
+    assert_same_gradients(found[1], found[0], 1e-5)
 
 
 def test_dropouts_stay_where_they_are():

@@ -164,6 +164,8 @@ FILES = {
     "ernie4_5": ("apply_rotary_pos_emb", "interleaved, angles in the first half, cast back"),
     "qwen2_vl": ("apply_rotary_pos_emb_vision", "half, cast back"),
     "nanochat": ("apply_rotary_pos_emb", "half, backwards"),
+    "gptj": ("apply_rotary_pos_emb", "interleaved, an angle a pair"),
+    "codegen": ("apply_rotary_pos_emb", "interleaved, an angle a pair"),
 }
 
 
@@ -176,6 +178,26 @@ def test_functions_of_transformers_are_recognized(file):
     found = rotary.recognized(getattr(module, name))
     assert isinstance(found, rotary.Rotary), found
     assert found.kind.name == kind or found.kind.name in kind
+
+
+@pytest.mark.parametrize("form", ["positions", "names", "both"])
+def test_one_tensor_with_sin_before_cos(form, calls):
+    stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
+    served = served_function("sin_first", stock, Options())
+    x, angles = torch.randn(2, 5, 6, 8, requires_grad=True), torch.randn(2, 5, 4)
+    given = {"tensor": x, "sin": angles.sin(), "cos": angles.cos()}
+    args, named = {
+        "positions": ([*given.values()], {}),
+        "names": ([], given),
+        "both": ([x], {n: t for n, t in given.items() if n != "tensor"}),
+    }[form]
+    calls.clear()
+    results = [f(*args, **named) for f in (stock, served)]
+    assert calls["rope"] == 1
+    upstream = torch.randn_like(x)
+    grads = [torch.autograd.grad(r, x, upstream)[0] for r in results]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
 
 
 def shifted(q, k, cos, sin, unsqueeze_dim=1):
@@ -196,8 +218,8 @@ def swapped(q, k, cos, sin, unsqueeze_dim=1):
     return half(q, k, cos, sin, unsqueeze_dim)[::-1]
 
 
-def other_arguments(tensor, sin, cos, unsqueeze_dim=1):
-    return half(tensor, tensor, cos, sin, unsqueeze_dim)[0]
+def other_arguments(tensor, frequencies, unsqueeze_dim=1):
+    return half(tensor, tensor, frequencies.cos(), frequencies.sin(), unsqueeze_dim)[0]
 
 
 def failing(q, k, cos, sin):
@@ -211,7 +233,7 @@ def failing(q, k, cos, sin):
         (detached, "detached is no rotation"),
         (rounded, "rounded is no rotation"),
         (swapped, "swapped is no rotation"),
-        (other_arguments, r"takes \(tensor, sin, cos, unsqueeze_dim\), not \(q, k, cos, sin\)"),
+        (other_arguments, r"takes \(tensor, frequencies, unsqueeze_dim\), not \(q, k, cos, sin\)"),
         (failing, "failing failed on a replica: ZeroDivisionError: no"),
     ],
 )

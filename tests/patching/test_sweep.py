@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,22 @@ def test_the_page_is_made_of_the_kept_result():
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
+
+
+def test_few_types_have_a_norm_an_mlp_or_experts_that_are_refused():
+    """Each with its reason; the page of coverage lists them."""
+    parts = {"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "fused_moe"}
+    absent = "the model has no module of this kind"
+    refused = {
+        pair["type"]
+        for pair in KEPT["pairs"]
+        for op in parts & pair["skipped"].keys()
+        if any(not reason.startswith(absent) for reason in pair["skipped"][op])
+    }
+    # its tower is timm's, which the machine of the latest rows lacks
+    assert len(refused - {"fast_vlm"}) <= 10, sorted(refused)
+    page = docs_status.coverage_page()
+    assert all(re.search(rf"^\| .*\b{name}\b.* \|$", page, re.MULTILINE) for name in refused)
 
 
 def test_the_kept_result_is_one_pair_a_line():

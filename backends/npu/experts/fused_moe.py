@@ -118,6 +118,11 @@ def _activated(gate_up: Tensor, how: Any) -> Tensor:
     return made
 
 
+def supports(activation: str) -> Optional[str]:
+    """Experts with a gate: the passes around the GEMMs split their rows in two."""
+    return "has experts with a gate only" if activation == "relu_squared" else None
+
+
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,

@@ -237,6 +237,11 @@ class RMSNorm:
     """
 
     @staticmethod
+    def supports(casting: str) -> Optional[str]:
+        """No rounding of the factor: neither kernel has it."""
+        return "has no rounding of the factor" if casting == "factor" else None
+
+    @staticmethod
     def forward(
         x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
     ) -> tuple[Tensor, Tensor]:

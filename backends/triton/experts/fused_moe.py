@@ -58,8 +58,14 @@ from liger_multi.dispatch.launch import DeviceInfo
 
 @triton.jit
 def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Activation times up, in fp32; the activation is rounded first, as in Hugging Face."""
-    if ACTIVATION == "swiglu_clamped":
+    """Activation times up, in fp32; the activation is rounded first, as in Hugging Face.
+
+    Without a gate, both are up, and the product is relu(up)^2.
+    """
+    if ACTIVATION == "relu_squared":
+        act = tl.where(gate < 0, 0.0, gate)  # a NaN stays
+        up = act
+    elif ACTIVATION == "swiglu_clamped":
         # comparisons, since a minimum would lose a NaN
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
@@ -73,8 +79,14 @@ def _activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: 
 def _differentiated(
     d, gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Gradients of gate and up for the gradient d of act(gate) * up."""
-    if ACTIVATION == "swiglu_clamped":
+    """Gradients of gate and up for the gradient d of act(gate) * up.
+
+    Without a gate, both are that of up.
+    """
+    if ACTIVATION == "relu_squared":
+        dup = 2.0 * d * tl.where(gate < 0, 0.0, gate)
+        return dup, dup
+    elif ACTIVATION == "swiglu_clamped":
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
         p = sigmoid(g * alpha)
@@ -88,9 +100,16 @@ def _differentiated(
 
 
 @triton.jit
-def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up of BLOCK columns of one row, in fp32; INTERLEAVED: they alternate in memory."""
-    if INTERLEAVED:
+def _load_pair(ptr, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK columns of one row, in fp32.
+
+    LAYOUT: they alternate in memory, follow each other, or are one.
+    """
+    if LAYOUT == "single":
+        col = start + tl.arange(0, BLOCK)
+        up = tl.load(ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+        return up, up
+    elif LAYOUT == "interleaved":
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(ptr + at, mask=at < 2 * cols, other=0.0).to(tl.float32)
         return tl.split(tl.reshape(both, [BLOCK, 2]))
@@ -101,9 +120,12 @@ def _load_pair(ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _store_pair(ptr, gate, up, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _store_pair(ptr, gate, up, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
     """Store two rows of BLOCK columns where :func:`_load_pair` reads gate and up."""
-    if INTERLEAVED:
+    if LAYOUT == "single":
+        col = start + tl.arange(0, BLOCK)
+        tl.store(ptr + col, round_to(up, ptr.dtype.element_ty), mask=col < cols)
+    elif LAYOUT == "interleaved":
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = round_to(tl.reshape(tl.join(gate, up), [2 * BLOCK]), ptr.dtype.element_ty)
         tl.store(ptr + at, both, mask=at < 2 * cols)
@@ -180,7 +202,7 @@ def _moe_up_kernel(
 @triton.jit
 def _moe_activation_kernel(
     gate_up_ptr, bias_ptr, out_ptr, index_ptr, order_ptr, offsets_ptr, groups, cols, tiles, limit,
-    alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Activation after a library's GEMM; the bias is added to gate and up in place.
 
@@ -191,15 +213,16 @@ def _moe_activation_kernel(
     start = piece * BLOCK
     if row >= tl.load(offsets_ptr + groups):
         return
-    gate_up_ptr += row.to(tl.int64) * (2 * cols)
-    gate, up = _load_pair(gate_up_ptr, start, cols, INTERLEAVED, BLOCK)
+    WIDE: tl.constexpr = 1 if LAYOUT == "single" else 2
+    gate_up_ptr += row.to(tl.int64) * (WIDE * cols)
+    gate, up = _load_pair(gate_up_ptr, start, cols, LAYOUT, BLOCK)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        bias_ptr += tl.load(index_ptr + tl.load(order_ptr + row)) * (2 * cols)
-        more, other = _load_pair(bias_ptr, start, cols, INTERLEAVED, BLOCK)
+        bias_ptr += tl.load(index_ptr + tl.load(order_ptr + row)) * (WIDE * cols)
+        more, other = _load_pair(bias_ptr, start, cols, LAYOUT, BLOCK)
         gate, up = round_to(gate + more, DTYPE), round_to(up + other, DTYPE)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        _store_pair(gate_up_ptr, gate, up, start, cols, INTERLEAVED, BLOCK)
+        _store_pair(gate_up_ptr, gate, up, start, cols, LAYOUT, BLOCK)
     y = round_to(_activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE), DTYPE)
     col = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + row.to(tl.int64) * cols + col, y, mask=col < cols)
@@ -208,7 +231,7 @@ def _moe_activation_kernel(
 @triton.jit
 def _moe_activation_backward_kernel(
     d_ptr, gate_up_ptr, dgate_up_ptr, routing_ptr, drouting_ptr, order_ptr, offsets_ptr, groups,
-    cols, limit, alpha, offset, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    cols, limit, alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
@@ -225,14 +248,15 @@ def _moe_activation_backward_kernel(
         return
     routing = tl.load(routing_ptr + pair).to(tl.float32)
     d_ptr += row.to(tl.int64) * cols
-    gate_up_ptr += row.to(tl.int64) * (2 * cols)
+    WIDE: tl.constexpr = 1 if LAYOUT == "single" else 2
+    gate_up_ptr += row.to(tl.int64) * (WIDE * cols)
     DTYPE: tl.constexpr = d_ptr.dtype.element_ty
     share = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK, num_stages=STAGES):
         assume_cols(start, LONGEST_ROW // 2)
         col = start + tl.arange(0, BLOCK)
         d = tl.load(d_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
-        gate, up = _load_pair(gate_up_ptr, start, cols, INTERLEAVED, BLOCK)
+        gate, up = _load_pair(gate_up_ptr, start, cols, LAYOUT, BLOCK)
         y = _activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE)
         share += d * y
         tl.store(d_ptr + col, round_to(y * routing, DTYPE), mask=col < cols)
@@ -240,8 +264,8 @@ def _moe_activation_backward_kernel(
             dgate, dup = _differentiated(
                 d * routing, gate, up, limit, alpha, offset, ACTIVATION, DTYPE
             )
-            room = dgate_up_ptr + row.to(tl.int64) * (2 * cols)
-            _store_pair(room, dgate, dup, start, cols, INTERLEAVED, BLOCK)
+            room = dgate_up_ptr + row.to(tl.int64) * (WIDE * cols)
+            _store_pair(room, dgate, dup, start, cols, LAYOUT, BLOCK)
     if drouting_ptr is not None:
         total = round_to(tl.sum(share, axis=0), drouting_ptr.dtype.element_ty)
         tl.store(drouting_ptr + pair, total)
@@ -343,6 +367,13 @@ def _moe_bias_gradient_kernel(
 Numbers = tuple[float, float, float]  # limit, alpha, offset
 
 
+def layout_of(activation: str, interleaved: bool) -> str:
+    """How gate and up of a row lie."""
+    if activation == "relu_squared":
+        return "single"
+    return "interleaved" if interleaved else "halves"
+
+
 def up_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
 ) -> ProductConfig:
@@ -357,7 +388,8 @@ def supports(x: Optional[Tensor], gate_up: Optional[Tensor] = None) -> str | Non
     return "its products accumulate in float32, got float64" if double else None
 
 
-def _columns(x: Tensor) -> Tensor:
+def columns(x: Tensor) -> Tensor:
+    """Rows whose columns are adjacent."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -375,21 +407,13 @@ def activated(
     source, (_, wide, inner) = x.source, weight.shape
     cols = wide // 2
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
-    made = source.new_empty(groups.rows, cols)
-    if interleaved:
+    if layout_of(activation, interleaved) != "halves":
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
-        step = piece("activation", source, cols)
-        pieces = cdiv(cols, step.block)
-        launch(
-            _moe_activation_kernel, groups.rows * pieces,
-            (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
-             *numbers),
-            (activation, interleaved, step.block), step.num_warps,
-        )  # fmt: skip
-        return made, gate_up if keep else gate_up[:0]
+        return activation_of(gate_up, bias, index, groups, how), gate_up if keep else gate_up[:0]
+    made = source.new_empty(groups.rows, cols)
     gate_up = source.new_empty(groups.rows if keep else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     launch(
@@ -401,6 +425,29 @@ def activated(
          inner % k.block_k == 0, k.stages), k.num_warps,
     )  # fmt: skip
     return made, gate_up
+
+
+def activation_of(
+    gate_up: Tensor,
+    bias: Optional[Tensor],
+    index: Tensor,
+    groups: Groups,
+    how: tuple[str, Numbers, bool],
+) -> Tensor:
+    """act(gate) * up of the rows of a GEMM; the bias is added to these in place."""
+    activation, numbers, interleaved = how
+    layout = layout_of(activation, interleaved)
+    cols = gate_up.shape[1] if layout == "single" else gate_up.shape[1] // 2
+    made = gate_up.new_empty(groups.rows, cols)
+    k = piece("activation", gate_up, cols)
+    pieces = cdiv(cols, k.block)
+    launch(
+        _moe_activation_kernel, groups.rows * pieces,
+        (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
+         *numbers),
+        (activation, layout, k.block), k.num_warps,
+    )  # fmt: skip
+    return made
 
 
 def combined(
@@ -436,7 +483,8 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
     return out
 
 
-def _dense(x: Optional[Tensor]) -> Optional[Tensor]:
+def dense(x: Optional[Tensor]) -> Optional[Tensor]:
+    """A bias without gaps, where there is one."""
     return None if x is None else x.contiguous()
 
 
@@ -457,17 +505,17 @@ def forward(
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
-    rows = RowOperand(_columns(x), gather=True)
+    rows = RowOperand(columns(x), gather=True)
     made, gate_up = activated(
-        rows, first, _dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
+        rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
     pairs = product("fused_moe.down", RowOperand(made), second, groups)
-    y = combined(pairs, groups, routing.contiguous(), _dense(down_bias), index, y_dtype)
+    y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
 
-def _inner_gradients(
+def inner_gradients(
     dproduct: Tensor, gate_up: Tensor, routing: Tensor, groups: Groups, how: Any,
     needs_routing: bool, needs_inner: bool,
 ) -> tuple[Optional[Tensor], Tensor]:  # fmt: skip
@@ -481,7 +529,7 @@ def _inner_gradients(
         _moe_activation_backward_kernel, groups.rows,
         (dproduct, gate_up, made, routing, drouting if needs_routing else None, groups.order,
          groups.offsets, groups.count, cols, *numbers),
-        (activation, interleaved, k.block, k.stages), k.num_warps,
+        (activation, layout_of(activation, interleaved), k.block, k.stages), k.num_warps,
     )  # fmt: skip
     return made, drouting
 
@@ -503,13 +551,13 @@ def backward(
     dx, dfirst, ddown, dbias, dother = (dy.new_empty(0) for _ in range(5))  # none is another
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
-    upstream = RowOperand(_columns(dy), gather=True)
+    upstream = RowOperand(columns(dy), gather=True)
     dgate_up, drouting = None, routing.new_empty(0)
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
         dproduct = product("fused_moe.dproduct", upstream, second, groups)
         how = (activation, (limit, alpha, up_offset), interleaved)
-        dgate_up, drouting = _inner_gradients(
+        dgate_up, drouting = inner_gradients(
             dproduct, gate_up, routing, groups, how, needs_routing, inner
         )
         if needs_down_weight:
@@ -517,14 +565,14 @@ def backward(
             ddown = weight_gradient("fused_moe.ddown_weight", *sides, groups, transposed)
         del dproduct
     if needs_routing and down_bias is not None:
-        _add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
+        add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
     if needs_down_bias:
         dother = _bias_gradient(upstream.source, groups, routing)
     del upstream
     if needs_gate_up_bias and dgate_up is not None:
         dbias = _bias_gradient(dgate_up, groups, None)
     if needs_gate_up_weight and dgate_up is not None and x is not None:
-        sides = (RowOperand(dgate_up), RowOperand(_columns(x), gather=True))
+        sides = (RowOperand(dgate_up), RowOperand(columns(x), gather=True))
         dfirst = weight_gradient("fused_moe.dgate_up_weight", *sides, groups, transposed)
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
@@ -548,9 +596,10 @@ def _zeros(
     )
 
 
-def _add_bias_share(
+def add_bias_share(
     drouting: Tensor, dy: Tensor, bias: Tensor, index: Tensor, groups: Groups
 ) -> None:
+    """Add the share of the bias to the gradient of routing, in place."""
     cols = dy.shape[1]
     k = piece("bias_share", dy, cols)
     args = (dy, bias, index, drouting, dy.stride(0), groups.count, cols, groups.per)

@@ -27,6 +27,7 @@ from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
     assume_cols,
     assume_rows,
+    bf16_parts,
     cdiv,
     checked_cols,
     power_of_2,
@@ -94,11 +95,26 @@ def fitted(
 
 @triton.jit
 def dot(a, b, total):
-    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16, so there it is cast."""
+    """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16, so there it is cast.
+
+    Beside bf16, fp32 is taken as three parts in bf16, whose products are exact.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
+    elif a.dtype == b.dtype:
         return tl.dot(a, b, total, input_precision="ieee")
+    elif a.dtype == tl.bfloat16:
+        b0, b1, b2 = bf16_parts(b)
+        total = tl.dot(a, b2, total, input_precision="ieee")
+        total = tl.dot(a, b1, total, input_precision="ieee")
+        return tl.dot(a, b0, total, input_precision="ieee")
+    elif b.dtype == tl.bfloat16:
+        a0, a1, a2 = bf16_parts(a)
+        total = tl.dot(a2, b, total, input_precision="ieee")
+        total = tl.dot(a1, b, total, input_precision="ieee")
+        return tl.dot(a0, b, total, input_precision="ieee")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
 @triton.jit
@@ -202,14 +218,19 @@ def library_gemm(
     return None
 
 
-def product(name: str, a: RowOperand, weight: Tensor, groups: Groups) -> Tensor:
-    """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N)."""
+def product(
+    name: str, a: RowOperand, weight: Tensor, groups: Groups, dtype: Optional[torch.dtype] = None
+) -> Tensor:
+    """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N).
+
+    The result has the dtype of the rows, if no other one is given.
+    """
     x, (_, cols, inner) = a.source, weight.shape
     k = choice(name, product_config, x, groups, cols, inner)
-    found = library_gemm(k, a, weight, groups)
+    found = library_gemm(k, a, weight, groups) if dtype is None else None
     if found is not None:
         return found
-    out, tiles = x.new_empty(groups.rows, cols), groups.tiles(k.block_m)
+    out, tiles = x.new_empty(groups.rows, cols, dtype=dtype), groups.tiles(k.block_m)
     steps = cdiv(cols, k.block_n)
     launch(
         _grouped_product_kernel, tiles.shape[0] * steps,
@@ -301,21 +322,25 @@ def _zero_groups_kernel(out_ptr, offsets_ptr, size, steps, BLOCK: tl.constexpr):
 
 
 def weight_gradient(
-    name: str, left: RowOperand, right: RowOperand, groups: Groups, turned: bool
-) -> Tensor:
-    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``."""
+    name: str, left: RowOperand, right: RowOperand, groups: Groups, turned: bool,
+    dtype: Optional[torch.dtype] = None,
+) -> Tensor:  # fmt: skip
+    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``.
+
+    The result has the dtype of the left rows, if no other one is given.
+    """
     if turned:
         left, right = right, left
     p, q = left.source, right.source
     m, n = p.shape[1], q.shape[1]
     k = choice(name, weight_config, p, groups, m, n)
-    if by_library(k, p, q):
+    if dtype is None and by_library(k, p, q):
         columns = left.written(groups).mT
         found = torch._grouped_mm(columns, right.written(groups), groups.offsets[1:])
         args = (found, groups.offsets, m * n, 16)
         launch(_zero_groups_kernel, groups.count * 16, args, (256,), 4)
         return found
-    out = p.new_empty(groups.count, m, n)
+    out = p.new_empty(groups.count, m, n, dtype=dtype)
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
     orders = [groups.order if side.gather else None for side in (left, right)]
     launch(

@@ -2,7 +2,7 @@
 
 With s = x + residual (or x), n = s * rstd, rstd = (mean(s^2) + eps)^(-1/2), w = weight + offset:
 
-    y  = w * n,  n first rounded to the dtype of s under the llama casting
+    y  = w * n,  n first rounded to the dtype of s under the llama casting (rstd under factor)
     ds = rstd * (g - n * mean(g * n)) + what comes from other uses of s,  g = dy * w
     dw = sum over rows of dy * n
 
@@ -71,7 +71,12 @@ def _load_sum(x, residual_ptr, s_ptr, base, offset, mask, POLICY: tl.constexpr):
 
 @triton.jit
 def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
-    """Normalize x; ROUND: the result is rounded to DTYPE, as llama does before the weight."""
+    """Normalize x; ROUND: the result is rounded to DTYPE, as llama does before the weight.
+
+    ROUND of 2: so is the factor, and not the result.
+    """
+    if ROUND == 2:
+        return x * round_to(rstd, DTYPE).to(tl.float32)
     n = x * rstd
     if ROUND:
         n = round_to(n, DTYPE).to(tl.float32)
@@ -279,9 +284,9 @@ def backward(
     return gradients("rms_norm", dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
 
 
-def _rounds(casting: str, weight: Optional[Tensor]) -> bool:
-    # without a weight there is one rounding only, that of the output
-    return casting == "llama" and weight is not None
+def _rounds(casting: str, weight: Optional[Tensor]) -> int:
+    # without a weight there is one rounding beside that of the output at most, that of the factor
+    return 2 if casting == "factor" else int(casting == "llama" and weight is not None)
 
 
 def normalize(

@@ -140,6 +140,8 @@ LAUNCH = 30e-6
 # Operators that a half of one of ours is told as, and a tensor that goes to the host and back:
 # patched steps of few tokens last as long as with these.
 OWN, PARKED = 8, 5
+# GEMMs of backward in those of forward, by operator: without those of frozen weights for adapters.
+EXPERTS = {"fused_moe": 3, "lora_moe": 2}
 HOST_MEMORY = 50e9  # bytes a second of an optimizer that runs on the host
 
 

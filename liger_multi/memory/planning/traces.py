@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.memory.measure import tensors_in
-from liger_multi.memory.planning.cost import OWN
+from liger_multi.memory.planning.cost import EXPERTS, OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS
 from liger_multi.memory.simulation import Simulation
 
@@ -581,11 +581,11 @@ class Cutting(Simulation):
         work.launches += times * OWN
         if name == "attention":
             self._count_attention("backward" if len(made) > 2 else "forward", made[0])
-        elif name == "fused_moe":
+        elif name in EXPERTS:
             weights = sorted(tensors_in(args), key=lambda t: -t.numel() * (t.ndim == 3))[:2]
             rows = next(t.numel() for t in tensors_in(args) if not t.is_floating_point())
             each = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
-            work.product(weights[0].element_size(), each * (3 if len(made) > 2 else 1))
+            work.product(weights[0].element_size(), each * (EXPERTS[name] if len(made) > 2 else 1))
 
     def _count_attention(self, half: str, made: Tensor) -> None:
         """Half of all pairs of positions; backward has five products where forward has two."""

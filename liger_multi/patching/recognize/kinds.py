@@ -23,6 +23,12 @@ class NormKind:
         exact: Whether it must agree bit for bit in bf16.
         plus: Added to the first of the tensors, where the operator has no option for it.
         one_dtype: Whether calls with a weight of another dtype are left to the module.
+        gated: Whether a gate follows the input.
+        grouped: Whether an attribute of the module may tell groups of channels.
+        axis: The axis of the channels.
+        ndim: The number of axes of the input; 0 where it does not matter.
+        after: Whether weight and bias follow the operator, which rounds its result first; they may
+            have an axis before that of the channels.
     """
 
     name: str
@@ -32,11 +38,11 @@ class NormKind:
     exact: bool = True
     plus: float = 0.0
     one_dtype: bool = False
-
-    @property
-    def gated(self) -> bool:
-        """Whether a gate follows the input."""
-        return self.op == "gated_rms_norm"
+    gated: bool = False
+    grouped: bool = False
+    axis: int = -1
+    ndim: int = 0
+    after: bool = False
 
     @property
     def of_channels(self) -> bool:
@@ -48,14 +54,17 @@ def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, An
     return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))
 
 
-def _layer_norm(name: str, plus: float = 0.0) -> NormKind:
-    return NormKind(name, "layer_norm", (), ("weight", "bias"), False, plus, one_dtype=True)
+def _layer_norm(name: str, plus: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:
+    given = ("weight", "bias")
+    return NormKind(name, "layer_norm", (), given, False, plus, True, axis=axis, ndim=ndim)
 
 
 def _gated(casting: str, activation: str, first: bool) -> NormKind:
     options = _cast(casting, activation=activation, norm_before_gate=first)
     order = "norm first" if first else "gate first"
-    return NormKind(f"{casting}, {activation}, {order}", "gated_rms_norm", options)
+    return NormKind(
+        f"{casting}, {activation}, {order}", "gated_rms_norm", options, gated=True, grouped=True
+    )
 
 
 NORM_KINDS = (
@@ -65,8 +74,23 @@ NORM_KINDS = (
     NormKind("gemma", options=_cast("gemma")),
     NormKind("llama", options=_cast("llama"), one_dtype=True),
     NormKind("gemma", options=_cast("gemma"), one_dtype=True),
+    NormKind("gemma, rounded 1 + weight", options=_cast("gemma"), plus=1.0),
+    NormKind("factor", options=_cast("factor")),
+    NormKind("gemma, groups", "gated_rms_norm", _cast("gemma", 1.0), grouped=True),
     _layer_norm("plain"),
     _layer_norm("1 + weight", plus=1.0),
+    _layer_norm("channels second", axis=1, ndim=4),
+    _layer_norm("channels second", axis=1, ndim=3),
+    NormKind(
+        "rounded before the weight",
+        "layer_norm",
+        (),
+        ("weight", "bias"),
+        False,
+        0.0,
+        True,
+        after=True,
+    ),
     *(
         _gated(casting, activation, first)
         for first in (True, False)
@@ -77,7 +101,7 @@ NORM_KINDS = (
     NormKind("plain", "dyt", tensors=("alpha", "weight", "bias"), exact=False),
     NormKind("plain", "relu_squared", tensors=(), exact=False),
 )
-"""Tried in this order; a norm without weight is the same in all of them."""
+"""Tried in this order; a norm without weight is the same in the castings of the first three."""
 
 NORM_OPS = tuple(dict.fromkeys(kind.op for kind in NORM_KINDS))
 
@@ -156,10 +180,11 @@ MLP_KINDS = (
         MlpKind(
             "swiglu_clamped",
             "silu(clamped gate) * clamped up",
-            options=(("up_offset", offset),),
+            options=(("up_offset", offset), *alpha),
             packed=(("interleaved", interleaved),),
-            numbers=("limit", "alpha"),
+            numbers=("limit",) if alpha else ("limit", "alpha"),
         )
+        for alpha in ((), (("alpha", 1.0),))
         for offset in (1.0, 0.0)
         for interleaved in (False, True)
     ),
@@ -223,7 +248,7 @@ ROTARY_KINDS = (
 
 ROTARY_NAME = re.compile(r"apply_.*rotary")
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
-ROTARY_SINGLE = ("x", "cos", "sin")
+ROTARY_SINGLE = (("x", "cos", "sin"), ("tensor", "sin", "cos"))
 ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
 """Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
 ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")

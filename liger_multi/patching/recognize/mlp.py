@@ -11,6 +11,7 @@ are served.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -39,12 +40,15 @@ from liger_multi.patching.recognize.signature import (
 )
 from liger_multi.patching.replace import mlp
 from liger_multi.patching.replace.mlp import (
-    BIASES,
+    NO_GATE,
     WEIGHTS,
     ExpertsKind,
     MlpSettings,
     apply_experts,
+    bias_names,
+    routes_of,
 )
+from liger_multi.patching.replace.quantized_experts import stack_of, unparametrized
 from liger_multi.patching.replace.swap import unpatched_class
 
 # --- gated MLPs ---
@@ -285,14 +289,37 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether transformers' interface serves the experts of a module."""
-    return hasattr(module, "_apply_gate") and any(name in module._parameters for name in WEIGHTS)
+    """Whether a module has the stacks of transformers' interface to experts.
+
+    With code of its own, that is all that it may have.
+    """
+    held = set(_shapes(module))
+    if hasattr(module, "_apply_gate"):
+        return "down_proj" in held
+    return _named_experts(module) and held == set(WEIGHTS[True])
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of parameters, also of those that are partitioned (ZeRO-3) or in 4 bits."""
+    held = {
+        n: getattr(p, "ds_shape", p.shape) for n, p in module._parameters.items() if p is not None
+    }
+    packed = {n: stack_of(module, n) for n in {*WEIGHTS[True], *WEIGHTS[False]}}
+    return held | {n: stack.shape for n, stack in packed.items() if stack is not None}
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return unparametrized(module, unpatched_class(module))
 
 
 def are_other_experts(module: nn.Module) -> bool:
-    """Whether a module has matrices of experts, and code of its own for them."""
-    named = "Experts" in unpatched_class(module).__name__ and not looks_like_experts(module)
+    """Whether a module has matrices of experts of another form."""
+    named = _named_experts(module) and not looks_like_experts(module)
     return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+
+
+def _named_experts(module: nn.Module) -> bool:
+    return "Experts" in unpatched_class(module).__name__
 
 
 _known_experts: dict[Any, ExpertsKind | str] = {}
@@ -300,23 +327,22 @@ _known_experts: dict[Any, ExpertsKind | str] = {}
 
 def experts_kind(module: nn.Module) -> ExpertsKind | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    for flag, wanted, reason in (
-        ("has_gate", True, "its experts have no gate"),
-        ("has_post_expert_norm", False, "its experts end in a norm"),
-    ):
-        if getattr(module, flag, wanted) is not wanted:
-            return reason
-    kind = unpatched_class(module)
+    if getattr(module, "has_post_expert_norm", False) is not False:
+        return "its experts end in a norm"
+    kind = _own_class(module)
     signature = _signature(module, kind, ())
     if isinstance(signature, str):
         return signature
-    code = code_of(kind, signature)
-    shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
+    code, shapes = code_of(kind, signature), tuple(sorted(_shapes(module).items()))
     key = (kind, code, signature, shapes, scalars(module))
     found = _known_experts.get(key)
     if found is None:
         found = _known_experts[key] = _measure_experts(module)
     return found
+
+
+def _weights(module: nn.Module) -> tuple[str, str]:
+    return WEIGHTS[bool(getattr(module, "has_gate", True))]
 
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -325,30 +351,31 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
     """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
     flags = [name for name in _FLAGS if name in vars(module)]
-    taken = ("config", *WEIGHTS, *BIASES)
-    return signature_of(module, kind, taken, [*flags, *seen], ("forward", "_apply_gate"))
+    weights = _weights(module)
+    taken = ("config", *weights, *bias_names(weights))
+    starts = [name for name in ("forward", "_apply_gate") if hasattr(kind, name)]
+    return signature_of(module, kind, taken, [*flags, *seen], tuple(starts))
 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
     """Compare the gate of a replica with every formula, and the forward with the operator."""
-    own, watch = unpatched_class(module), Watch()
+    own, watch = _own_class(module), Watch()
     try:
         with probe_context() as generator:
             replica, inputs = _replica_experts(module, generator)
-            x = (random(generator, 6, 48) * 4).requires_grad_()
             with watch.over(replica):
                 for training, grad in MODES:
                     set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
                         replica.forward(*inputs)
-                stock = replica._apply_gate(x)
+                kind = _with_the_gate(module, replica, inputs, generator)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             if getattr(replica, "config", _Eager(None)).read:
                 return "its forward reads its configuration, which may change later"
-            kind = next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
             if kind is None:
-                return f"the gate of {own.__name__} is none that fused_moe has"
+                what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
+                return f"the {what} of {own.__name__} is none that fused_moe has"
             found = _disagreement(replica, inputs, kind, generator)
             if found:
                 return f"{own.__name__} is more than its gate and products: {found}"
@@ -356,6 +383,20 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     signature = _signature(module, own, watch.read)
     return signature if isinstance(signature, str) else replace(kind, signature=signature)
+
+
+def _with_the_gate(
+    module: nn.Module, replica: Any, inputs: list[Tensor], generator: torch.Generator
+) -> ExpertsKind | None:
+    """The first kind that has the gate of a replica, or its whole forward where it has none."""
+    if not hasattr(replica, "_apply_gate"):
+        return next(
+            (k for k in _candidates(module) if not _disagreement(replica, inputs, k, generator)),
+            None,
+        )
+    x = (random(generator, 6, 48) * 4).requires_grad_()
+    stock = replica.act_fn(x) if _weights(module) == WEIGHTS[False] else replica._apply_gate(x)
+    return next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
 
 
 def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
@@ -385,22 +426,28 @@ class _Eager:
 
 
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
-    """A small copy, and hidden states, indices and weights of experts."""
-    held = {n: p for n, p in module._parameters.items() if p is not None}
-    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in held.items()}  # partitioned by ZeRO-3
-    experts, *axes = shapes[WEIGHTS[0]]
-    hidden, wide = axes if getattr(module, "is_transposed", False) else reversed(axes)
-    sizes = {wide // 2: 6, wide: 12}
+    """A small copy, and hidden states, indices and weights of experts, as its form takes them."""
+    shapes, weights = _shapes(module), _weights(module)
+    experts, *axes = shapes[weights[0]]
+    hidden, wide = axes if _transposed(module) else reversed(axes)
+    sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
     sizes.setdefault(hidden, 8)
-    sizes.setdefault(experts, 4)
+    own, more = shapes[weights[1]][0], experts - shapes[weights[1]][0]
+    for many, few in ((own, 4), (more, 4 if more == own else 2)):
+        sizes.setdefault(many, few)
+    sizes.setdefault(experts, sizes[own] + (sizes[more] if more else 0))
     replica: Any = skeleton(module, sizes)
+    replica.__class__ = _own_class(module)
     for name, whole in shapes.items():
         small = random(generator, *(sizes[n] for n in whole)) * 0.5
         replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
-        replica._modules[name] = None if part is None else skeleton(part)
+        if name != "parametrizations":
+            replica._modules[name] = None if part is None else skeleton(part)
     if "config" in vars(replica):
         replica.__dict__["config"] = _Eager(replica.config)
+    if _form(module) == "blocks":
+        return replica, [random(generator, 5 * sizes[experts], sizes[hidden])]
     scores = random(generator, 7, sizes[experts])
     routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
     return replica, [random(generator, 7, sizes[hidden]), index, routing]
@@ -412,8 +459,10 @@ def _disagreement(
     def stock(*given: Tensor) -> Any:
         return replica.forward(*given)
 
-    def ours(*given: Tensor) -> Tensor:
-        return apply_experts(replica, kind, *given)
+    def ours(x: Tensor, *given: Tensor) -> Tensor:
+        routes = routes_of(replica, kind, x, given)
+        assert routes is not None
+        return apply_experts(replica, kind, x, *routes)
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -435,9 +484,35 @@ def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
     return product(x, (kind.activation, 7.0, 1.0, 0.0, kind.interleaved))
 
 
+def _transposed(module: nn.Module) -> bool:
+    """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
+    told = getattr(module, "is_transposed", None)
+    if told is None and not hasattr(module, "_apply_gate"):
+        first, second = (_shapes(module)[name] for name in WEIGHTS[True])
+        return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
+    return bool(told)
+
+
+def _form(module: nn.Module) -> str:
+    """The form of a call, by the arguments of forward and the numbers of experts."""
+    if hasattr(module, "_apply_gate"):
+        return "routed"
+    if len(inspect.signature(unpatched_class(module).forward).parameters) == 2:
+        return "blocks"
+    first, second = (_shapes(module)[name] for name in WEIGHTS[True])
+    return "routed" if first[0] == second[0] else "identity"
+
+
 def _candidates(module: nn.Module) -> list[ExpertsKind]:
-    bias = all(getattr(module, name, None) is not None for name in BIASES)
-    transposed = bool(getattr(module, "is_transposed", False))
+    return [replace(kind, form=_form(module)) for kind in _gates(module)]
+
+
+def _gates(module: nn.Module) -> list[ExpertsKind]:
+    weights = _weights(module)
+    bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
+    transposed = _transposed(module)
+    if weights != WEIGHTS[True]:
+        return [ExpertsKind(NO_GATE, False, transposed, bias)]
     orders = (False, True)
     found = [
         ExpertsKind(activation, order, transposed, bias)

@@ -6,7 +6,9 @@ every formula of :data:`liger_multi.patching.recognize.kinds.NORM_KINDS`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -117,7 +119,7 @@ class _Likely(NamedTuple):
 
 
 _LIKELY = {
-    "rms_norm": _Likely("RMSNorm", also=("layer_norm",)),
+    "rms_norm": _Likely("RMSNorm", also=("layer_norm", "gated_rms_norm")),
     "layer_norm": _Likely("LayerNorm"),
     "gated_rms_norm": _Likely("gated RMSNorm"),
     "poly_norm": _Likely("poly_norm", least=None),
@@ -165,8 +167,9 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
 
 
 def _candidates(likely: str) -> list[NormKind]:
-    """The kinds of the likely operator first."""
-    every, also = registered.norm_kinds(), _LIKELY[likely].also
+    """The kinds of the likely operator first; a gate is an argument, or it is none."""
+    also, gated = _LIKELY[likely].also, likely == "gated_rms_norm"
+    every = [k for k in registered.norm_kinds() if k.gated == gated]
     return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
 
 
@@ -176,27 +179,39 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
         return f"its {eps} is {getattr(module, eps)!r}, not a number"
     shapes = [p.shape for p in module._parameters.values() if p is not None]
     least = _LIKELY[likely].least
-    vectors = [n for s in shapes if least is not None and (n := s.numel()) >= least]
-    if any(len(shape) > 1 or shape.numel() == 0 for shape in shapes):
+    vectors = [s for s in shapes if least is not None and s.numel() >= least]
+    row = tuple(vectors[0] if vectors else (_width(module),))
+    if any(not 0 < len(s) < 3 or s.numel() == 0 or s[:-1] != row[:-1] for s in shapes):
         return "its weight is not a vector with elements (is it partitioned?)"
-    size = vectors[0] if vectors else _width(module)
-    tried = 0
-    error: Exception | None = None
+    ran, error = False, None
     for kind in _candidates(likely):
-        for group in _groups(module, size) if kind.gated else (None,):
+        for group in _groups(module, row[-1]) if kind.grouped else (None,):
             settings = NormSettings(kind, _tensors(module, kind), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
                 continue  # it holds a parameter that the operator does not take
-            tried += 1
             try:
-                if _agrees(module, settings, size):
-                    return _settled(module, settings, size)
+                if _agrees(module, settings, row):
+                    return _settled(module, settings, row)
+                ran = True
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
-    if error is not None:
+    if not shapes and _changes_shape(module, row):
+        return NO_NORM
+    if error is not None and not ran:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
     return f"{name} is no {_LIKELY[likely].word} that is known, bit for bit in bf16"
+
+
+NO_NORM = "its output has another shape than its input"
+"""The reason against a module of which only the name says that it is a norm."""
+
+
+def _changes_shape(module: nn.Module, row: tuple[int, ...]) -> bool:
+    with probe_context() as generator, contextlib.suppress(Exception):  # somebody's forward
+        x = random(generator, 2, 3, *row)
+        return bool(skeleton(module).forward(x).shape != x.shape)
+    return False
 
 
 def _width(module: nn.Module) -> int:
@@ -229,17 +244,18 @@ _CLOSE: Mapping[torch.dtype, tuple[float, float]] = {
 }
 
 
-def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
+def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> bool:
     """Whether forward is equal in bits (or close) and dtype, and the gradients in fp32 close."""
-    kind, rows = settings.kind, max(4, 4096 // size)
+    kind, rows = settings.kind, max(4, 4096 // math.prod(row))
     with probe_context() as generator:
         values = {
             name: random(generator, *cast(Tensor, module._parameters[name]).shape)
             for _, name in settings.tensors
             if name is not None
         }
-        x = random(generator, rows, 1, size) * random(generator, rows, 1, 1).exp()
-        gate = random(generator, rows, 1, size) if kind.gated else None
+        x, gate = _rows(generator, kind, rows, row), None
+        if kind.gated:
+            gate = random(generator, *x.shape)
         for of_x, of_weight in _PAIRS:
             if kind.one_dtype and of_x != of_weight:
                 continue  # left to the module
@@ -266,10 +282,21 @@ def _agrees(module: nn.Module, settings: NormSettings, size: int) -> bool:
         )
 
 
+def _rows(generator: torch.Generator, kind: NormKind, rows: int, row: tuple[int, ...]) -> Tensor:
+    """Rows of different lengths, in the form that a kind takes; ``row`` has the channels last."""
+    lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[kind.ndim]
+    if len(row) > 1:
+        lead = (rows,)
+    x = random(generator, *lead, *row) * random(generator, *lead, *row[:-1], 1).exp()
+    return x.movedim(-1, kind.axis).contiguous()
+
+
 def _same_in_every_rank(
     replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
 ) -> bool:
     """Whether it takes the mean over the last axis whatever stands before it."""
+    if settings.kind.ndim or x.shape[1] > 1:
+        return True  # calls of another rank are left to the module, or have rows of two axes
     rows = x.shape[0] - x.shape[0] % 4
     for shape in ((rows, -1), (2, rows // 4, 2, -1)):
         flat = x[:rows].reshape(*shape[:-1], x.shape[-1])
@@ -289,7 +316,7 @@ def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormS
     return apply_norm(replica, x, gate, given, settings)
 
 
-def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettings | str:
+def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
     """The settings with the signature of the module, or why the kind does not hold always."""
     kind, watch, held = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:
@@ -298,7 +325,9 @@ def _settled(module: nn.Module, settings: NormSettings, size: int) -> NormSettin
             if name is not None:
                 shape = cast(Tensor, held[name]).shape
                 replica._parameters[name] = nn.Parameter(random(generator, *shape))
-        inputs = [random(generator, 5, 2, size) for _ in range(2 if settings.kind.gated else 1)]
+        inputs = [_rows(generator, settings.kind, 10, row)]
+        if settings.kind.gated:
+            inputs.append(random(generator, *inputs[0].shape))
         with watch.over(replica):
             for training, grad in MODES:
                 set_mode(replica, training)

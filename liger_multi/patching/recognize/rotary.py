@@ -44,14 +44,24 @@ class Rotary:
         options: The names of its arguments after q, k, cos and sin.
         unsqueeze_dim: The default of that argument, None where there is none.
         axes: The axis of the heads by form of a call; other forms are left to the function.
-        single: Whether it turns one tensor, so that q and k come in calls of their own.
+        arguments: The names of its first arguments.
     """
 
     kind: RotaryKind
     options: tuple[str, ...]
     unsqueeze_dim: int | None
     axes: dict[Key, int]
-    single: bool = False
+    arguments: tuple[str, ...] = ROTARY_ARGUMENTS
+
+    @property
+    def single(self) -> bool:
+        """Whether it turns one tensor, so that q and k come in calls of their own."""
+        return self.arguments in ROTARY_SINGLE
+
+    @property
+    def sin_first(self) -> bool:
+        """Whether sin comes before cos."""
+        return self.arguments[-1] == "cos"
 
 
 def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -122,11 +132,12 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     names = tuple(p.name for p in parameters)
     if names == ROTARY_COMPLEX:
         return _measure_complex(called)
-    single = names[:3] == ROTARY_SINGLE
-    if single:
+    arguments = names[:3] if names[:3] in ROTARY_SINGLE else ROTARY_ARGUMENTS
+    if arguments in ROTARY_SINGLE:
         turn = called
 
-        def called(q: Tensor, k: Tensor, *angles: Any, **more: Any) -> Any:
+        def called(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
+            angles = (sin, cos) if arguments[-1] == "cos" else (cos, sin)
             return turn(q, *angles, **more), turn(k, *angles, **more)
 
         names = (*ROTARY_ARGUMENTS, *names[3:])
@@ -152,7 +163,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             if all(_agrees(kind, form, results) for form, results in wanted.items()):
                 failed = {(_key(f, default), f.axis) for f in ROTARY_FORMS if f not in wanted}
                 axes = {(_key(f, default), f.axis) for f in wanted} - failed
-                return Rotary(kind, options, default, dict(axes), single)
+                return Rotary(kind, options, default, dict(axes), arguments)
     return f"{_name(function)} is no rotation of q and k that is known"
 
 

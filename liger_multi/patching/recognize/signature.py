@@ -154,7 +154,7 @@ def holds(module: nn.Module, signature: Signature) -> bool:
             return False
     for part in signature.parts:
         found = held["_modules"].get(part.name)
-        if type(found) is not part.kind or is_watched_by_users(found):
+        if found is None or _unpatched(found) is not part.kind or is_watched_by_users(found):
             return False
         if not holds(found, part.signature):
             return False
@@ -279,8 +279,15 @@ def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
     return [] if None in tokens.values() else [(n, *t) for n, t in tokens.items() if t]
 
 
-def _part(name: str, module: nn.Module) -> Part | str:
+def _unpatched(module: nn.Module) -> type[nn.Module]:
+    """The class of a part; one of ours, which an activation may have, computes the same."""
     kind = type(module)
+    ours = getattr(kind, "_liger_multi_made", None) is kind
+    return cast("type[nn.Module]", kind._liger_multi_swap.stock if ours else kind)  # type: ignore[attr-defined]
+
+
+def _part(name: str, module: nn.Module) -> Part | str:
+    kind = _unpatched(module)
     if any(value is not None for value in module._parameters.values()) or module._modules:
         return f"its {name} ({kind.__name__}) has parameters or layers of its own"
     found = signature_of(module, kind, ())

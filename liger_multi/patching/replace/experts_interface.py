@@ -13,7 +13,7 @@ from liger_multi.patching.recognize.signature import (
     holds,
     watched_code,
 )
-from liger_multi.patching.replace.mlp import BIASES, ExpertsKind, apply_experts, is_probed_call
+from liger_multi.patching.replace.mlp import ExpertsKind, apply_experts, is_probed_call
 from liger_multi.patching.replace.swap import unpatched_class
 
 NAME = "liger_multi"
@@ -26,7 +26,7 @@ _found: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
 def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
     """As :func:`experts_kind`, which would take ten times as long as the rest of a call."""
     own = unpatched_class(module)
-    bias = all(module._parameters.get(name) is not None for name in BIASES)
+    bias = module._parameters.get("down_proj_bias") is not None
     known = _found.get(own, [])
     for kind, unchanged in known:
         if kind.bias == bias and unchanged() and holds(module, kind.signature):

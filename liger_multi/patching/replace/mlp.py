@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
@@ -22,6 +25,7 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.quantized_experts import Stack, in_groups, stacked
 from liger_multi.patching.replace.swap import Patched, original
 
 # --- gated MLPs ---
@@ -220,25 +224,46 @@ def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
 
 # --- experts ---
 
-WEIGHTS = ("gate_up_proj", "down_proj")
+WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""Names of the stacks of experts, with and without a gate; those of biases follow them."""
+NO_GATE = "relu_squared"
+"""The activation of experts without a gate."""
 
 
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+def bias_names(weights: tuple[str, str]) -> tuple[str, str]:
+    """Names of the biases beside stacks of such names."""
+    return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
 
 WEIGHT_TYPES = (Tensor, nn.Parameter)
 
 
+FORMS = ("routed", "identity", "blocks")
+"""What a call of experts brings: hidden states, experts and weights; the same, where an index past
+the last expert stands for the hidden states themselves; or equally many rows for each expert."""
+
+
 @dataclass(frozen=True)
 class ExpertsKind:
-    """What the operator needs to know of a module: its gate, and how its weights lie."""
+    """What the operator needs to know of a module: its gate, how its weights lie, and its form."""
 
     activation: str
     interleaved: bool
     transposed: bool
     bias: bool
     clamps: tuple[tuple[str, float], ...] = ()
+    form: str = "routed"
     signature: Signature = field(default_factory=Signature)
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """Names of the stacks."""
+        return WEIGHTS[self.activation != NO_GATE]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the stacks, and of the biases where there are any."""
+        return (*self.weights, *bias_names(self.weights)) if self.bias else self.weights
 
     @property
     def options(self) -> dict[str, Any]:
@@ -274,40 +299,84 @@ class FusedExperts(Patched):
         if not issubclass(kind, FusedExperts):
             return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
-        routes = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        # transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them
-        alike = len(routes) == 2 and routes[0].shape == routes[1].shape
-        alike = alike and not routes[0].is_floating_point()
-        known = alike and is_probed_call(self, settings.kind, hidden_states)
-        if not (known and code_holds(kind)):
+        given = (*args, *kwargs.values())  # the index first, whatever a model calls it
+        known = code_holds(kind) and is_probed_call(self, settings.kind, hidden_states)
+        routes = routes_of(self, settings.kind, hidden_states, given) if known else None
+        if routes is None:
             return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
         return cast(Tensor, run_bound(settings.options, ("fused_moe",), apply_experts, *bound))
+
+
+def routes_of(
+    module: Any, kind: ExpertsKind, x: Tensor, given: Sequence[Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Experts of every token and their weights, or None where a call has another form.
+
+    transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
+    """
+    if kind.form == "blocks":
+        experts = module.down_proj.shape[0]
+        # under autocast the dtype of the result is that of a product
+        known = not given and x.ndim == 2 and autocast_dtype(x.device.type) is None
+        if not known or x.shape[0] % experts:
+            return None
+        index = torch.arange(experts, device=x.device)
+        index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
+        return index, x.new_ones(index.shape)
+    alike = len(given) == 2 and given[0].shape == given[1].shape
+    return (given[0], given[1]) if alike and not given[0].is_floating_point() else None
 
 
 def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call is one of those that were probed, with ordinary weights."""
     if globally_hooked() or not holds(module, kind.signature):
         return False
-    names = (*WEIGHTS, *BIASES) if kind.bias else WEIGHTS
-    tensors = [getattr(module, name, None) for name in names]
     return type(hidden) is Tensor and all(
-        type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1  # type: ignore[union-attr]
-        for t in tensors
+        isinstance(t, Stack)
+        or (type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1)
+        for t in (stacked(module, name) for name in kind.parameters)
     )
 
 
 def apply_experts(
-    module: Any, kind: ExpertsKind, x: Tensor, index: Tensor, routing: Tensor
+    module: Any,
+    kind: ExpertsKind,
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Run the operator with the weights of ``module``."""
+    """Run the operator with the weights of ``module``, and with what adapters add to them."""
+    parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
+    experts = parts[1].shape[0]
+    if autocast_dtype(x.device.type) is None:
+        x = x.to(parts[1].dtype)
+    if kind.form == "identity":
+        parts[0] = parts[0][:experts]
+    run = functools.partial(_run, kind)
+    whole = not any(isinstance(part, Stack) for part in parts)
+    y = (run if whole else functools.partial(in_groups, run))(
+        parts, x, index, routing, factors or {}
+    )
+    if kind.form == "identity":
+        y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
+    return y.to(given)
+
+
+def _run(
+    kind: ExpertsKind,
+    parts: Sequence[Tensor],
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any],
+) -> Tensor:
     from liger_multi import ops
 
-    weight = module.gate_up_proj
-    given = x.dtype
-    if autocast_dtype(x.device.type) is None:
-        x = x.to(weight.dtype)
+    weight, down, *biases = parts
     options: dict[str, Any] = kind.options
-    if kind.bias:
-        options |= {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-    return ops.fused_moe(x, weight, module.down_proj, index, routing, **options).to(given)
+    if biases:
+        options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
+    op = ops.lora_moe if factors else ops.fused_moe
+    return op(x, weight, down, index, routing, **options, **factors)

@@ -85,7 +85,9 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         if name is not None and given[-1] is None:
             return None
     first = given[0] if given else None
-    if first is not None and kind.of_channels and first.shape != x.shape[-1:]:
+    if kind.ndim and x.ndim != kind.ndim:
+        return None
+    if first is not None and kind.of_channels and not _fits(first, x, kind):
         return None  # the original may broadcast it
     if kind.one_dtype:
         # torch's layer_norm chooses the dtype of its result under autocast
@@ -93,6 +95,13 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         if not outside or (first is not None and first.dtype != x.dtype):
             return None
     return given
+
+
+def _fits(weight: Tensor, x: Tensor, kind: NormKind) -> bool:
+    """Whether a weight has a value for every channel, or for every channel of some last axes."""
+    if kind.after:
+        return weight.shape == x.shape[-weight.ndim :]
+    return x.ndim > 0 and weight.shape == (x.shape[kind.axis],)
 
 
 def apply_norm(
@@ -110,5 +119,13 @@ def apply_norm(
         value = getattr(module, name)
         options["group_size"] = x.shape[-1] // value if counts else value
     eps = [] if settings.eps is None else [getattr(module, settings.eps)]
-    first = [x, gate] if kind.gated else [x]
-    return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+    first = [x, gate] if kind.op == "gated_rms_norm" else [x]
+    if kind.after:
+        y = cast(Tensor, getattr(ops, kind.op)(*first, None, None, *eps, **options))
+        weight, bias = given
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
+    if kind.axis == -1:  # turning nothing would cost the host some microseconds
+        return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+    y = cast(Tensor, getattr(ops, kind.op)(x.movedim(kind.axis, -1), *given, *eps, **options))
+    return y.movedim(-1, kind.axis)

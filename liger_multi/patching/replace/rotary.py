@@ -15,11 +15,7 @@ from torch import Tensor
 
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.kinds import (
-    ROTARY_ARGUMENTS,
-    ROTARY_NAME,
-    ROTARY_SINGLE,
-)
+from liger_multi.patching.recognize.kinds import ROTARY_NAME
 from liger_multi.patching.recognize.rotary import (
     COMPLEX,
     Rotary,
@@ -77,7 +73,7 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
         return _served_complex(name, stock, found.axes[COMPLEX], options)
     kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
 
-    needed = ROTARY_SINGLE if found.single else ROTARY_ARGUMENTS
+    needed = found.arguments
 
     def served(*args: Any, **named: Any) -> Any:
         given = dict(named)
@@ -88,6 +84,8 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
             )
         except KeyError:
             return stock(*args, **named)
+        if found.sin_first:
+            cos, sin = sin, cos
         if not set(given) <= set(arguments):
             return stock(*args, **named)
         for at, value in enumerate(rest):

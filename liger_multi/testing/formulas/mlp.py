@@ -236,9 +236,55 @@ def fused_moe(
         share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
         inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
         gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
-        if activation == "swiglu_clamped":
+        if activation == "relu_squared":
+            product = relu_squared(inner)
+        elif activation == "swiglu_clamped":
             product = swiglu_clamped(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
         else:
             product = gated(gate, up, activation)
         y = y + share * (product @ second[e].T + (0 if down_bias is None else down_bias[e]))
     return y.view(x.shape)
+
+
+def _adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
+    return weight if a is None or b is None else (weight + scale * (b @ a)).to(weight.dtype)
+
+
+def lora_moe(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """:func:`fused_moe` of weights to which the adapters are added first, as PEFT does."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    return fused_moe(
+        x,
+        _adapted(first, gate_up_a, gate_up_b, gate_up_scale),
+        _adapted(second, down_a, down_b, down_scale),
+        index,
+        routing,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        interleaved=interleaved,
+    )

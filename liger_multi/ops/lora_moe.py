@@ -1,0 +1,232 @@
+"""Contract of ``lora_moe``."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
+from liger_multi.dispatch.op import Op
+from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
+from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
+from liger_multi.ops.fused_moe import _case as experts_case
+from liger_multi.ops.fused_moe import _count as count
+from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
+from liger_multi.ops.lora_update import adapter_dtypes, frozen
+from liger_multi.ops.swiglu_clamped import numbers
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+LAYERS = ("gate_up", "down")
+_THIN = tuple(f"{layer}_{part}" for layer in LAYERS for part in "ab")
+_BIASES = tuple(f"{layer}_bias" for layer in LAYERS)
+op = Op(
+    "lora_moe",
+    family="experts",
+    bitwise=bitwise(BY_OUR_GEMM, "x index routing y", backward=BY_GEMM),
+)
+
+
+@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+def forward(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
+    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
+    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
+    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Shape rule; without gradients no row of gate_up is kept."""
+    wanted = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    pairs = index.shape[0] * index.shape[1]
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        x.new_empty(
+            pairs if wanted or needs_down_a or needs_down_b else 0,
+            gate_up_weight.shape[2 if transposed else 1],
+        ),
+        index.new_empty(pairs, dtype=torch.int32),
+        index.new_empty(gate_up_weight.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tuple[str, ...]:
+    weight = () if needs_x else ("gate_up_weight",)
+    return weight if needs_gate_up_a or needs_gate_up_b else (*weight, "x")
+
+
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    dy, gate_up, routing = (given[n] for n in ("dy", "gate_up", "routing"))
+
+    def gradient(name: str, like: Optional[Tensor], shape: Any) -> Tensor:
+        if like is None:
+            return gate_up.new_empty(0)  # type: ignore[no-any-return]
+        return like.new_empty(shape if given[f"needs_{name}"] else (0,))
+
+    thin = [gradient(n, given[n], () if given[n] is None else given[n].shape) for n in _THIN]
+    return (
+        gradient("x", gate_up, dy.shape), gradient("routing", routing, routing.shape), *thin,
+    )  # fmt: skip
+
+
+op.backward(
+    reads="dy x? gate_up_weight? down_weight index routing gate_up_a gate_up_b down_a down_b "
+    "down_bias gate_up order offsets gate_up_scale down_scale activation limit alpha up_offset "
+    "interleaved transposed",
+    returns="dx drouting dgate_up_a dgate_up_b ddown_a ddown_b",
+    not_saved=_unread,
+    rule=_gradients,
+)
+
+
+def lora_moe(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0, down_scale: float = 1.0, activation: str = "silu",
+    limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """A mixture of gated experts, frozen, with a LoRA adapter for each expert.
+
+    Math:
+        That of ``fused_moe``, with ``gate_up_weight[e] + gate_up_scale * gate_up_b[e] @
+        gate_up_a[e]`` in the place of ``gate_up_weight[e]``, and the same for ``down_weight``.
+        These sums are never made: what an adapter adds to a GEMM are two GEMMs with r columns and
+        r terms, on the rows of its expert. The weights and biases are frozen: backward makes the
+        gradients of the factors by GEMMs with r columns or rows. ``x @ a.T`` and the activation's
+        product are computed again. An expert without tokens has a zero gradient.
+
+    Shapes:
+        As ``fused_moe``, and gate_up_a ``(E, r, H)``, gate_up_b ``(E, 2 I, r)``, or ``(E, I, r)``
+        without a gate, down_a ``(E, r, I)``, down_b ``(E, H, r)``, whatever ``transposed`` says of
+        the weights, each pair with an r of its own; any strides.
+
+    Dtypes:
+        In: x, weights and biases of one floating dtype, factors of one, which may be wider; any
+        under autocast, which then sets the dtype of all. Routing of any. Inside: as ``fused_moe``;
+        what has rank r is fp32 (fp64 for fp64). Out: that of x.
+
+    Memory:
+        Kept for backward: as ``fused_moe``, and the factors. Nothing has the size of a weight.
+        PEFT's ``target_parameters`` makes the sums of weights and adapters twice in forward, keeps
+        one, and makes a gradient of that size in backward.
+
+    Raises:
+        TypeError: Wrong kinds of arguments, or dtypes that differ in another way.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, limit <= 0, an a
+            without its b, or a weight that requires a gradient.
+
+    Source:
+        Hu et al. 2021 (arXiv:2106.09685) in Shazeer et al. 2017 (arXiv:1701.06538);
+        ``peft.LoraConfig(target_parameters=...)`` around transformers ``Qwen3MoeExperts``.
+    """
+    name = op.name
+    wide: dict[str, Tensor | None] = {
+        "x": x,
+        "gate_up_weight": gate_up_weight,
+        "down_weight": down_weight,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
+    thin = dict(zip(_THIN, (gate_up_a, gate_up_b, down_a, down_b), strict=True))
+    checks.floating(name, **wide, routing=routing, **thin, optional=(*_BIASES, *_THIN))
+    checks.one_of(name, "activation", activation, ACTIVATIONS)
+    by = numbers(name, limit, alpha, up_offset)
+    checks.boolean(name, "interleaved", interleaved)
+    checks.boolean(name, "transposed", transposed)
+    shapes_fit(wide, index, routing, transposed, activation, name)
+    frozen(name, {n: t for n, t in wide.items() if n != "x"}, "fused_moe of their sums")
+    factors = _factors(x, gate_up_weight, thin, transposed, activation)
+    scales = [
+        checks.number(name, f"{layer}_scale", scale)
+        for layer, scale in zip(LAYERS, (gate_up_scale, down_scale), strict=True)
+    ]
+    rows, first, second, *biases = checks.one_dtype(name, wide)
+    assert rows is not None
+    pairs = index.shape[-1]
+    result: Tensor = op(
+        rows.reshape(count(rows), rows.shape[-1]), first, second,
+        index.reshape(count(index), pairs).to(torch.int64),
+        routing.reshape(count(routing), pairs), *factors, *biases, *scales, activation, *by,
+        interleaved, transposed, x.dtype,
+    )  # fmt: skip
+    return result.view(x.shape)
+
+
+def _factors(
+    x: Tensor, first: Tensor, thin: dict[str, Tensor | None], transposed: bool, activation: str
+) -> list[Tensor | None]:
+    """The factors in the dtype of their GEMMs; those of a layer fit it and stand together."""
+    experts, *sizes = first.shape
+    wide, hidden = sizes[::-1] if transposed else sizes
+    found: list[Tensor | None] = []
+    inner = wide if activation == UNGATED else wide // 2
+    for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
+        a, b = thin[f"{layer}_a"], thin[f"{layer}_b"]
+        if (a is None) != (b is None):
+            given, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(
+                f"lora_moe: {layer}_{given} needs {layer}_{missing} beside it, got None"
+            )
+        if a is not None and b is not None:
+            if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
+                checks.refuse("lora_moe", f"{layer}_a must have shape ({experts}, r, {into}), an "
+                              "expert's rank by its inputs", a)  # fmt: skip
+            if b.shape != (experts, out, a.shape[1]):
+                checks.refuse("lora_moe", f"{layer}_b must have shape {(experts, out, a.shape[1])},"
+                              f" an expert's outputs by rows of {layer}_a", b)  # fmt: skip
+            _, a, b = adapter_dtypes("lora_moe", {"x": x}, a, b, f"{layer}_")
+        found += [a, b]
+    return found
+
+
+def _case(
+    rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, rank: int, *,
+    layers: tuple[str, ...] = LAYERS, dtype: torch.dtype | None = None,
+    frozen: tuple[str, ...] = (), parts: int = 2, **more: Any,
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
+    base = ("gate_up_weight", "down_weight", *_BIASES)
+    made = experts_case(rows, top_k, experts, hidden, inner, frozen=(*base, *frozen),
+                        parts=parts, **more)  # fmt: skip
+    sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
+    for layer in layers:
+        out, into = sizes[layer]
+        for part, shape in (("a", (experts, rank, into)), ("b", (experts, out, rank))):
+            key = f"{layer}_{part}"
+            made[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
+    return made
+
+
+_SCALES = {"gate_up_scale": 2.0, "down_scale": 0.5}
+SAMPLES = (
+    Sample("rows", _case((5,), 2, 3, 8, 6, 2), _SCALES),
+    Sample("two-axes", _case((2, 3), 2, 4, 8, 6, 3), _SCALES),
+    Sample("gelu", _case((6,), 2, 3, 8, 4, 2), {"activation": "gelu"}),
+    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, 2, transposed=True, bias=True), GPT_OSS | _SCALES),
+    Sample("no-gate", _case((6,), 2, 3, 8, 6, 2, parts=1), {"activation": UNGATED} | _SCALES),
+    Sample("interleaved-rank-1", _case((5,), 3, 4, 8, 4, 1), {"interleaved": True} | _SCALES),
+    Sample("only-gate-up", _case((5,), 2, 3, 8, 6, 2, layers=("gate_up",)), _SCALES),
+    Sample("only-down", _case((5,), 2, 3, 8, 6, 2, layers=("down",)), _SCALES),
+    Sample("sentinels", _case((6,), 2, 3, 8, 4, 2, bias=True, sentinels=0.4, ignore_index=3)),
+    Sample("nobody-here", _case((4,), 2, 3, 8, 4, 2, sentinels=1.0)),
+    Sample("unused-experts", _case((3,), 1, 40, 8, 4, 2)),
+    Sample("one-expert", _case((37,), 1, 1, 16, 8, 4), path="whole blocks"),
+    Sample("no-rows", _case((0,), 2, 3, 8, 4, 2)),
+    Sample("odd-widths", _case((13,), 2, 2, 37, 21, 3, bias=True), _SCALES),
+    Sample("wider-rank-40", _case((9,), 2, 2, 144, 136, 40)),
+    Sample("strided-factors", _case((6,), 2, 4, 8, 8, 4)
+           | {"gate_up_b": T((4, 16, 4), layout="transposed")}),
+    Sample("frozen-x", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "routing"))),
+    Sample("only-b", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "gate_up_a", "down_a"))),
+    Sample("only-x", _case((4,), 2, 3, 8, 4, 2, frozen=("routing", *_THIN))),
+    Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, 1), size="thin"),
+    Sample("8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES,
+           size="bench"),
+    Sample("8192x2048 768 of 128 r16-fp32",
+           _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32), _SCALES, size="bench"),
+)  # fmt: skip

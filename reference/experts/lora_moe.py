@@ -1,0 +1,145 @@
+"""A mixture of frozen gated experts with adapters, one expert after the other.
+
+As :mod:`.fused_moe`, with the layers of :mod:`liger_multi.reference.adapters.operators`: what an
+adapter adds are GEMMs with r columns or terms, on the rows of its expert.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.adapters.operators import (
+    LowRank,
+    adapted_layer,
+    adapter_gradients,
+    input_gradient,
+)
+from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.experts.fused_moe import (
+    bounds_of,
+    gradients,
+    product,
+    sorted_pairs,
+    sum_of_pairs,
+)
+
+THIN = LowRank()
+
+
+class Factors(NamedTuple):
+    """The adapters of all experts of one layer; absent where it has none."""
+
+    a: Optional[Tensor]
+    b: Optional[Tensor]
+    scale: float
+
+    def of(self, e: int) -> tuple[Optional[Tensor], Optional[Tensor], float]:
+        """Those of one expert, at least in fp32, so that what has rank r is not rounded."""
+        if self.a is None or self.b is None:
+            return None, None, self.scale
+        kind = statistics_dtype(self.a.dtype)
+        return self.a[e].to(kind), self.b[e].to(kind), self.scale
+
+
+def forward(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
+    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
+    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
+    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Two layers with adapters for every expert that has tokens."""
+    weights = [w.mT if transposed else w for w in (gate_up_weight, down_weight)]
+    thin = (Factors(gate_up_a, gate_up_b, gate_up_scale), Factors(down_a, down_b, down_scale))
+    keep = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    keep = keep or needs_down_a or needs_down_b
+    how, experts = (activation, limit, alpha, up_offset, interleaved), weights[0].shape[0]
+    _, order, offsets = sorted_pairs(index, experts)
+    gate_up = x.new_zeros(index.numel() if keep else 0, weights[0].shape[1])
+    pairs = x.new_zeros(index.numel(), x.shape[1])
+    for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, index.numel()))):
+        if start == stop:
+            continue
+        place = order[start:stop].long()
+        bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        rows = x[place // index.shape[1]]
+        inner = adapted_layer(THIN, rows, weights[0][e], bias, *thin[0].of(e))
+        if keep:
+            gate_up[start:stop] = inner
+        made = product(inner, how)
+        pairs[place] = adapted_layer(THIN, made, weights[1][e], other, *thin[1].of(e))
+    return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
+
+
+def backward(
+    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
+    index: Tensor, routing: Tensor, gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor], down_b: Optional[Tensor], down_bias: Optional[Tensor],
+    gate_up: Tensor, order: Tensor, offsets: Tensor, gate_up_scale: float, down_scale: float,
+    activation: str, limit: float, alpha: float, up_offset: float, interleaved: bool,
+    transposed: bool, needs_x: bool, needs_routing: bool, needs_gate_up_a: bool,
+    needs_gate_up_b: bool, needs_down_a: bool, needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of two layers with adapters for every expert; no gradient of a weight."""
+    dy = dy.to(gate_up.dtype)
+    how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    first, second = (
+        Factors(gate_up_a, gate_up_b, gate_up_scale),
+        Factors(down_a, down_b, down_scale),
+    )
+    needs = ((needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b))
+    thin = [_zeros(dy, layer, wanted) for layer, wanted in zip((first, second), needs, strict=True)]
+    drouting = routing.new_zeros(routing.shape if needs_routing else 0)
+    pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
+    inner_wanted = needs_x or any(needs[0])
+    for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, index.numel()))):
+        if start == stop:
+            continue
+        place = order[start:stop].long()
+        upstream, inner = dy[place // index.shape[1]], gate_up[start:stop]
+        weight = routing.reshape(-1)[place].to(kind).unsqueeze(1)
+        down = down_weight[e].mT if transposed else down_weight[e]
+        dproduct, low = input_gradient(THIN, upstream, down, *second.of(e))
+        dproduct, made = dproduct.to(kind), product(inner.to(kind), how)
+        if needs_routing:
+            share = (dproduct * made).sum(1)
+            if down_bias is not None:
+                share = share + (upstream.to(kind) * down_bias[e].to(kind)).sum(1)
+            drouting.view(-1)[place] = share.to(drouting.dtype)
+        weighted = (made * weight).to(dy.dtype)
+        _put(thin[1], e, adapter_gradients(THIN, weighted, upstream, low, *second.of(e), *needs[1]))
+        if not inner_wanted:
+            continue
+        dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
+        up = _oriented(gate_up_weight, e, transposed)
+        dx, low = input_gradient(THIN, dinner, up, *first.of(e), None, needs_x)
+        if needs_x:
+            pairs[place] = dx
+        if x is not None:
+            rows = x[place // index.shape[1]]
+            _put(thin[0], e, adapter_gradients(THIN, rows, dinner, low, *first.of(e), *needs[0]))
+    dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)
+    return dx, drouting, *thin[0], *thin[1]  # type: ignore[return-value]
+
+
+def _oriented(weight: Optional[Tensor], e: int, transposed: bool) -> Any:
+    """The matrix of an expert, outputs first; None where nobody reads it."""
+    return None if weight is None else weight[e].mT if transposed else weight[e]
+
+
+def _zeros(dy: Tensor, layer: Factors, wanted: tuple[bool, bool]) -> list[Tensor]:
+    return [
+        dy.new_zeros(0) if t is None else t.new_zeros(t.shape if wants else (0,))
+        for t, wants in zip((layer.a, layer.b), wanted, strict=True)
+    ]
+
+
+def _put(thin: list[Tensor], e: int, found: tuple[Tensor, Tensor]) -> None:
+    """Write down the gradients of one expert's factors that somebody needs."""
+    for whole, mine in zip(thin, found, strict=True):
+        if mine.numel():
+            whole[e] = mine
