@@ -196,7 +196,6 @@ SAMPLES = (
     Sample("many-listed", _case((1, 2, 5, 24), 150, keys=90), _latent(16)),
     Sample("no-keys-listed", _case((1, 2, 6, 8), 5, absent=1.0), _latent(8)),
     Sample("empty-lists", _case((1, 2, 6, 8), 0), _latent(8)),
-    Sample("one-token", _case((1, 2, 1, 8), 1, absent=0.0), _latent(4)),
     Sample("one-query", _case((2, 2, 1, 8), 9, keys=30), _latent(4)),
     Sample("two-keys", _case((1, 2, 40, 8), 3, keys=2), _latent(4)),
     Sample("no-queries", _case((1, 2, 0, 8), 3, keys=4), _latent(4)),

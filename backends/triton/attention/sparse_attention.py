@@ -1,0 +1,305 @@
+"""Attention over lists of keys by Triton kernels; sparse_attention_kernels.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.attention.pairs_of_lists import summed
+from liger_multi.backends.triton.attention.sparse_attention_kernels import (
+    _sparse_attention_backward_kernel,
+    _sparse_attention_forward_kernel,
+    _sparse_attention_keys_kernel,
+    _sparse_attention_weights_kernel,
+)
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
+
+
+# --- launches ---
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Tile of heads by listed keys; ``stages`` of loads in flight."""
+
+    block_h: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+def _padded(size: int) -> int:
+    return max(16, power_of_2(size)) if size else 0
+
+
+class Channels(NamedTuple):
+    """Sizes of a key's two parts and of a value; ``shared`` where the first part is the value."""
+
+    lead: int
+    rest: int
+    value: int
+    shared: bool
+
+    @classmethod
+    def of(cls, dim: int, value: int, shared: bool) -> Channels:
+        """The first part is the value, or the largest power of two."""
+        lead = value if shared else 1 << (dim.bit_length() - 1)
+        return cls(lead, dim - lead, value, shared)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Sizes as kernels take them; a part that is not there is padded like the least."""
+        return (self.lead, _padded(self.lead), self.rest, _padded(self.rest) or 16)
+
+    @property
+    def key(self) -> int:
+        """Padded channels of a key."""
+        return _padded(self.lead) + _padded(self.rest)
+
+    @property
+    def both(self) -> int:
+        """Padded channels that are loaded for a key and its value."""
+        return self.key + (0 if self.shared else _padded(self.value))
+
+    @property
+    def width(self) -> int:
+        """Numbers that a query gives to a key and its value."""
+        return self.lead + self.rest + (0 if self.shared else self.value)
+
+
+Bytes = Callable[[int, int, int], int]
+TILES = ((64, 64, 2, 8), (64, 32, 2, 8), (64, 32, 1, 8), (32, 32, 1, 4), (16, 32, 1, 4))
+SMALLEST = (16, 16, 1, 4)
+
+
+def _tile(
+    info: DeviceInfo, heads: int, on_chip: Bytes, sums: Callable[[int, int], int], most: int
+) -> SparseConfig:
+    """The first tile whose operands fit on chip, and its sums in half of the registers.
+
+    Args:
+        info: The device.
+        heads: Heads that share a list.
+        on_chip: Bytes of operands of a tile of heads by keys and a number of stages.
+        sums: Elements of fp32 sums of a tile.
+        most: The largest tile to try, by its place in TILES.
+    """
+    for h, n, stages, num_warps in TILES[most:]:
+        threads = num_warps * info.warp_size
+        few = h <= _padded(heads) and sums(h, n) <= 160 * threads
+        if few and on_chip(h, n, stages) <= info.shared_bytes:
+            return SparseConfig(h, n, stages, num_warps)
+    return SparseConfig(*SMALLEST)
+
+
+def forward_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """Queries, and the tiles of keys in flight; the output is in registers."""
+    c = Channels(lead, rest, value, bool(shared))
+    return _tile(
+        info, heads, lambda h, n, stages: item * (h * c.key + stages * n * c.both + h * n),
+        lambda h, n: h * (_padded(c.value) + n), 0 if item == 2 else 3,
+    )  # fmt: skip
+
+
+def backward_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """Upstream gradients stay beside the queries, whose gradient is in registers."""
+    c = Channels(lead, rest, value, bool(shared))
+    return _tile(
+        info, heads,
+        lambda h, n, stages: item * (h * (c.key + _padded(c.value)) + stages * n * c.both + h * n),
+        lambda h, n: h * (c.key + 2 * n), 1 if item == 2 else 3,
+    )  # fmt: skip
+
+
+def keys_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """A tile of keys stays; gradients of its keys and values are in registers."""
+    c = Channels(lead, rest, value, bool(shared))
+    made = _tile(
+        info, 64,
+        lambda n, h, stages: item * (n * c.both + stages * h * (c.key + _padded(c.value)) + n * h),
+        lambda n, h: n * (c.both + 2 * h), 1 if item == 2 else 3,
+    )  # fmt: skip
+    return SparseConfig(made.block_n, made.block_h, made.stages, made.num_warps)
+
+
+def weights_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """No gradient is summed; queries of heads pass by a tile of keys."""
+    c = Channels(lead, rest, value, bool(shared))
+    return _tile(
+        info, heads, lambda h, n, stages: item * ((h + n) * c.key), lambda h, n: h * n,
+        1 if item == 2 else 3,
+    )  # fmt: skip
+
+
+def supports(q: Tensor, k: Tensor, value_dim: int) -> str | None:
+    """Why a call is refused, or None."""
+    widest = max(q.shape[3], value_dim)
+    info = device_info(q.device)
+    limit = 1024 if INTERPRETED else 64 * info.shared_bytes // (1024 * q.element_size())
+    if widest > limit:
+        return f"takes heads of up to {limit} elements on {info.arch} (on-chip memory), got {widest}"
+    return None
+
+
+# --- calls ---
+
+
+def _near(x: Tensor) -> Tensor:
+    """Rows of adjacent channels."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _steps(x: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
+
+
+class Call(NamedTuple):
+    """The tensors of a call as kernels take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    lists: Tensor
+    channels: Channels
+    scale: float
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor | None, lists: Tensor, value_dim: int, scale: float
+    ) -> Call:
+        """Strided views where channels are adjacent."""
+        channels = Channels.of(q.shape[3], value_dim, v is None)
+        v = None if v is None else _near(v)
+        return cls(_near(q), _near(k), v, lists.contiguous(), channels, scale)
+
+    @property
+    def list_steps(self) -> tuple[int, int, int]:
+        """Strides of lists; one that is shared by all heads of keys has none between them."""
+        batch, group, row = _steps(self.lists)
+        return batch, group if self.lists.shape[1] > 1 else 0, row
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Heads, heads of keys, queries, keys, listed keys and the scale."""
+        (_, heads, queries, _), (_, groups, keys, _) = self.q.shape, self.k.shape
+        return heads, groups, queries, keys, self.lists.shape[3], self.scale
+
+    def config(self, name: str, formula: Callable[..., SparseConfig]) -> SparseConfig:
+        """Numbers of a launch."""
+        c = self.channels
+        return launch_config(
+            f"sparse_attention.{name}", formula, self.q.device,
+            heads=self.q.shape[1] // self.k.shape[1], lead=c.lead, rest=c.rest, value=c.value,
+            shared=int(c.shared), item=self.q.element_size(),
+        )  # fmt: skip
+
+    def programs(self, block_h: int) -> int:
+        """Programs of blocks of heads of all queries."""
+        batch, heads, queries, _ = self.q.shape
+        return batch * queries * self.k.shape[1] * cdiv(heads // self.k.shape[1], block_h)
+
+    def constants(self, k: SparseConfig) -> tuple[int, ...]:
+        """Constants of the kernels."""
+        c = self.channels
+        return (*c.constants, c.value, _padded(c.value), k.block_h, k.block_n, k.stages)
+
+
+def _ordered(like: Tensor, size: int) -> Tensor:
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One program per query and block of heads; weights by another pass over the lists."""
+    y, lse = _ordered(q, value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    weights = lse.new_empty(indices.shape if output_weights else (0,))
+    c = Call.of(q, k, v, indices, value_dim, scale)
+    if lse.numel():
+        n = c.config("forward", forward_config)
+        args = (
+            c.q, c.k, c.v, c.lists, y, lse, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps,
+            *c.sizes,
+        )  # fmt: skip
+        launch(_sparse_attention_forward_kernel, c.programs(n.block_h), args, c.constants(n),
+               n.num_warps)  # fmt: skip
+    if weights.numel():
+        _weights(c, lse, weights)
+    return y, weights, lse
+
+
+def _weights(c: Call, lse: Tensor, weights: Tensor) -> None:
+    n = c.config("weights", weights_config)
+    heads, groups, *sizes = c.sizes
+    batch, lists, queries, slots = weights.shape
+    args = (
+        c.q, c.k, c.lists, lse, weights, _steps(c.q), _steps(c.k), c.list_steps, heads, groups,
+        lists, *sizes,
+    )  # fmt: skip
+    count = batch * lists * queries * cdiv(slots, n.block_n)
+    constants = (*c.channels.constants, n.block_h, n.block_n)
+    launch(_sparse_attention_weights_kernel, count, args, constants, n.num_warps)
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
+    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries first: that kernel writes the sums of ``dy y`` that keys need."""
+    c = Call.of(q, k, v, indices, value_dim, scale)
+    dy, y, lse, inner = _near(dy), _near(y), lse.contiguous(), torch.empty_like(lse)
+    dq = _ordered(q, q.shape[3]) if needs_q else q.new_empty(0)
+    if lse.numel():
+        n = c.config("backward", backward_config)
+        args = (
+            c.q, c.k, c.v, c.lists, dy, y, lse, dq if needs_q else None, inner, _steps(c.q),
+            _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), _steps(y), *c.sizes,
+        )  # fmt: skip
+        launch(_sparse_attention_backward_kernel, c.programs(n.block_h), args, c.constants(n),
+               n.num_warps)  # fmt: skip
+    if not needs_k and not (needs_v and v is not None):
+        return dq, k.new_empty(0), k.new_empty(0)
+    total = _of_keys(c, dy, lse, inner)
+    dk = _as_heads(total[..., : q.shape[3]], k) if needs_k else k.new_empty(0)
+    if v is None or not needs_v:
+        return dq, dk, k.new_empty(0)
+    return dq, dk, _as_heads(total[..., q.shape[3] :], v)
+
+
+def _of_keys(c: Call, dy: Tensor, lse: Tensor, inner: Tensor) -> Tensor:
+    """Gradients of keys and values beside each other, (B, G, S, width) fp32."""
+    n = c.config("keys", keys_config)
+    heads, groups, queries, keys, slots, scale = c.sizes
+
+    def write(parts: Tensor, b: int, rows: slice) -> None:
+        args = (
+            c.q[b], c.k[b], None if c.v is None else c.v[b], c.lists[b], dy[b], lse[b], inner[b],
+            parts, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), rows.start,
+            *c.sizes,
+        )  # fmt: skip
+        count = (rows.stop - rows.start) * groups * cdiv(slots, n.block_n)
+        launch(_sparse_attention_keys_kernel, count, args, c.constants(n), n.num_warps)
+
+    return summed(c.lists, groups, keys if slots else 0, c.channels.width, write)
+
+
+def _as_heads(total: Tensor, x: Tensor) -> Tensor:
+    """Sums as a gradient, in memory (B, S, G, D)."""
+    made = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return made.copy_(total) if total.shape == made.shape else made.zero_()
