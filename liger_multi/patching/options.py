@@ -12,7 +12,7 @@ import torch
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.primitive import by_rows
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -81,14 +81,17 @@ PACKING = "packing"
 """The patch key of no operator: whether packed rows are checked."""
 _OPTIONS: dict[str, type[Options]] = {
     **dict.fromkeys(
-        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear", PACKING), Options
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", "linear", PACKING),
+        Options,
     ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", PACKING), True),
+    **dict.fromkeys(
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", PACKING), True
+    ),
     "linear": by_rows,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,

@@ -12,13 +12,13 @@ from liger_multi.backends.triton.attention.attention_kernels import (
     add_product,
     load_rows,
     product,
+    store_rows,
 )
 from liger_multi.backends.triton.attention.sparse_attention_kernels import (
     load_list,
     load_places,
-    store_places,
 )
-from liger_multi.backends.triton.common.rows import round_to
+from liger_multi.backends.triton.common.rows import assume_rows, round_to
 
 # --- scores of listed keys ---
 
@@ -90,9 +90,8 @@ def _indexer_backward_kernel(
         dq = add_product(dq, tl.trans(given), k)
         if parts_ptr is not None:
             dk = add_product(tl.zeros([BLOCK_N, SIZE], tl.float32), given, q)
-            at = parts_ptr + (row * count + start) * DIM
-            store_places(at, dk, tl.arange(0, BLOCK_N), inside, DIM, DIM, SIZE)
-    store_places(dq_ptr + query * heads * DIM, dq, head, own, DIM, DIM, SIZE)
+            store_rows(parts_ptr + row * count * DIM, dk, start, DIM, count, BLOCK_N, DIM, SIZE)
+    store_rows(dq_ptr + query * heads * DIM, dq, 0, DIM, heads, BLOCK_H, DIM, SIZE)
     tl.store(dw_ptr + query * heads + head, round_to(dw, dw_ptr.dtype.element_ty), mask=own)
 
 
@@ -107,10 +106,11 @@ def _seen(ranges_ptr, query, queries, keys, CAUSAL: tl.constexpr):
         low = tl.maximum(tl.load(ranges_ptr + 2 * query, mask=real, other=0), 0)
         high = tl.minimum(tl.load(ranges_ptr + 2 * query + 1, mask=real, other=0), keys)
         return low, high
-    high = query * 0 + keys
-    if CAUSAL:
-        high = tl.minimum(tl.maximum(query + (keys - queries) + 1, 0), keys)
-    return query * 0, tl.where(query < queries, high, 0)
+    else:
+        high = query * 0 + keys
+        if CAUSAL:
+            high = tl.minimum(tl.maximum(query + (keys - queries) + 1, 0), keys)
+        return query * 0, tl.where(query < queries, high, 0)
 
 
 @triton.jit
@@ -136,13 +136,15 @@ def _indexer_all_scores_kernel(
     k = load_rows(k_ptr, start, k_strides[1], keys, True, BLOCK_N, DIM, SIZE)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     rows, real = tl.arange(0, BLOCK_M), begin + row < queries
+    w_ptr += query * w_strides[1] + rows.to(tl.int64) * w_strides[1]
     for head in range(heads):
-        at = q_ptr + query * q_strides[1] + tl.cast(head, tl.int64) * q_strides[2]
-        q = load_places(at, rows, real, q_strides[1], DIM, SIZE)
-        at = w_ptr + query * w_strides[1] + tl.cast(head, tl.int64) * w_strides[2]
-        w = tl.load(at + rows.to(tl.int64) * w_strides[1], mask=real, other=0.0).to(tl.float32)
-        total += tl.maximum(product(q, tl.trans(k)), 0.0) * w[:, None]
-    at = scores_ptr + row.to(tl.int64)[:, None] * keys + col[None, :]
+        at = q_ptr + tl.cast(head, tl.int64) * q_strides[2]
+        q = load_rows(at, begin + first, q_strides[1], queries, True, BLOCK_M, DIM, SIZE)
+        w = tl.load(w_ptr + tl.cast(head, tl.int64) * w_strides[2], mask=real, other=0.0)
+        total += tl.maximum(product(q, tl.trans(k)), 0.0) * w.to(tl.float32)[:, None]
+    assume_rows(scores_ptr, keys, BLOCK_M)
+    scores_ptr += tl.cast(first, tl.int64) * keys + start
+    at = scores_ptr + (rows[:, None] * keys + tl.arange(0, BLOCK_N)[None, :])
     tl.store(at, total * scale, mask=real[:, None] & (col < keys)[None, :])
 
 
@@ -209,13 +211,12 @@ def _indexer_select_kernel(
     scores_ptr += row.to(tl.int64) * keys
     indices_ptr += (begin + row).to(tl.int64) * count
     found_ptr += (begin + row).to(tl.int64) * count
-    least = tl.zeros([], tl.uint32)
+    least = tl.full([], 0, tl.uint32)
     rest = count
     if high - low > count:
         for step in tl.static_range(4):
-            SHIFT: tl.constexpr = 24 - 8 * step
-            counts = _count_digits(scores_ptr, low, high, least, SHIFT, BLOCK)
-            digit, rest = _digit(counts, rest, SHIFT)
+            counts = _count_digits(scores_ptr, low, high, least, 24 - 8 * step, BLOCK)
+            digit, rest = _digit(counts, rest, 24 - 8 * step)
             least = least | digit
     lane = tl.arange(0, BLOCK)
     taken, equals = 0, 0

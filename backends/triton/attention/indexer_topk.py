@@ -20,14 +20,15 @@ from liger_multi.backends.triton.attention.indexer_scores import (
     _padded,
     _steps,
     backward,
-    supports,
 )
+from liger_multi.backends.triton.attention.indexer_scores import supports as takes_heads
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv
+from liger_multi.backends.triton.common.rows import cdiv, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 __all__ = ["backward", "forward", "supports"]
 
+LARGEST_TILE = 128  # rows of a tile
 SCORES_BYTES = 2**28
 """Scores of all keys that exist at a time; at least those of a tile of queries."""
 
@@ -62,6 +63,19 @@ def select_config(info: DeviceInfo, keys: int) -> SelectConfig:
     return SelectConfig(1024, 1024 // (8 * info.warp_size))
 
 
+def supports(q: Tensor, k: Tensor) -> str | None:
+    """Why a call is refused, or None."""
+    if tile_rows(LARGEST_TILE, k.shape[1]) == 1:  # what scores are stored by
+        return f"takes up to {2**28 // LARGEST_TILE} keys, got {k.shape[1]}"
+    return takes_heads(q)
+
+
+def _queries(q: Tensor) -> Tensor:
+    """Queries of adjacent channels, a tile of which is no 2 GiB long."""
+    q = _near(q)
+    return q if tile_rows(LARGEST_TILE, q.stride(1)) > 1 else q.contiguous()
+
+
 def forward(
     q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
     scale: float,
@@ -73,7 +87,7 @@ def forward(
     found = q.new_empty(indices.shape, dtype=torch.float32)
     if not indices.numel():
         return indices, found
-    q, k = _near(q), _near(k)
+    q, k = _queries(q), _near(k)
     ranges = None if ranges is None else ranges.contiguous().expand(batch, -1, -1)
     tile = launch_config("indexer_topk.tile", tile_config, q.device, dim=dim, item=q.element_size())
     select = launch_config("indexer_topk.select", select_config, q.device, keys=keys)

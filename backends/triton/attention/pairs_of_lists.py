@@ -16,7 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv, power_of_2, warps
+from liger_multi.backends.triton.common.rows import (
+    assume_cols,
+    cdiv,
+    checked_cols,
+    power_of_2,
+    warps,
+)
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 PARTS_BYTES = 2**30
@@ -34,7 +40,7 @@ class PairsConfig:
 
 def pairs_config(info: DeviceInfo, keys: int, width: int) -> PairsConfig:
     """Whole rows of up to 1024 columns, four a thread."""
-    block = min(1024, power_of_2(width))
+    block = min(1024, power_of_2(checked_cols(width)))
     return PairsConfig(block, 3, warps(max(32, block // 4), info.warp_size))
 
 
@@ -54,14 +60,17 @@ def _pairs_of_lists_kernel(
     begin, end = tl.load(bounds_ptr + key), tl.load(bounds_ptr + key + 1)
     if begin == end:
         return
-    col = (tl.program_id(0) % steps) * BLOCK + tl.arange(0, BLOCK)
+    start = (tl.program_id(0) % steps) * BLOCK
+    assume_cols(start)
+    col = start + tl.arange(0, BLOCK)
     mask = col < width
     total = tl.zeros([BLOCK], tl.float32)
     for at in tl.range(begin, end, num_stages=STAGES):
-        pair = tl.load(order_ptr + at).to(tl.int64)
-        total += tl.load(parts_ptr + pair * width + col, mask=mask, other=0.0)
-    total_ptr += key.to(tl.int64) * width + col
-    tl.store(total_ptr, tl.load(total_ptr, mask=mask, other=0.0) + total, mask=mask)
+        row_ptr = parts_ptr + tl.load(order_ptr + at).to(tl.int64) * width  # a scalar base
+        total += tl.load(row_ptr + col, mask=mask, other=0.0)
+    total_ptr += key.to(tl.int64) * width
+    total += tl.load(total_ptr + col, mask=mask, other=0.0)
+    tl.store(total_ptr + col, total, mask=mask)
 
 
 def inverse(lists: Tensor, keys: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,12 @@ Source: Dao 2023 (arXiv:2307.08691) for the running softmax.
 import triton
 import triton.language as tl
 
-from liger_multi.backends.triton.attention.attention_kernels import add_product, product
-from liger_multi.backends.triton.common.rows import LN2, LOG2E, round_to
+from liger_multi.backends.triton.attention.attention_kernels import (
+    add_product,
+    product,
+    store_rows,
+)
+from liger_multi.backends.triton.common.rows import LN2, LOG2E
 
 
 @triton.jit
@@ -31,15 +35,6 @@ def load_places(ptr, place, inside, stride, DIM: tl.constexpr, SIZE: tl.constexp
     if DIM < SIZE:
         return tl.load(at, mask=inside[:, None] & (col < DIM)[None, :], other=0.0)
     return tl.load(at, mask=inside[:, None], other=0.0)
-
-
-@triton.jit
-def store_places(ptr, value, place, inside, stride, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """The reverse of :func:`load_places`."""
-    col = tl.arange(0, SIZE)
-    at = ptr + (place.to(tl.int64) * stride)[:, None] + col[None, :]
-    mask = inside[:, None] & (col < DIM)[None, :]
-    tl.store(at, round_to(value, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -135,8 +130,9 @@ def _sparse_attention_forward_kernel(
     total = tl.where(none, 1.0, total)
     lse = tl.where(none, float("-inf"), (top + tl.log2(total)) * LN2)
     tl.store(lse_ptr + (batch * heads + head) * queries + query, lse, mask=own)
-    y_ptr += (batch * queries + query) * heads * VALUE
-    store_places(y_ptr, acc / total[:, None], head, own, VALUE, VALUE, VALUE_SIZE)
+    y_ptr += ((batch * queries + query) * heads + group * shared) * VALUE
+    y = acc / total[:, None]
+    store_rows(y_ptr, y, first, VALUE, shared, BLOCK_H, VALUE, VALUE_SIZE)
 
 
 @triton.jit
@@ -191,11 +187,12 @@ def _sparse_attention_backward_kernel(
             dq = add_product(dq, ds, k)
             if REST > 0:
                 dq_rest = add_product(dq_rest, ds, k_rest)
-        dq_ptr += (batch * queries + query) * heads * (LEAD + REST)
-        store_places(dq_ptr, dq * scale, head, own, LEAD + REST, LEAD, LEAD_SIZE)
+        dq_ptr += ((batch * queries + query) * heads + group * shared) * (LEAD + REST)
+        store_rows(dq_ptr, dq * scale, first, LEAD + REST, shared, BLOCK_H, LEAD, LEAD_SIZE)
         if REST > 0:
             dq_ptr += LEAD
-            store_places(dq_ptr, dq_rest * scale, head, own, LEAD + REST, REST, REST_SIZE)
+            dq_rest *= scale
+            store_rows(dq_ptr, dq_rest, first, LEAD + REST, shared, BLOCK_H, REST, REST_SIZE)
 
 
 @triton.jit
@@ -259,13 +256,13 @@ def _sparse_attention_keys_kernel(
         if REST > 0:
             dk_rest = add_product(dk_rest, ds, q_rest)
     WIDTH: tl.constexpr = LEAD + REST if v_ptr is None else LEAD + REST + VALUE
-    parts_ptr += ((row * groups + group) * count + start) * WIDTH
-    slot = tl.arange(0, BLOCK_N)
-    store_places(parts_ptr, dk, slot, inside, WIDTH, LEAD, LEAD_SIZE)
+    parts_ptr += (row * groups + group) * count * WIDTH
+    store_rows(parts_ptr, dk, start, WIDTH, count, BLOCK_N, LEAD, LEAD_SIZE)
     if REST > 0:
-        store_places(parts_ptr + LEAD, dk_rest, slot, inside, WIDTH, REST, REST_SIZE)
+        store_rows(parts_ptr + LEAD, dk_rest, start, WIDTH, count, BLOCK_N, REST, REST_SIZE)
     if v_ptr is not None:
-        store_places(parts_ptr + LEAD + REST, dv, slot, inside, WIDTH, VALUE, VALUE_SIZE)
+        parts_ptr += LEAD + REST
+        store_rows(parts_ptr, dv, start, WIDTH, count, BLOCK_N, VALUE, VALUE_SIZE)
 
 
 @triton.jit
