@@ -109,7 +109,7 @@ def _sparse_attention(
     k = _meta(1, 8192, groups, dim, dtype=dtype).transpose(1, 2)
     v = None if latent else _meta(1, 8192, groups, value, dtype=dtype).transpose(1, 2)
     lists = _meta(1, 1, 128, 2048, dtype=torch.int32)
-    if sparse_attention.supports(q, k, value) is not None:
+    if sparse_attention.supports(q, v, value) is not None:
         return
     y, _, lse = sparse_attention.forward(q, k, v, lists, value, 0.1, True)
     sparse_attention.backward(y, q, k, v, lists, y, lse, value, 0.1, True, True, not latent)

@@ -342,31 +342,46 @@ def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) 
 
 def _sparse(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Layers whose indexer selects keys; their rotations and adapters are served beneath."""
-    options = request.get(SPARSE)
+    options, served = request.get(SPARSE), set()
     for path, module in model.named_modules():
         behavior = behavior_of(module)
         if behavior is None:
             continue
-        found = conflicts.of_module(module)
-        if options is not None and found is None:
-            register_sparse()
-            found = sparse_refusal(module, behavior)
-        beneath = _beneath(module)
-        if options is None or found is not None:
-            if options is not None:
-                report.skipped.append(Skipped(path, SPARSE, str(found)))
-            if isinstance(module, (SparseAttention, SparseIndexer)):
-                if beneath is None:
-                    _restore(report, path, module)
-                else:
-                    apply(module, beneath)
+        # an indexer comes after its attention module, without which it has nothing to select for
+        wanted = options is not None and (behavior is SparseAttention or id(module) in served)
+        found = _sparse_refusal(module, behavior) if wanted else None
+        if found is not None:
+            report.skipped.append(Skipped(path, SPARSE, found))
+        if not wanted or found is not None:
+            _without_sparse(report, path, module)
             continue
+        served.add(id(getattr(module, "indexer", None)))
+        beneath = _beneath(module)
         swap = Swap(SPARSE, unpatched_class(module), behavior, options)
         if beneath is not None:
             swap = replace(beneath, around=behavior, around_settings=options)
         status, name = apply(module, swap), swap.stock.__name__
         entry = Entry(path, SPARSE, name, _SPARSE[behavior], options.shown(), status)
         report.entries.append(entry)
+
+
+def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
+    """Why a layer is left as it is, or None; an attention module speaks for its indexer."""
+    register_sparse()
+    found = conflicts.of_module(module) or sparse_refusal(module, behavior)
+    indexer = getattr(module, "indexer", None)
+    if found is None and isinstance(indexer, nn.Module):
+        found = conflicts.of_module(indexer) or sparse_refusal(indexer, SparseIndexer)
+    return found
+
+
+def _without_sparse(report: PatchReport, path: str, module: nn.Module) -> None:
+    beneath = _beneath(module)
+    if isinstance(module, (SparseAttention, SparseIndexer)):
+        if beneath is None:
+            _restore(report, path, module)
+        else:
+            apply(module, beneath)
 
 
 _SPARSE: dict[type[Patched], str] = {

@@ -181,8 +181,9 @@ def _count_digits(scores_ptr, low, high, prefix, SHIFT: tl.constexpr, BLOCK: tl.
     counts = tl.zeros([256], tl.int32)
     lane = tl.arange(0, BLOCK)
     left = 0
-    for start in tl.range(low, high, BLOCK):
-        mask = start + lane < high
+    for start in tl.range(low // BLOCK * BLOCK, high, BLOCK):
+        start = tl.multiple_of(start, BLOCK)
+        mask = (start + lane >= low) & (start + lane < high)
         bits = _ordered_bits(tl.load(scores_ptr + start + lane, mask=mask, other=0.0))
         if SHIFT < 24:
             mask = mask & ((bits >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
@@ -220,8 +221,9 @@ def _indexer_select_kernel(
             least = least | digit
     lane = tl.arange(0, BLOCK)
     taken, equals = 0, 0
-    for start in tl.range(low, high, BLOCK):
-        mask = start + lane < high
+    for start in tl.range(low // BLOCK * BLOCK, high, BLOCK):
+        start = tl.multiple_of(start, BLOCK)
+        mask = (start + lane >= low) & (start + lane < high)
         s = tl.load(scores_ptr + start + lane, mask=mask, other=0.0)
         bits = _ordered_bits(s)
         equal = mask & (bits == least)

@@ -46,7 +46,7 @@ def _config(info: DeviceInfo, heads: int, dim: int, item: int, most: int) -> Ind
         loaded = item * (own * size + stages * block * size + block * own)
         if block <= most and loaded <= info.shared_bytes and item < 4:
             return IndexerConfig(block, stages, 8 if own * size > 2048 else 4)
-    return IndexerConfig(16, 1, 4)
+    return IndexerConfig(16, 1, 8)
 
 
 def supports(q: Tensor) -> str | None:
@@ -68,7 +68,7 @@ def _near(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor) -> tuple[int, ...]:
-    return x.stride()[:3] if x.ndim == 3 else x.stride()[:3]
+    return x.stride()[:3]
 
 
 def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> Tensor:

@@ -55,7 +55,7 @@ def tile_config(info: DeviceInfo, dim: int, item: int) -> TileConfig:
     for m, n, num_warps in ((64, 128, 8), (64, 64, 4), (32, 32, 4)):
         if item * (2 * m + n) * _padded(dim) <= info.shared_bytes and item < 4:
             return TileConfig(m, n, num_warps)
-    return TileConfig(16, 16, 4)
+    return TileConfig(16, 16, 8)
 
 
 def select_config(info: DeviceInfo, keys: int) -> SelectConfig:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from liger_multi.backends.triton.attention.attention import kind_of
 from liger_multi.backends.triton.attention.pairs_of_lists import summed
 from liger_multi.backends.triton.attention.sparse_attention_kernels import (
     _sparse_attention_backward_kernel,
@@ -73,86 +74,85 @@ class Channels(NamedTuple):
         return self.lead + self.rest + (0 if self.shared else self.value)
 
 
-Bytes = Callable[[int, int, int], int]
-TILES = ((64, 64, 2, 8), (64, 32, 2, 8), (64, 32, 1, 8), (32, 32, 1, 4), (16, 32, 1, 4))
-SMALLEST = (16, 16, 1, 4)
+# Tiles (heads, listed keys, stages, warps) of forward, backward, backward of the keys and weights,
+# by kind of core and widest channels: the widest that ci.static finds to spill no register.
+TILES = {
+    ("much memory", 512): ((32, 32, 1, 8), (32, 32, 1, 8), (16, 16, 1, 4), (64, 32, 1, 8)),
+    ("much memory", 256): ((64, 64, 2, 8), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("much memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 64, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 512): ((64, 32, 2, 8), (32, 32, 1, 8), (16, 16, 1, 4), (32, 32, 1, 4)),
+    ("some memory", 256): ((64, 64, 2, 16), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 512): ((32, 16, 1, 8), (16, 32, 1, 4), (16, 32, 1, 4), (32, 32, 1, 4)),
+    ("waves of 64", 256): ((32, 32, 1, 8), (32, 16, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 128): ((64, 32, 2, 8), (64, 32, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
+    ("little memory", 128): ((16, 16, 1, 4),) * 4,
+}
+FEW_HEADS, WIDE = (16, 16, 1, 4), (16, 16, 1, 8)
+"""Tiles where few heads share a list, and of fp32, whose GEMMs have no matrix units."""
+WIDEST_FP32 = 128
 
 
-def _tile(
-    info: DeviceInfo, heads: int, on_chip: Bytes, sums: Callable[[int, int], int], most: int
-) -> SparseConfig:
-    """The first tile whose operands fit on chip, and its sums in half of the registers.
+def _class(dim: int, value: int, shared: bool) -> int:
+    """The row of TILES: channels of the widest part; keys beside values take more registers."""
+    c = Channels.of(dim, value, shared)
+    widest = max(128, _padded(c.lead), _padded(value), 2 * _padded(c.rest))
+    return widest if shared or widest == 128 else 2 * widest
 
-    Args:
-        info: The device.
-        heads: Heads that share a list.
-        on_chip: Bytes of operands of a tile of heads by keys and a number of stages.
-        sums: Elements of fp32 sums of a tile.
-        most: The largest tile to try, by its place in TILES.
-    """
-    for h, n, stages, num_warps in TILES[most:]:
-        threads = num_warps * info.warp_size
-        few = h <= _padded(heads) and sums(h, n) <= 160 * threads
-        if few and on_chip(h, n, stages) <= info.shared_bytes:
-            return SparseConfig(h, n, stages, num_warps)
-    return SparseConfig(*SMALLEST)
+
+def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
+    """The kind's tile, or one for fewer heads."""
+    if item == 4 or INTERPRETED:
+        return SparseConfig(*WIDE)
+    size = _class(channels.lead + channels.rest, channels.value, channels.shared)
+    tile = TILES[kind_of(info), size][which]
+    return SparseConfig(*(tile if tile[0] <= _padded(heads) else FEW_HEADS))
 
 
 def forward_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
-    """Queries, and the tiles of keys in flight; the output is in registers."""
-    c = Channels(lead, rest, value, bool(shared))
-    return _tile(
-        info, heads, lambda h, n, stages: item * (h * c.key + stages * n * c.both + h * n),
-        lambda h, n: h * (_padded(c.value) + n), 0 if item == 2 else 3,
-    )  # fmt: skip
+    """Queries stay on chip, the output in registers."""
+    return _tile(info, 0, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
 def backward_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
     """Upstream gradients stay beside the queries, whose gradient is in registers."""
-    c = Channels(lead, rest, value, bool(shared))
-    return _tile(
-        info, heads,
-        lambda h, n, stages: item * (h * (c.key + _padded(c.value)) + stages * n * c.both + h * n),
-        lambda h, n: h * (c.key + 2 * n), 1 if item == 2 else 3,
-    )  # fmt: skip
+    return _tile(info, 1, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
 def keys_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
     """A tile of keys stays; gradients of its keys and values are in registers."""
-    c = Channels(lead, rest, value, bool(shared))
-    made = _tile(
-        info, 64,
-        lambda n, h, stages: item * (n * c.both + stages * h * (c.key + _padded(c.value)) + n * h),
-        lambda n, h: n * (c.both + 2 * h), 1 if item == 2 else 3,
-    )  # fmt: skip
-    return SparseConfig(made.block_n, made.block_h, made.stages, made.num_warps)
+    return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
 def weights_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
-    """No gradient is summed; queries of heads pass by a tile of keys."""
-    c = Channels(lead, rest, value, bool(shared))
-    return _tile(
-        info, heads, lambda h, n, stages: item * ((h + n) * c.key), lambda h, n: h * n,
-        1 if item == 2 else 3,
-    )  # fmt: skip
+    """Nothing but a number for each key is summed; queries of heads pass by a tile of keys."""
+    return _tile(info, 3, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
-def supports(q: Tensor, k: Tensor, value_dim: int) -> str | None:
+def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
     """Why a call is refused, or None."""
-    widest = max(q.shape[3], value_dim)
-    info = device_info(q.device)
-    limit = 1024 if INTERPRETED else 64 * info.shared_bytes // (1024 * q.element_size())
-    if widest > limit:
-        return f"takes heads of up to {limit} elements on {info.arch} (on-chip memory), got {widest}"
-    return None
+    if INTERPRETED:
+        return None
+    info, dim = device_info(q.device), q.shape[3]
+    if q.element_size() == 4 and max(dim, value_dim) > WIDEST_FP32:
+        return f"takes fp32 heads of up to {WIDEST_FP32} elements, got {max(dim, value_dim)}"
+    kind, size = kind_of(info), _class(dim, value_dim, v is None)
+    if (kind, size) in TILES:
+        return None
+    most = max(n for k, n in TILES if k == kind)
+    form = "latents" if v is None else "keys beside values"
+    return (
+        f"takes heads of up to {most} channels beside {most // 2} others on {info.arch} "
+        f"(registers), got {form} of {dim} for values of {value_dim}"
+    )
 
 
 # --- calls ---

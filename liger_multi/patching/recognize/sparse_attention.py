@@ -6,9 +6,11 @@ constructor. What it computes patched is compared with what it computes unpatche
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,9 +18,13 @@ from torch import Tensor, nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.probe import probe_context, random, scalars
 from liger_multi.patching.replace import redirect
-from liger_multi.patching.replace.sparse_attention import SparseAttention, SparseIndexer
+from liger_multi.patching.replace.sparse_attention import (
+    SparseAttention,
+    SparseIndexer,
+    range_mask,
+)
 from liger_multi.patching.replace.swap import Patched, Swap, apply, unpatched_class
 
 INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
@@ -27,10 +33,10 @@ ATTENTION_NAMES = {"expand_kv", "indexer", "_attn_implementation", "get_interfac
 SIZES = {
     "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 20,
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16,
-    "v_head_dim": 12, "head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 3,
+    "v_head_dim": 12, "head_dim": 8, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 3,
     "attention_dropout": 0.0,
 }  # fmt: skip
-"""A tiny layer, by the names of a configuration."""
+"""A tiny layer, by the names of a configuration; with many heads, no two scores are 0."""
 TOKENS = 9
 
 
@@ -57,20 +63,31 @@ def refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
         return f"{kind.__name__} has attention sinks, which sparse_attention does not know"
     if config is None or not hasattr(module, "layer_idx"):
         return f"{kind.__name__} keeps no configuration to build a tiny one from"
-    return _differs(kind, behavior, _Layer(config, cast(int, module.layer_idx)))
+    alike = tuple(pair for pair in scalars(module) if pair[0] != "layer_idx")
+    alike = (*alike, ("indexer", getattr(module, "indexer", None) is None))
+    return _differs(kind, behavior, _Layer(config, cast(int, module.layer_idx), alike))
 
 
+@dataclass(frozen=True)
 class _Layer:
-    """A configuration and the number of a layer; one of every class is tried."""
+    """A layer of a configuration; one of those whose attributes are alike is tried."""
 
-    def __init__(self, config: Any, index: int) -> None:
-        self.config, self.index = config, index
+    config: Any = field(compare=False)
+    index: int = field(compare=False)
+    alike: tuple[tuple[str, Any], ...]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layer)
-
-    def __hash__(self) -> int:
-        return 0
+    def tiny(self) -> Any:
+        """A small configuration that has as many layers."""
+        made = copy.deepcopy(self.config)
+        layers = getattr(made, "per_layer_config", None)
+        for part in (made,) if layers is None else (made, layers[self.index]):
+            for name, size in SIZES.items():
+                # some configurations refuse to say what differs between layers
+                with contextlib.suppress(Exception):
+                    if getattr(part, name) is not None:
+                        setattr(part, name, size)
+        made._attn_implementation = "sdpa"
+        return made
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,12 +96,7 @@ def _differs(kind: type[nn.Module], behavior: type[Patched], layer: _Layer) -> s
     try:
         # the recorders of an indexer's scores are called as PyTorch calls other classes' objects
         with probe_context() as generator, torch._C._EnableTorchFunction():
-            config = copy.deepcopy(layer.config)
-            for name, size in SIZES.items():
-                if getattr(config, name, None) is not None:
-                    setattr(config, name, size)
-            config._attn_implementation = "sdpa"
-            stock = cast(Any, kind)(config, layer.index).to(torch.float32)
+            stock = cast(Any, kind)(layer.tiny(), layer.index).to(torch.float32)
             for parameter in stock.parameters():
                 parameter.data = random(generator, *parameter.shape) * 0.5
             same = _TRIALS[behavior](stock, _swapped(stock, behavior), generator)
@@ -105,26 +117,35 @@ def _swapped(stock: nn.Module, behavior: type[Patched]) -> nn.Module:
     return made
 
 
-def _inputs(generator: torch.Generator) -> dict[str, Any]:
-    rope = SIZES["qk_rope_head_dim"]
-    angles = random(generator, 1, TOKENS, int(rope) // 2).repeat(1, 1, 2)
+def _inputs(stock: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+    """What the forward names, of all that such forwards take; two samples are packed."""
+    sizes = {name: int(size) for name, size in SIZES.items()}
+    rope, rank = sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
+    angles = random(generator, 1, TOKENS, rope // 2).repeat(1, 1, 2)
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cpu").tril()
-    seen[6:, :4] = False  # packed
-    return {
-        "hidden_states": random(generator, 1, TOKENS, int(SIZES["hidden_size"])),
+    seen[6:, :4] = False
+    place = torch.arange(TOKENS, device="cpu")
+    lists = (place[:, None] - torch.arange(3, device="cpu")).clamp(min=0)
+    latents = {
+        name: (random(generator, 1, 1, TOKENS, rank), random(generator, 1, 1, TOKENS, turned))
+        for name, turned in (("rope", rope), ("nope", 0))
+    }
+    made = {
+        "hidden_states": random(generator, 1, TOKENS, sizes["hidden_size"]),
+        "q_resid": random(generator, 1, TOKENS, sizes["q_lora_rank"]),
         "position_embeddings": (angles.cos(), angles.sin()),
         "attention_mask": seen[None, None],
-        "position_ids": torch.arange(TOKENS, device="cpu")[None],
+        "position_ids": place[None],
         "past_key_values": None,
+        "prev_topk_indices": lists[None].int(),
+        "shared_kv_states": latents,
     }
+    return {n: v for n, v in made.items() if n in inspect.signature(stock.forward).parameters}
 
 
 def _selects(stock: Any, ours: Any, generator: torch.Generator) -> bool:
     """Whether the same keys are selected of those that are seen."""
-    from liger_multi.patching.replace.sparse_attention import range_mask
-
-    given = _inputs(generator)
-    given["q_resid"] = random(generator, 1, TOKENS, int(SIZES["q_lora_rank"]))
+    given = _inputs(stock, generator)
     mask = given.pop("attention_mask")
     theirs = _as_mask(stock(attention_mask=mask[:, 0], **given)) & mask[:, 0]
     found = ours(attention_mask=range_mask(mask, TOKENS), **given)
@@ -138,18 +159,17 @@ def _as_mask(indices: Tensor) -> Tensor:
 
 def _attends(stock: Any, ours: Any, generator: torch.Generator) -> bool:
     """Whether outputs and all gradients agree."""
-    given, upstream, results = _inputs(generator), None, []
-    if stock.indexer is None:
-        picked = torch.arange(TOKENS, device="cpu")[None, :, None]
-        given["prev_topk_indices"] = (picked - torch.arange(3, device="cpu")).clamp(min=0).int()
+    given, upstream, results = _inputs(stock, generator), None, []
     for module in (stock.eval(), ours.eval()):
         x = given["hidden_states"].clone().requires_grad_()
         y = module(**{**given, "hidden_states": x})[0]
         upstream = random(generator, *y.shape) if upstream is None else upstream
         leaves = [x, *(p for n, p in module.named_parameters() if not n.startswith("indexer."))]
-        results.append((y, *torch.autograd.grad(y, leaves, upstream)))
+        found = torch.autograd.grad(y, leaves, upstream, allow_unused=True)
+        results.append((y.detach(), *found))
     return all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()))
+        (a is None) == (b is None)
+        and (a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())))
         for a, b in zip(*results, strict=True)
     )
 
