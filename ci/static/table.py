@@ -350,7 +350,10 @@ ADDRESSED = {
         "likewise; without an order, pointers pass by strides of the caller's",
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
-    "_sparse_attention_": (lambda case: True, "listed keys stand where lists say, heads by strides"),
+    "_sparse_attention_": (
+        lambda case: True,
+        "listed keys stand where lists say, heads by strides",
+    ),
     "_indexer_scores_": (lambda case: True, "likewise"),
     "_indexer_backward_": (lambda case: True, "likewise"),
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),

@@ -183,7 +183,9 @@ def test_packed_equals_separate(lengths):
         part = {n: t[:, start:end] for n, t in given.items()}
         indices, scores = ops.indexer_topk(**part, topk=4)
         wide = found.indices[:, start:end]
-        assert torch.equal(wide[..., : indices.shape[-1]], torch.where(indices < 0, -1, indices + start))
+        assert torch.equal(
+            wide[..., : indices.shape[-1]], torch.where(indices < 0, -1, indices + start)
+        )
         assert (wide[..., indices.shape[-1] :] == -1).all()
         torch.testing.assert_close(found.scores[:, start:end, : indices.shape[-1]], scores)
 

@@ -115,8 +115,8 @@ def _seen(ranges_ptr, query, queries, keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _indexer_all_scores_kernel(
-    q_ptr, k_ptr, w_ptr, ranges_ptr, scores_ptr, q_strides, k_strides, w_strides, begin, queries,
-    keys, heads, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    q_ptr, k_ptr, w_ptr, ranges_ptr, scores_ptr, q_strides, k_strides, w_strides, scores_stride,
+    begin, queries, keys, heads, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of queries and a tile of keys.
@@ -142,9 +142,9 @@ def _indexer_all_scores_kernel(
         q = load_rows(at, begin + first, q_strides[1], queries, True, BLOCK_M, DIM, SIZE)
         w = tl.load(w_ptr + tl.cast(head, tl.int64) * w_strides[2], mask=real, other=0.0)
         total += tl.maximum(product(q, tl.trans(k)), 0.0) * w.to(tl.float32)[:, None]
-    assume_rows(scores_ptr, keys, BLOCK_M)
-    scores_ptr += tl.cast(first, tl.int64) * keys + start
-    at = scores_ptr + (rows[:, None] * keys + tl.arange(0, BLOCK_N)[None, :])
+    assume_rows(scores_ptr, scores_stride, BLOCK_M)
+    scores_ptr += tl.cast(first, tl.int64) * scores_stride + start
+    at = scores_ptr + (rows[:, None] * scores_stride + tl.arange(0, BLOCK_N)[None, :])
     tl.store(at, total * scale, mask=real[:, None] & (col < keys)[None, :])
 
 
@@ -176,15 +176,20 @@ def _digit(counts, wanted, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(scores_ptr, start, BLOCK: tl.constexpr):
+    """A whole tile of a row, which is padded to whole tiles: without a mask, loads have 16 bytes."""
+    return tl.load(scores_ptr + tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK))
+
+
+@triton.jit
 def _count_digits(scores_ptr, low, high, prefix, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """How many scores of a range have each digit, of those that begin with ``prefix``."""
     counts = tl.zeros([256], tl.int32)
     lane = tl.arange(0, BLOCK)
     left = 0
     for start in tl.range(low // BLOCK * BLOCK, high, BLOCK):
-        start = tl.multiple_of(start, BLOCK)
         mask = (start + lane >= low) & (start + lane < high)
-        bits = _ordered_bits(tl.load(scores_ptr + start + lane, mask=mask, other=0.0))
+        bits = _ordered_bits(_load_tile(scores_ptr, start, BLOCK))
         if SHIFT < 24:
             mask = mask & ((bits >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
         digit = tl.where(mask, ((bits >> SHIFT) & 255).to(tl.int32), 0)
@@ -195,13 +200,13 @@ def _count_digits(scores_ptr, low, high, prefix, SHIFT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _indexer_select_kernel(
-    scores_ptr, ranges_ptr, indices_ptr, found_ptr, begin, queries, keys, count,
+    scores_ptr, ranges_ptr, indices_ptr, found_ptr, scores_stride, begin, queries, keys, count,
     CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The highest scores of one query, by their digits of eight bits.
 
     Program: one query of one element of the batch to which all pointers point already; the first
-    query is ``begin``.
+    query is ``begin``. Rows of scores are padded to whole tiles, with any numbers.
     Reads the scores of the keys that the query sees: four times to find the lowest score that is
     selected, digit after digit, and once to write indices and scores of those above it, and of the
     first ones that equal it. All of them are selected where there are no more than ``count``.
@@ -209,7 +214,7 @@ def _indexer_select_kernel(
     """
     row = tl.program_id(0)
     low, high = _seen(ranges_ptr, begin + row, queries, keys, CAUSAL)
-    scores_ptr += row.to(tl.int64) * keys
+    scores_ptr += row.to(tl.int64) * scores_stride
     indices_ptr += (begin + row).to(tl.int64) * count
     found_ptr += (begin + row).to(tl.int64) * count
     least = tl.full([], 0, tl.uint32)
@@ -222,9 +227,8 @@ def _indexer_select_kernel(
     lane = tl.arange(0, BLOCK)
     taken, equals = 0, 0
     for start in tl.range(low // BLOCK * BLOCK, high, BLOCK):
-        start = tl.multiple_of(start, BLOCK)
         mask = (start + lane >= low) & (start + lane < high)
-        s = tl.load(scores_ptr + start + lane, mask=mask, other=0.0)
+        s = _load_tile(scores_ptr, start, BLOCK)
         bits = _ordered_bits(s)
         equal = mask & (bits == least)
         before = equals + tl.cumsum(equal.to(tl.int32), 0)

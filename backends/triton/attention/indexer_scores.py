@@ -37,6 +37,8 @@ def scores_config(info: DeviceInfo, heads: int, dim: int, item: int) -> IndexerC
 
 def backward_config(info: DeviceInfo, heads: int, dim: int, item: int) -> IndexerConfig:
     """Queries of all heads and their gradient stay; what keys get is in registers as well."""
+    if info.warp_size == 64:  # three sums of GEMMs, whose operands are in registers as well
+        return IndexerConfig(16, 1, 4)
     return _config(info, heads, dim, item, 64)
 
 

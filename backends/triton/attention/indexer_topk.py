@@ -28,7 +28,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 __all__ = ["backward", "forward", "supports"]
 
-LARGEST_TILE = 128  # rows of a tile
+LARGEST_TILE, LARGEST_BLOCK = 128, 1024  # rows of a tile, scores of a step of the selection
 SCORES_BYTES = 2**28
 """Scores of all keys that exist at a time; at least those of a tile of queries."""
 
@@ -60,13 +60,13 @@ def tile_config(info: DeviceInfo, dim: int, item: int) -> TileConfig:
 
 def select_config(info: DeviceInfo, keys: int) -> SelectConfig:
     """Eight scores a thread."""
-    return SelectConfig(1024, 1024 // (8 * info.warp_size))
+    return SelectConfig(LARGEST_BLOCK, LARGEST_BLOCK // (8 * info.warp_size))
 
 
 def supports(q: Tensor, k: Tensor) -> str | None:
     """Why a call is refused, or None."""
-    if tile_rows(LARGEST_TILE, k.shape[1]) == 1:  # what scores are stored by
-        return f"takes up to {2**28 // LARGEST_TILE} keys, got {k.shape[1]}"
+    if tile_rows(LARGEST_TILE, k.shape[1] + LARGEST_BLOCK) == 1:  # what scores are stored by
+        return f"takes up to {2**28 // LARGEST_TILE - LARGEST_BLOCK} keys, got {k.shape[1]}"
     return takes_heads(q)
 
 
@@ -91,19 +91,20 @@ def forward(
     ranges = None if ranges is None else ranges.contiguous().expand(batch, -1, -1)
     tile = launch_config("indexer_topk.tile", tile_config, q.device, dim=dim, item=q.element_size())
     select = launch_config("indexer_topk.select", select_config, q.device, keys=keys)
-    rows = max(1, SCORES_BYTES // (4 * keys * tile.block_m)) * tile.block_m
-    scores = q.new_empty((min(rows, queries), keys), dtype=torch.float32)
+    width = cdiv(keys, select.block) * select.block
+    rows = max(1, SCORES_BYTES // (4 * width * tile.block_m)) * tile.block_m
+    scores = q.new_empty((min(rows, queries), width), dtype=torch.float32)
     for b in range(batch):
         seen = None if ranges is None else ranges[b]
         for begin in range(0, queries, rows):
             some = min(rows, queries - begin)
             args = (
-                q[b], k[b], w[b], seen, scores, _steps(q), _steps(k), _steps(w), begin, queries,
-                keys, heads, scale,
+                q[b], k[b], w[b], seen, scores, _steps(q), _steps(k), _steps(w), width, begin,
+                queries, keys, heads, scale,
             )  # fmt: skip
             constants = (causal, dim, _padded(dim), tile.block_m, tile.block_n)
             programs = cdiv(some, tile.block_m) * cdiv(keys, tile.block_n)
             launch(_indexer_all_scores_kernel, programs, args, constants, tile.num_warps)
-            chosen = (scores, seen, indices[b], found[b], begin, queries, keys, count)
+            chosen = (scores, seen, indices[b], found[b], width, begin, queries, keys, count)
             launch(_indexer_select_kernel, some, chosen, (causal, select.block), select.num_warps)
     return indices, found

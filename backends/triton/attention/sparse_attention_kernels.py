@@ -75,8 +75,12 @@ def _place_of_query(heads, groups, queries, BLOCK_H: tl.constexpr):
     pid = tl.program_id(0)
     block, rest = pid % blocks, pid // blocks
     group, row = rest % groups, rest // groups
-    return block * BLOCK_H, shared, group, (row % queries).to(tl.int64), (row // queries).to(
-        tl.int64
+    return (
+        block * BLOCK_H,
+        shared,
+        group,
+        (row % queries).to(tl.int64),
+        (row // queries).to(tl.int64),
     )
 
 

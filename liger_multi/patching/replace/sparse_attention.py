@@ -230,9 +230,9 @@ class SparseIndexer(Patched):
         if not issubclass(kind, SparseIndexer):
             return kind.forward(self, *args, **kwargs)
         inner = kind._liger_multi_inner.forward
-        given = _bound(kind._liger_multi_swap.stock.forward, args, kwargs)
-        if not isinstance(given.get("attention_mask"), RangeMask):
+        if not any(isinstance(a, RangeMask) for a in (*args, *kwargs.values())):
             return inner(self, *args, **kwargs)
+        given = _bound(kind._liger_multi_swap.stock.forward, args, kwargs)
         select = functools.partial(_select, settings_of(kind))
         given["past_key_values"] = IndexCache(given.get("past_key_values"), select)
         return inner(self, **given)
