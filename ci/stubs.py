@@ -86,6 +86,7 @@ from typing_extensions import Unpack
 ASKED = {
     "outputs": ("tuple[()] = ...", "tuple[str, Unpack[tuple[str, ...]]]", "tuple[str, ...]"),
     "output_final_state": ("Literal[False] = ...", "Literal[True]", "bool"),
+    "output_weights": ("Literal[False] = ...", "Literal[True]", "bool"),
 }
 """The types of what asks for more than a tensor: of nothing more, of more, and of either."""
 

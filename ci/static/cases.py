@@ -690,8 +690,11 @@ ATTENTION = (
     ), {"latent": True}),
     Launches("sparse_attention {0}/{1}x{2} {4}", _sparse_attention, (
         (32, 2, 128, 128, BF16), (16, 16, 192, 128, BF16), (32, 2, 128, 128, FP32),
+        (8, 2, 64, 64, BF16),
     )),
-    Launches("indexer {}x{} {}", _indexer, ((64, 128, BF16), (16, 128, BF16), (64, 128, FP32))),
+    Launches("indexer {}x{} {}", _indexer, (
+        (64, 128, BF16), (16, 128, BF16), (64, 128, FP32), (8, 32, BF16),
+    )),
     Launches("indexer {}x{} ranges", _indexer, ((64, 128),), {"ranges": True}),
 )  # fmt: skip
 LOSSES = (

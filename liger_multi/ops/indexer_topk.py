@@ -132,7 +132,7 @@ def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
                       f"2) on {q.device}", ranges)  # fmt: skip
 
 
-def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, T]:
+def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, Any]:
     return {"documents": T((batch, length), classes=2, ignored=ignored, ignore_index=-1)}
 
 

@@ -29,7 +29,8 @@ def listed(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 def gathered(x: Tensor, places: Tensor, kind: torch.dtype) -> Tensor:
     """Rows of ``(N, S, D)`` by places (N, rows, K), as (N, rows, K, D)."""
     flat = places.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
-    return x.gather(1, flat).to(kind).unflatten(1, places.shape[1:])
+    rows: Tensor = x.gather(1, flat).to(kind).unflatten(1, places.shape[1:])
+    return rows
 
 
 def add_rows_(total: Tensor, places: Tensor, inside: Tensor, rows: Tensor) -> None:
@@ -66,12 +67,13 @@ class _Lists:
 
     def of_heads(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of ``(B, H, L, ...)`` as (B G, rows, H / G, ...)."""
-        part = x[:, :, rows].unflatten(1, (self.groups, -1)).flatten(0, 1)
+        part: Tensor = x[:, :, rows].unflatten(1, (self.groups, -1)).flatten(0, 1)
         return part.transpose(1, 2).to(self.kind)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """The reverse, as (B, H, rows, ...)."""
-        return x.transpose(1, 2).unflatten(0, (self.batch, -1)).flatten(1, 2)
+        parts: Tensor = x.transpose(1, 2).unflatten(0, (self.batch, -1))
+        return parts.flatten(1, 2)
 
     def scores(self, q: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Queries, keys and scores of a block, places, and which of them are keys."""

@@ -279,21 +279,22 @@ def test_wrong_arguments(name):
         ops.sparse_attention(*args, **options)
 
 
-I, J, W = torch.ones(1, 3, 2, 4), torch.ones(1, 5, 4), torch.ones(1, 3, 2)
+HEADS, KEYS, W = torch.ones(1, 3, 2, 4), torch.ones(1, 5, 4), torch.ones(1, 3, 2)
 RANGES = torch.zeros(1, 3, 2, dtype=torch.int32)
+IDS = RANGES[..., 0]
 WRONG_INDEXERS = {
-    "axes": ((I[0], J, W, 2), {}, ValueError, "q must have four axes"),
-    "keys": ((I, J[:, :, :3], W, 2), {}, ValueError, r"k must have shape \(1, S, 4\)"),
-    "weights": ((I, J, W[:, :2], 2), {}, ValueError, r"w must have shape \(1, 3, 2\)"),
-    "dtypes": ((I, J.double(), W, 2), {}, TypeError, "q is torch.float32, got k"),
-    "topk": ((I, J, W, 0), {}, ValueError, "topk must be at least 1, got 0"),
-    "number": ((I, J, W, 1.5), {}, TypeError, "topk must be an integer"),
-    "causal": ((I, J, W, 2), {"causal": 1}, TypeError, "causal must be True or False"),
-    "ranges": ((I, J, W, 2), {"ranges": RANGES.long()}, ValueError, "ranges must be int32"),
-    "kind": ((I, J, W, 2), {"ranges": [0, 1]}, TypeError, "ranges must be a tensor"),
-    "both": ((I, J, W, 2), {"ranges": RANGES, "documents": RANGES[..., 0]}, ValueError, "got both"),
-    "documents": ((I, J, W, 2), {"documents": RANGES[..., 0]}, ValueError, "documents must have"),
-    "lengths": ((I, J, W, 2), {"cu_seqlens": RANGES}, ValueError, "cu_seqlens has one axis"),
+    "axes": ((HEADS[0], KEYS, W, 2), {}, ValueError, "q must have four axes"),
+    "keys": ((HEADS, KEYS[:, :, :3], W, 2), {}, ValueError, r"k must have shape \(1, S, 4\)"),
+    "weights": ((HEADS, KEYS, W[:, :2], 2), {}, ValueError, r"w must have shape \(1, 3, 2\)"),
+    "dtypes": ((HEADS, KEYS.double(), W, 2), {}, TypeError, "q is torch.float32, got k"),
+    "topk": ((HEADS, KEYS, W, 0), {}, ValueError, "topk must be at least 1, got 0"),
+    "number": ((HEADS, KEYS, W, 1.5), {}, TypeError, "topk must be an integer"),
+    "causal": ((HEADS, KEYS, W, 2), {"causal": 1}, TypeError, "causal must be True or False"),
+    "ranges": ((HEADS, KEYS, W, 2), {"ranges": RANGES.long()}, ValueError, "ranges must be int32"),
+    "kind": ((HEADS, KEYS, W, 2), {"ranges": [0, 1]}, TypeError, "ranges must be a tensor"),
+    "both": ((HEADS, KEYS, W, 2), {"ranges": RANGES, "documents": IDS}, ValueError, "got both"),
+    "documents": ((HEADS, KEYS, W, 2), {"documents": IDS}, ValueError, "documents must have"),
+    "lengths": ((HEADS, KEYS, W, 2), {"cu_seqlens": RANGES}, ValueError, "cu_seqlens has one axis"),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ TYPES = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 CALLED = {"sparse_attention", "indexer_topk"}
 SITUATIONS = [pytest.param(n, marks=pytest.mark.slow) for n in ("padded", "packed", "liger_multi")]
 LENGTHS = (19, 1, 28)
+TOKENS = sum(LENGTHS)
 KEPT = 5
 """Keys that an indexer selects, of up to 48."""
 
@@ -49,8 +50,8 @@ def built(model_type="deepseek_v32", **attributes):
     return model.train()
 
 
-def batch(model, rows=2, length=sum(LENGTHS)):
-    ids = torch.randint(10, 60, (rows, length), generator=torch.Generator().manual_seed(1))
+def batch(model, rows=2):
+    ids = torch.randint(10, 60, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(model.config, "vision_config"):
         given["mm_token_type_ids"] = torch.zeros_like(ids)
@@ -81,7 +82,7 @@ def equal(monkeypatch):
     return compared
 
 
-@pytest.mark.parametrize("model_type", (*FAST, *SLOW))
+@pytest.mark.parametrize("model_type", [*FAST, *SLOW])
 @pytest.mark.parametrize("situation", ["plain", *SITUATIONS])
 def test_equals_the_unpatched_model(model_type, situation, equal):
     stock = built(model_type)
@@ -132,7 +133,7 @@ def test_generates_the_same_tokens(model_type, cache, monkeypatch):
     right = stock.generate(prompt, **options)
     calls = Calls(monkeypatch)
     assert torch.equal(model.generate(prompt, **options), right)
-    assert CALLED <= set(calls)
+    assert set(calls) >= CALLED
 
 
 def test_unpatch_is_exact():

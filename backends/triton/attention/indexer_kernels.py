@@ -1,7 +1,7 @@
 """A lightning indexer: scores of listed keys with gradients, scores of all keys, and the selection.
 
-``score = scale sum_h w[h] relu(q[h] . k)``. Products of 16-bit numbers are exact in fp32, so results
-differ from others by the order of sums alone. Heads are added in order.
+``score = scale sum_h w[h] relu(q[h] . k)``. Products of 16-bit numbers are exact in fp32, so
+results differ from others by the order of sums alone. Heads are added in order.
 Source: DeepSeek-AI 2025 (arXiv:2512.02556).
 """
 
@@ -177,7 +177,7 @@ def _digit(counts, wanted, SHIFT: tl.constexpr):
 
 @triton.jit
 def _load_tile(scores_ptr, start, BLOCK: tl.constexpr):
-    """A whole tile of a row, which is padded to whole tiles: without a mask, loads have 16 bytes."""
+    """A whole tile of a row, which is padded to whole tiles: loads without a mask are wide."""
     return tl.load(scores_ptr + tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK))
 
 

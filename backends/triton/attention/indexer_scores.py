@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_multi.backends.triton.attention.attention import kind_of
 from liger_multi.backends.triton.attention.indexer_kernels import (
     _indexer_backward_kernel,
     _indexer_scores_kernel,
@@ -44,6 +45,8 @@ def backward_config(info: DeviceInfo, heads: int, dim: int, item: int) -> Indexe
 
 def _config(info: DeviceInfo, heads: int, dim: int, item: int, most: int) -> IndexerConfig:
     own, size = _padded(heads), _padded(dim)
+    if kind_of(info) == "little memory":
+        return IndexerConfig(16, 1, 4)
     for block, stages in ((most, 2), (64, 2), (32, 2), (32, 1)):
         loaded = item * (own * size + stages * block * size + block * own)
         if block <= most and loaded <= info.shared_bytes and item < 4:
@@ -54,11 +57,14 @@ def _config(info: DeviceInfo, heads: int, dim: int, item: int, most: int) -> Ind
 def supports(q: Tensor) -> str | None:
     """Why a call is refused, or None."""
     info = device_info(q.device)
-    size = 2 * q.element_size() * _padded(q.shape[2]) * _padded(q.shape[3])
-    if size > info.shared_bytes and not INTERPRETED:
-        most = info.shared_bytes // (2 * q.element_size())
+    size = q.element_size() * _padded(q.shape[2]) * _padded(q.shape[3])
+    # cores with little memory have few registers, and no matrix units for fp32
+    little = kind_of(info) == "little memory"
+    limit = (1024 if q.element_size() == 2 else 0) if little else info.shared_bytes // 2
+    if size > limit and not INTERPRETED:
+        most = limit // q.element_size()
         return (
-            f"takes up to {most} elements of all heads on {info.arch} (on-chip memory), got "
+            f"takes up to {most} elements of all heads on {info.arch} (registers), got "
             f"{q.shape[2]} heads of {q.shape[3]}"
         )
     return None

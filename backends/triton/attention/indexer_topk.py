@@ -11,6 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from liger_multi.backends.triton.attention.attention import kind_of
 from liger_multi.backends.triton.attention.indexer_kernels import (
     _indexer_all_scores_kernel,
     _indexer_select_kernel,
@@ -52,6 +53,8 @@ class SelectConfig:
 
 def tile_config(info: DeviceInfo, dim: int, item: int) -> TileConfig:
     """Keys, and queries of one head after the other; the sum of heads is in registers."""
+    if kind_of(info) == "little memory":
+        return TileConfig(16, 32, 4)
     for m, n, num_warps in ((64, 128, 8), (64, 64, 4), (32, 32, 4)):
         if item * (2 * m + n) * _padded(dim) <= info.shared_bytes and item < 4:
             return TileConfig(m, n, num_warps)

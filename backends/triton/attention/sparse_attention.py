@@ -21,7 +21,6 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 
-
 # --- launches ---
 
 
@@ -86,7 +85,7 @@ TILES = {
     ("waves of 64", 512): ((32, 16, 1, 8), (16, 32, 1, 4), (16, 32, 1, 4), (32, 32, 1, 4)),
     ("waves of 64", 256): ((32, 32, 1, 8), (32, 16, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
     ("waves of 64", 128): ((64, 32, 2, 8), (64, 32, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
-    ("little memory", 128): ((16, 16, 1, 4),) * 4,
+    ("little memory", 64): ((16, 16, 1, 4),) * 4,
 }
 FEW_HEADS, WIDE = (16, 16, 1, 4), (16, 16, 1, 8)
 """Tiles where few heads share a list, and of fp32, whose GEMMs have no matrix units."""
@@ -96,8 +95,14 @@ WIDEST_FP32 = 128
 def _class(dim: int, value: int, shared: bool) -> int:
     """The row of TILES: channels of the widest part; keys beside values take more registers."""
     c = Channels.of(dim, value, shared)
-    widest = max(128, _padded(c.lead), _padded(value), 2 * _padded(c.rest))
-    return widest if shared or widest == 128 else 2 * widest
+    widest = max(64, _padded(c.lead), _padded(value), 2 * _padded(c.rest))
+    return widest if shared or widest <= 128 else 2 * widest
+
+
+def _row(info: DeviceInfo, size: int) -> tuple[str, int]:
+    """The key of TILES; narrow channels are as those of 128 where that is the least."""
+    kind = kind_of(info)
+    return kind, size if (kind, size) in TILES else max(128, size)
 
 
 def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
@@ -105,7 +110,7 @@ def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: in
     if item == 4 or INTERPRETED:
         return SparseConfig(*WIDE)
     size = _class(channels.lead + channels.rest, channels.value, channels.shared)
-    tile = TILES[kind_of(info), size][which]
+    tile = TILES[_row(info, size)][which]
     return SparseConfig(*(tile if tile[0] <= _padded(heads) else FEW_HEADS))
 
 
@@ -142,12 +147,16 @@ def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
     if INTERPRETED:
         return None
     info, dim = device_info(q.device), q.shape[3]
-    if q.element_size() == 4 and max(dim, value_dim) > WIDEST_FP32:
-        return f"takes fp32 heads of up to {WIDEST_FP32} elements, got {max(dim, value_dim)}"
-    kind, size = kind_of(info), _class(dim, value_dim, v is None)
+    kind, size = _row(info, _class(dim, value_dim, v is None))
+    most = max(n for k, n in TILES if k == kind)
+    widest = WIDEST_FP32 if most > 64 else 0
+    if q.element_size() == 4 and max(dim, value_dim) > widest:
+        return (
+            f"takes fp32 heads of up to {widest} elements on {info.arch} (registers), got "
+            f"{max(dim, value_dim)}"
+        )
     if (kind, size) in TILES:
         return None
-    most = max(n for k, n in TILES if k == kind)
     form = "latents" if v is None else "keys beside values"
     return (
         f"takes heads of up to {most} channels beside {most // 2} others on {info.arch} "
@@ -285,7 +294,7 @@ def backward(
 def _of_keys(c: Call, dy: Tensor, lse: Tensor, inner: Tensor) -> Tensor:
     """Gradients of keys and values beside each other, (B, G, S, width) fp32."""
     n = c.config("keys", keys_config)
-    heads, groups, queries, keys, slots, scale = c.sizes
+    _, groups, _, keys, slots, _ = c.sizes
 
     def write(parts: Tensor, b: int, rows: slice) -> None:
         args = (

@@ -1,7 +1,7 @@
 """Attention over lists of keys: its kernels.
 
 A program of forward owns one query and a block of its heads, which share the list. It gathers the
-listed keys, a tile of them at a time, with a running softmax. Backward of the queries does the same.
+listed keys, a tile of them at a time, with a running softmax. So does backward of the queries.
 
 A listed key is read by all heads of a query, but by few queries of those nearby. So the gradients
 of keys are not summed by a program of each key, which would read all heads of every query that

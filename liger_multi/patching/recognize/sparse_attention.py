@@ -65,7 +65,8 @@ def refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
         return f"{kind.__name__} keeps no configuration to build a tiny one from"
     alike = tuple(pair for pair in scalars(module) if pair[0] != "layer_idx")
     alike = (*alike, ("indexer", getattr(module, "indexer", None) is None))
-    return _differs(kind, behavior, _Layer(config, cast(int, module.layer_idx), alike))
+    layer = _Layer(config, cast(int, module.layer_idx), alike)
+    return _differs(cast(Any, kind), cast(Any, behavior), layer)
 
 
 @dataclass(frozen=True)

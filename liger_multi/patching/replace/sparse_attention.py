@@ -6,8 +6,9 @@ of the selected ones. Two behaviors take their place; both let the module's own 
 :class:`SparseAttention` hands the forward a mask of ranges (:class:`RangeMask`), keeps keys as the
 latents that they are made of, and names an attention function of ours. :class:`SparseIndexer` hands
 the forward keys whose products are not computed (:class:`IndexKeys`): the forward goes on to write
-down which scores it wants, and the operator selects from them. Any other operation on these objects
-raises; :mod:`liger_multi.patching.recognize.sparse_attention` tries each class before it is patched.
+down which scores it wants, and the operator selects from them. Any other operation on these
+objects raises; :mod:`liger_multi.patching.recognize.sparse_attention` tries each class before it is
+patched.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class IndexKeys(_Recorder):
 
 
 class HeadScores(_Recorder):
-    """Products ``(B, L, H, S)`` of queries and keys, times a factor, perhaps without those below 0."""
+    """Products ``(B, L, H, S)`` of queries and keys, times a factor; perhaps only what is above 0."""
 
     def __init__(self, queries: Tensor, keys: IndexKeys, scale: float, positive: bool) -> None:
         self.queries, self.of, self.scale, self.positive = queries, keys, scale, positive
@@ -276,7 +277,7 @@ class _Config:
 
 
 class SparseAttention(Patched):
-    """Multi-head latent attention over the keys that its indexer, or that of a layer before, lists."""
+    """Multi-head latent attention over keys that its indexer lists, or that of a layer before."""
 
     @property
     def config(self) -> Any:
@@ -299,7 +300,7 @@ class SparseAttention(Patched):
         return latents, latents
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward; compiled graphs, and calls that the operator does not take, alone."""
+        """The original forward, alone in compiled graphs and for calls that are not served."""
         kind = type(self)
         if not issubclass(kind, SparseAttention):
             return kind.forward(self, *args, **kwargs)
@@ -331,7 +332,7 @@ def _served(
     return None if mask is None else {**given, "attention_mask": mask}
 
 
-def _plain(layer: nn.Module) -> bool:
+def _plain(layer: Any) -> bool:
     """Whether a layer is a matrix and nothing else: it is multiplied with queries and outputs."""
     return (
         type(layer) is nn.Linear
@@ -345,12 +346,13 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: RangeMask,
     scaling: float, indices: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function; of latents, queries and outputs go through the matrix that expands them.
+    """The attention function; for latents, queries and outputs go through the expanding matrix.
 
     Raises:
         ConfigurationError: A module that is not served called it.
     """
-    if _serving.get() is not module or indices is None:
+    served: Any = _serving.get()
+    if served is not module or indices is None:
         raise ConfigurationError(
             f"attention implementation {NAME!r} serves sparse layers of patched models alone, got "
             f"{type(module).__name__}"
