@@ -166,7 +166,7 @@ class IndexKeys(_Recorder):
 
 
 class HeadScores(_Recorder):
-    """Products ``(B, L, H, S)`` of queries and keys, times a factor; perhaps only what is above 0."""
+    """Products ``(B, L, H, S)`` of queries and keys, times a factor; perhaps those above 0 alone."""
 
     def __init__(self, queries: Tensor, keys: IndexKeys, scale: float, positive: bool) -> None:
         self.queries, self.of, self.scale, self.positive = queries, keys, scale, positive
