@@ -87,6 +87,7 @@ ASKED = {
     "outputs": ("tuple[()] = ...", "tuple[str, Unpack[tuple[str, ...]]]", "tuple[str, ...]"),
     "output_final_state": ("Literal[False] = ...", "Literal[True]", "bool"),
     "return_quantized": ("Literal[False] = ...", "Literal[True]", "bool"),
+    "output_weights": ("Literal[False] = ...", "Literal[True]", "bool"),
 }
 """The types of what asks for more than a tensor: of nothing more, of more, and of either."""
 

@@ -18,7 +18,13 @@ from torch import Tensor
 from liger_multi.backends.triton.activations import operators as activations
 from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
 from liger_multi.backends.triton.adapters.operators import split
-from liger_multi.backends.triton.attention import attention, multi_token_attention
+from liger_multi.backends.triton.attention import (
+    attention,
+    indexer_scores,
+    indexer_topk,
+    multi_token_attention,
+    sparse_attention,
+)
 from liger_multi.backends.triton.common.float8 import FORMATS
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.backends.triton.cross_entropy import (
@@ -95,6 +101,31 @@ def _attention(
     y, lse = attention.forward(q, k, v, *extra, not ranges, 0.125, softcap)
     needs = (True, True, True, sinks)
     attention.backward(y, q, k, v, *extra, y, lse, not ranges, 0.125, softcap, *needs)
+
+
+def _sparse_attention(
+    heads: int, groups: int, dim: int, value: int, dtype: torch.dtype = BF16, latent: bool = False
+) -> None:
+    """A chunk of queries; latents are keys whose leading channels are the value."""
+    q = _meta(1, 128, heads, dim, dtype=dtype).transpose(1, 2)
+    k = _meta(1, 8192, groups, dim, dtype=dtype).transpose(1, 2)
+    v = None if latent else _meta(1, 8192, groups, value, dtype=dtype).transpose(1, 2)
+    lists = _meta(1, 1, 128, 2048, dtype=torch.int32)
+    if sparse_attention.supports(q, v, value) is not None:
+        return
+    y, _, lse = sparse_attention.forward(q, k, v, lists, value, 0.1, True)
+    sparse_attention.backward(y, q, k, v, lists, y, lse, value, 0.1, True, True, not latent)
+
+
+def _indexer(heads: int, dim: int, dtype: torch.dtype = BF16, ranges: bool = False) -> None:
+    q, k = _meta(1, 128, heads, dim, dtype=dtype), _meta(1, 8192, dim, dtype=dtype)
+    w, lists = _meta(1, 128, heads, dtype=FP32), _meta(1, 128, 2048, dtype=torch.int32)
+    if indexer_topk.supports(q, k) is not None:
+        return
+    seen = _meta(1, 128, 2, dtype=torch.int32) if ranges else None
+    indexer_topk.forward(q, k, w, seen, 2048, not ranges, 0.1)
+    scores = indexer_scores.forward(q, k, w, lists, 0.1)
+    indexer_scores.backward(scores, q, k, w, lists, 0.1, True, True, True)
 
 
 def _attention_residuals(count: int, rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -697,7 +728,19 @@ ATTENTION = (
     Launches("attention everything 128", _attention, ((8, 8, 128),), EVERYTHING),
     Launches("attention causal 128", _attention, ((32, 8, 128),)),
     Launches("attention ranges 128", _attention, ((32, 8, 128),), {"ranges": 2}),
-)
+    Launches("sparse_attention latent {0}x{2} {4}", _sparse_attention, (
+        (128, 1, 576, 512, BF16), (16, 1, 576, 512, BF16), (128, 1, 576, 512, FP32),
+        (32, 1, 320, 256, BF16),
+    ), {"latent": True}),
+    Launches("sparse_attention {0}/{1}x{2} {4}", _sparse_attention, (
+        (32, 2, 128, 128, BF16), (16, 16, 192, 128, BF16), (32, 2, 128, 128, FP32),
+        (8, 2, 64, 64, BF16),
+    )),
+    Launches("indexer {}x{} {}", _indexer, (
+        (64, 128, BF16), (16, 128, BF16), (64, 128, FP32), (8, 32, BF16),
+    )),
+    Launches("indexer {}x{} ranges", _indexer, ((64, 128),), {"ranges": True}),
+)  # fmt: skip
 LOSSES = (
     Launches("cross_entropy {} {}", _cross_entropy, (
         (32000, BF16), (128256, BF16), (128256, FP32),

@@ -351,6 +351,12 @@ ADDRESSED = {
     ),
     "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
     "_grouped_update_": (lambda case: True, "a factor of an adapter has strides of the caller's"),
+    "_sparse_attention_": (
+        lambda case: True,
+        "listed keys stand where lists say, heads by strides",
+    ),
+    "_indexer_scores_": (lambda case: True, "likewise"),
+    "_indexer_backward_": (lambda case: True, "likewise"),
     "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
 }
 # kernels, by how their names begin, that may spill: bytes of a thread at most by target, and why

@@ -199,6 +199,30 @@ def _neighbors(
     return _attention(shapes, size, {"window": (reach, reach)})
 
 
+def _sparse_attention(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    (batch, heads, length, width), listed = shapes["q"], shapes["indices"][-1]
+    value = shapes["v"][-1] if "v" in shapes else width  # a latent's value is nearly all of it
+    once = (math.prod(shapes["q"]) + batch * heads * length * value) * size
+    once += math.prod(shapes["k"]) * size + math.prod(shapes["indices"]) * 4
+    # forward: two products of listed pairs; backward: the scores again and four more
+    product = 2.0 * batch * heads * length * listed
+    forward = product * (width + value)
+    return Work(once, 3 * once, forward, forward + product * (3 * width + 2 * value))
+
+
+def _indexer(
+    shapes: Mapping[str, Sequence[int]], size: int, options: Mapping[str, Any] = {}
+) -> Work:
+    (batch, length, heads, width), keys = shapes["q"], shapes["k"][1]
+    once = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size + math.prod(shapes["w"]) * 4
+    topk = options.get("topk", 0)
+    listed = 2.0 * heads * width * batch * length * (topk or shapes["indices"][-1])
+    # the selection has a product of all pairs that are seen, scores of a list one of listed pairs
+    seen = 2.0 * heads * width * batch * _pairs(length, keys, {"causal": True})
+    forward = seen if topk else listed
+    return Work(once, 3 * once, forward, forward + 3 * listed)
+
+
 def _delta_rule(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     keys, values = math.prod(shapes["q"]) * size, math.prod(shapes["v"]) * size
     size_k, size_v, chunk = shapes["k"][-1], shapes["v"][-1], 64
@@ -270,9 +294,12 @@ WORK: dict[str, Callable[..., Work]] = {
     "kimi_delta_attention": _delta_rule,
     "selective_scan": _selective_scan,
     "ssd_scan": _ssd_scan,
+    "indexer_scores": _indexer,
+    "indexer_topk": _indexer,
     "multi_token_attention": _multi_token,
     "neighborhood_attention": _neighbors,
     "attention": _attention,
+    "sparse_attention": _sparse_attention,
     # x read, y written; dy and x read, dx written (statistics and weights are one row)
     "rms_norm": _elementwise(2, 5),
     # both terms read, sum and norm written; two gradients and the sum read, one written

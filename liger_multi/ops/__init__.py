@@ -31,6 +31,9 @@ from liger_multi.ops.group_norm import group_norm as group_norm
 from liger_multi.ops.hyper_connections import hyper_connections as hyper_connections
 from liger_multi.ops.hyper_connections_post import hyper_connections_post as hyper_connections_post
 from liger_multi.ops.hyper_connections_pre import hyper_connections_pre as hyper_connections_pre
+from liger_multi.ops.indexer_scores import indexer_scores as indexer_scores
+from liger_multi.ops.indexer_topk import IndexerTopkOutput as IndexerTopkOutput
+from liger_multi.ops.indexer_topk import indexer_topk as indexer_topk
 from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kimi_delta_attention import kimi_delta_attention as kimi_delta_attention
 from liger_multi.ops.kl_div import kl_div as kl_div
@@ -58,6 +61,8 @@ from liger_multi.ops.rope_sorted import rope_sorted as rope_sorted
 from liger_multi.ops.selective_log_softmax import selective_log_softmax as selective_log_softmax
 from liger_multi.ops.selective_scan import selective_scan as selective_scan
 from liger_multi.ops.softmax import softmax as softmax
+from liger_multi.ops.sparse_attention import SparseAttentionOutput as SparseAttentionOutput
+from liger_multi.ops.sparse_attention import sparse_attention as sparse_attention
 from liger_multi.ops.sparsemax import sparsemax as sparsemax
 from liger_multi.ops.ssd_scan import ssd_scan as ssd_scan
 from liger_multi.ops.swiglu import swiglu as swiglu

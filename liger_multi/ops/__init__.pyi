@@ -31,6 +31,9 @@ from liger_multi.ops.group_norm import group_norm as group_norm
 from liger_multi.ops.hyper_connections import hyper_connections as hyper_connections
 from liger_multi.ops.hyper_connections_post import hyper_connections_post as hyper_connections_post
 from liger_multi.ops.hyper_connections_pre import hyper_connections_pre as hyper_connections_pre
+from liger_multi.ops.indexer_scores import indexer_scores as indexer_scores
+from liger_multi.ops.indexer_topk import IndexerTopkOutput as IndexerTopkOutput
+from liger_multi.ops.indexer_topk import indexer_topk as indexer_topk
 from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kl_div import kl_div as kl_div
 from liger_multi.ops.layer_norm import layer_norm as layer_norm
@@ -55,6 +58,7 @@ from liger_multi.ops.rope_positions import rope_positions as rope_positions
 from liger_multi.ops.rope_sorted import rope_sorted as rope_sorted
 from liger_multi.ops.selective_log_softmax import selective_log_softmax as selective_log_softmax
 from liger_multi.ops.softmax import softmax as softmax
+from liger_multi.ops.sparse_attention import SparseAttentionOutput as SparseAttentionOutput
 from liger_multi.ops.sparsemax import sparsemax as sparsemax
 from liger_multi.ops.swiglu import swiglu as swiglu
 from liger_multi.ops.swiglu_clamped import swiglu_clamped as swiglu_clamped
@@ -67,9 +71,11 @@ __all__ = [
     "CrossEntropyOutput",
     "Float8Rows",
     "FusedAddRMSNormOutput",
+    "IndexerTopkOutput",
     "LinearFloat8Output",
     "LogProbOutput",
     "LoraQKVOutput",
+    "SparseAttentionOutput",
     "attention",
     "attention_residuals",
     "causal_conv1d",
@@ -94,6 +100,8 @@ __all__ = [
     "hyper_connections",
     "hyper_connections_post",
     "hyper_connections_pre",
+    "indexer_scores",
+    "indexer_topk",
     "jsd",
     "kimi_delta_attention",
     "kl_div",
@@ -118,6 +126,7 @@ __all__ = [
     "selective_log_softmax",
     "selective_scan",
     "softmax",
+    "sparse_attention",
     "sparsemax",
     "ssd_scan",
     "swiglu",
@@ -407,6 +416,39 @@ def selective_scan(
     seq_idx: torch.Tensor | None = ...,
     output_final_state: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    indices: torch.Tensor,
+    *,
+    value_dim: int | None = ...,
+    scale: float | None = ...,
+    output_weights: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    indices: torch.Tensor,
+    *,
+    value_dim: int | None = ...,
+    scale: float | None = ...,
+    output_weights: Literal[True],
+) -> SparseAttentionOutput: ...
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    indices: torch.Tensor,
+    *,
+    value_dim: int | None = ...,
+    scale: float | None = ...,
+    output_weights: bool,
+) -> torch.Tensor | SparseAttentionOutput: ...
 @overload
 def ssd_scan(
     x: torch.Tensor,

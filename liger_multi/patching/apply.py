@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from liger_multi.patching.recognize.heads import (
     inner_heads,
     with_heads,
 )
-from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS, SPARSE
 from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal
 from liger_multi.patching.recognize.mlp import (
     are_other_experts,
@@ -45,6 +45,8 @@ from liger_multi.patching.recognize.norms import (
     norm_settings,
     worth_a_line,
 )
+from liger_multi.patching.recognize.sparse_attention import behavior_of
+from liger_multi.patching.recognize.sparse_attention import refusal as sparse_refusal
 from liger_multi.patching.replace.adapters import (
     FusedLora,
     SharedInput,
@@ -75,6 +77,8 @@ from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, Fuse
 from liger_multi.patching.replace.norms import FusedNorm
 from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
+from liger_multi.patching.replace.sparse_attention import SparseAttention, SparseIndexer
+from liger_multi.patching.replace.sparse_attention import register as register_sparse
 from liger_multi.patching.replace.swap import (
     Block,
     Patched,
@@ -95,7 +99,7 @@ __all__ = ["HeldPatch", "patch", "patched", "unpatch"]
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
-_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",), ("linear_float8",))
+_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",), ("linear_float8",), (SPARSE,))
 """Operators that are a family each."""
 
 
@@ -238,6 +242,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
             find(report, request, path, module)
     _expert_adapters(report, request, model)
     _shared(report, request, model)
+    _sparse(report, request, model)
     _packed(report, request, model)
     _head(report, request, model, head_needed)
     _linear(report, request, model)
@@ -314,11 +319,20 @@ def _rotary(report: PatchReport, request: Request, path: str, module: nn.Module)
     kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
     report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
     if kinds:
-        around = SharedInput if isinstance(module, SharedInput) else None  # _shared decides
-        swap = Swap("rope", stock, FusedRotary, request.get("rope"), around)
+        swap = Swap("rope", stock, FusedRotary, request.get("rope"), *_around(module))
         by = f"rope[{'; '.join(kinds)}]"
         _apply(report, path, module, swap, by, request.get("rope").shown())
         renew(type(module))
+
+
+def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
+    """What stands around the rotary functions of a module; others decide whether it stays."""
+    held = swapped(module)
+    if held is None:
+        return None, None
+    if held.behavior is FusedRotary:
+        return held.around, held.around_settings
+    return held.behavior, held.settings
 
 
 def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
@@ -340,6 +354,64 @@ def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) 
     by = " + ".join(served)
     _apply(report, path, module, swap, by, {k: v for one in shown for k, v in one.items()})
     renew(type(module))
+
+
+def _sparse(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Layers whose indexer selects keys; their rotations and adapters are served beneath."""
+    options, served = request.get(SPARSE), set()
+    for path, module in model.named_modules():
+        behavior = behavior_of(module)
+        if behavior is None:
+            continue
+        # an indexer comes after its attention module, without which it has nothing to select for
+        wanted = options is not None and (behavior is SparseAttention or id(module) in served)
+        found = _sparse_refusal(module, behavior) if wanted else None
+        if found is not None:
+            report.skipped.append(Skipped(path, SPARSE, found))
+        if not wanted or found is not None:
+            _without_sparse(report, path, module)
+            continue
+        served.add(id(getattr(module, "indexer", None)))
+        beneath = _beneath(module)
+        swap = Swap(SPARSE, unpatched_class(module), behavior, options)
+        if beneath is not None:
+            swap = replace(beneath, around=behavior, around_settings=options)
+        status, name = apply(module, swap), swap.stock.__name__
+        entry = Entry(path, SPARSE, name, _SPARSE[behavior], options.shown(), status)
+        report.entries.append(entry)
+
+
+def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
+    """Why a layer is left as it is, or None; an attention module speaks for its indexer."""
+    register_sparse()
+    found = conflicts.of_module(module) or sparse_refusal(module, behavior)
+    indexer = getattr(module, "indexer", None)
+    if found is None and isinstance(indexer, nn.Module):
+        found = conflicts.of_module(indexer) or sparse_refusal(indexer, SparseIndexer)
+    return found
+
+
+def _without_sparse(report: PatchReport, path: str, module: nn.Module) -> None:
+    beneath = _beneath(module)
+    if isinstance(module, (SparseAttention, SparseIndexer)):
+        if beneath is None:
+            _restore(report, path, module)
+        else:
+            apply(module, beneath)
+
+
+_SPARSE: dict[type[Patched], str] = {
+    SparseAttention: "sparse_attention",
+    SparseIndexer: "indexer_topk",
+}
+
+
+def _beneath(module: nn.Module) -> Swap | None:
+    """The swap of a module without that of sparse attention."""
+    held = swapped(module)
+    if held is None or held.behavior in _SPARSE:
+        return None
+    return replace(held, around=None, around_settings=None) if held.around in _SPARSE else held
 
 
 def _packed(report: PatchReport, request: Request, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.primitive import by_rows
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS
+from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
 
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
@@ -98,7 +98,8 @@ PACKING = "packing"
 """The patch key of no operator: whether packed rows are checked."""
 _OPTIONS: dict[str, type[Options]] = {
     **dict.fromkeys(
-        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", "linear", PACKING), Options
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", "linear", PACKING),
+        Options,
     ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
     "linear_float8": Float8Options,
@@ -106,7 +107,9 @@ _OPTIONS: dict[str, type[Options]] = {
     "fused_linear_cross_entropy": FusedOptions,
 }
 _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
-    **dict.fromkeys((*NORM_OPS, *MLP_OPS, *MIXER_OPS, "fused_moe", "rope", "lora", PACKING), True),
+    **dict.fromkeys(
+        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", PACKING), True
+    ),
     "linear": by_rows,
     "linear_float8": False,
     "cross_entropy": False,

@@ -165,7 +165,7 @@ TILES = {
 }
 
 
-def _kind(info: DeviceInfo) -> str:
+def kind_of(info: DeviceInfo) -> str:
     """Kind of core, by its limits: cores of a kind hold operands and sums of GEMMs alike."""
     if info.warp_size == 64:
         return "waves of 64"
@@ -183,14 +183,14 @@ def supports(q: Tensor, v: Tensor) -> str | None:
     info, widest = device_info(q.device), max(q.shape[3], v.shape[3])
     if tile_rows(LARGEST_TILE, q.shape[1] * widest) == 1:  # what the results are stored by
         return f"takes tokens of less than 16 MiB, got {q.shape[1]} heads of {widest} elements"
-    if (_kind(info), _class(q.shape[3], v.shape[3])) in TILES:
+    if (kind_of(info), _class(q.shape[3], v.shape[3])) in TILES:
         return None
     directions = ("forward", "backward", "backward_keys")
     shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
     shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
     if all(tabled(f"attention.{direction}", info, **shape) for direction in directions):
         return None  # a kind's registers, and more: this architecture's hold them
-    limit = max(size for kind, size in TILES if kind == _kind(info))
+    limit = max(size for kind, size in TILES if kind == kind_of(info))
     return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
 
@@ -203,7 +203,7 @@ def _tile(
     on_chip: Callable[[int, int, int], int],
 ) -> AttentionConfig:  # fmt: skip
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
-    kind = _kind(info)
+    kind = kind_of(info)
     small = () if kind == "little memory" else (SMALL,)
     tiles = TILES.get((kind, _class(dim, value_dim)), (SMALLEST,) * 3)
     for m, n, stages, warps in (tiles[which], *small):

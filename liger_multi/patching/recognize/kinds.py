@@ -297,3 +297,6 @@ ROTARY_FORMS = (
 MIXER_OPS = (
     *("causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "selective_scan", "ssd_scan"),
 )
+
+SPARSE = "sparse_attention"
+"""The patch key of layers whose indexer selects keys."""

@@ -206,7 +206,7 @@ def _tracing() -> bool:
 
 def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[Tensor]]) -> KeyMask:
     """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
-    parts = [_one_range(part) for part in dense()]
+    parts = [one_range(part) for part in dense()]
     ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     if _tracing():
         torch._assert_async(
@@ -230,7 +230,7 @@ def _extent(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return place, torch.minimum(first, last), last
 
 
-def _one_range(seen: Tensor) -> tuple[Tensor, Tensor]:
+def one_range(seen: Tensor) -> tuple[Tensor, Tensor]:
     """The range of every row, and whether it is all that the row sees."""
     _, first, last = _extent(seen)
     return torch.stack([first, last], -1), seen.sum(-1) == last - first

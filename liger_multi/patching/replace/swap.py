@@ -42,6 +42,7 @@ class Swap:
         behavior: The mixin that brings the new forward.
         settings: What the forward needs to know; hashable and picklable.
         around: A mixin whose forward calls that of the behavior, if any.
+        around_settings: What that forward needs to know; hashable and picklable.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Swap:
     behavior: type[Patched]
     settings: Hashable
     around: type[Patched] | None = None
+    around_settings: Hashable = None
 
 
 class Patched(nn.Module):
@@ -94,7 +96,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
-            bases = (swap.around, _class_of(replace(swap, around=None)))
+            bases = (swap.around, _class_of(replace(swap, around=None, around_settings=None)))
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_code": _code(swap),

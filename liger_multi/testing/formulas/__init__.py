@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_multi.dispatch.registry import operators
-from liger_multi.testing.formulas import attention, linear_attention, losses, mlp, norms
+from liger_multi.testing.formulas import attention, linear_attention, losses, mlp, norms, sparse
 
 Formula = Callable[..., Any]
-_FAMILIES = (attention, linear_attention, losses, mlp, norms)
+_FAMILIES = (attention, linear_attention, losses, mlp, norms, sparse)
 
 
 def find(op: str) -> Formula | None:

@@ -1,0 +1,314 @@
+"""Attention over lists of keys by Triton kernels; sparse_attention_kernels.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.attention.attention import kind_of
+from liger_multi.backends.triton.attention.pairs_of_lists import summed
+from liger_multi.backends.triton.attention.sparse_attention_kernels import (
+    _sparse_attention_backward_kernel,
+    _sparse_attention_forward_kernel,
+    _sparse_attention_keys_kernel,
+    _sparse_attention_weights_kernel,
+)
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
+
+# --- launches ---
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Tile of heads by listed keys; ``stages`` of loads in flight."""
+
+    block_h: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+def _padded(size: int) -> int:
+    return max(16, power_of_2(size)) if size else 0
+
+
+class Channels(NamedTuple):
+    """Sizes of a key's two parts and of a value; ``shared`` where the first part is the value."""
+
+    lead: int
+    rest: int
+    value: int
+    shared: bool
+
+    @classmethod
+    def of(cls, dim: int, value: int, shared: bool) -> Channels:
+        """The first part is the value, or the largest power of two."""
+        lead = value if shared else 1 << (dim.bit_length() - 1)
+        return cls(lead, dim - lead, value, shared)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Sizes as kernels take them; a part that is not there is padded like the least."""
+        return (self.lead, _padded(self.lead), self.rest, _padded(self.rest) or 16)
+
+    @property
+    def key(self) -> int:
+        """Padded channels of a key."""
+        return _padded(self.lead) + _padded(self.rest)
+
+    @property
+    def both(self) -> int:
+        """Padded channels that are loaded for a key and its value."""
+        return self.key + (0 if self.shared else _padded(self.value))
+
+    @property
+    def width(self) -> int:
+        """Numbers that a query gives to a key and its value."""
+        return self.lead + self.rest + (0 if self.shared else self.value)
+
+
+# Tiles (heads, listed keys, stages, warps) of forward, backward, backward of the keys and weights,
+# by kind of core and widest channels: the widest that ci.static finds to spill no register.
+TILES = {
+    ("much memory", 512): ((32, 32, 1, 8), (32, 32, 1, 8), (16, 16, 1, 4), (64, 32, 1, 8)),
+    ("much memory", 256): ((64, 64, 2, 8), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("much memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 64, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 512): ((64, 32, 2, 8), (32, 32, 1, 8), (16, 16, 1, 4), (32, 32, 1, 4)),
+    ("some memory", 256): ((64, 64, 2, 16), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 512): ((32, 16, 1, 8), (16, 32, 1, 4), (16, 32, 1, 4), (32, 32, 1, 4)),
+    ("waves of 64", 256): ((32, 32, 1, 8), (32, 16, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 128): ((64, 32, 2, 8), (64, 32, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
+    ("little memory", 64): ((16, 16, 1, 4),) * 4,
+}
+FEW_HEADS, WIDE = (16, 16, 1, 4), (16, 16, 1, 8)
+"""Tiles where few heads share a list, and of fp32, whose GEMMs have no matrix units."""
+WIDEST_FP32 = 128
+
+
+def _class(dim: int, value: int, shared: bool) -> int:
+    """The row of TILES: channels of the widest part; keys beside values take more registers."""
+    c = Channels.of(dim, value, shared)
+    widest = max(64, _padded(c.lead), _padded(value), 2 * _padded(c.rest))
+    return widest if shared or widest <= 128 else 2 * widest
+
+
+def _row(info: DeviceInfo, size: int) -> tuple[str, int]:
+    """The key of TILES; narrow channels are as those of 128 where that is the least."""
+    kind = kind_of(info)
+    return kind, size if (kind, size) in TILES else max(128, size)
+
+
+def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
+    """The kind's tile, or one for fewer heads."""
+    if item == 4 or INTERPRETED:
+        return SparseConfig(*WIDE)
+    size = _class(channels.lead + channels.rest, channels.value, channels.shared)
+    tile = TILES[_row(info, size)][which]
+    return SparseConfig(*(tile if tile[0] <= _padded(heads) else FEW_HEADS))
+
+
+def forward_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """Queries stay on chip, the output in registers."""
+    return _tile(info, 0, heads, Channels(lead, rest, value, bool(shared)), item)
+
+
+def backward_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """Upstream gradients stay beside the queries, whose gradient is in registers."""
+    return _tile(info, 1, heads, Channels(lead, rest, value, bool(shared)), item)
+
+
+def keys_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """A tile of keys stays; gradients of its keys and values are in registers."""
+    return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
+
+
+def weights_config(
+    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
+) -> SparseConfig:
+    """Nothing but a number for each key is summed; queries of heads pass by a tile of keys."""
+    return _tile(info, 3, heads, Channels(lead, rest, value, bool(shared)), item)
+
+
+def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
+    """Why a call is refused, or None."""
+    if INTERPRETED:
+        return None
+    info, dim = device_info(q.device), q.shape[3]
+    kind, size = _row(info, _class(dim, value_dim, v is None))
+    most = max(n for k, n in TILES if k == kind)
+    widest = WIDEST_FP32 if most > 64 else 0
+    if q.element_size() == 4 and max(dim, value_dim) > widest:
+        return (
+            f"takes fp32 heads of up to {widest} elements on {info.arch} (registers), got "
+            f"{max(dim, value_dim)}"
+        )
+    if (kind, size) in TILES:
+        return None
+    form = "latents" if v is None else "keys beside values"
+    return (
+        f"takes heads of up to {most} channels beside {most // 2} others on {info.arch} "
+        f"(registers), got {form} of {dim} for values of {value_dim}"
+    )
+
+
+# --- calls ---
+
+
+def _near(x: Tensor) -> Tensor:
+    """Rows of adjacent channels."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _steps(x: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
+
+
+class Call(NamedTuple):
+    """The tensors of a call as kernels take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    lists: Tensor
+    channels: Channels
+    scale: float
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor | None, lists: Tensor, value_dim: int, scale: float
+    ) -> Call:
+        """Strided views where channels are adjacent."""
+        channels = Channels.of(q.shape[3], value_dim, v is None)
+        v = None if v is None else _near(v)
+        return cls(_near(q), _near(k), v, lists.contiguous(), channels, scale)
+
+    @property
+    def list_steps(self) -> tuple[int, int, int]:
+        """Strides of lists; one that is shared by all heads of keys has none between them."""
+        batch, group, row = _steps(self.lists)
+        return batch, group if self.lists.shape[1] > 1 else 0, row
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Heads, heads of keys, queries, keys, listed keys and the scale."""
+        (_, heads, queries, _), (_, groups, keys, _) = self.q.shape, self.k.shape
+        return heads, groups, queries, keys, self.lists.shape[3], self.scale
+
+    def config(self, name: str, formula: Callable[..., SparseConfig]) -> SparseConfig:
+        """Numbers of a launch."""
+        c = self.channels
+        return launch_config(
+            f"sparse_attention.{name}", formula, self.q.device,
+            heads=self.q.shape[1] // self.k.shape[1], lead=c.lead, rest=c.rest, value=c.value,
+            shared=int(c.shared), item=self.q.element_size(),
+        )  # fmt: skip
+
+    def programs(self, block_h: int) -> int:
+        """Programs of blocks of heads of all queries."""
+        batch, heads, queries, _ = self.q.shape
+        return batch * queries * self.k.shape[1] * cdiv(heads // self.k.shape[1], block_h)
+
+    def constants(self, k: SparseConfig) -> tuple[int, ...]:
+        """Constants of the kernels."""
+        c = self.channels
+        return (*c.constants, c.value, _padded(c.value), k.block_h, k.block_n, k.stages)
+
+
+def _ordered(like: Tensor, size: int) -> Tensor:
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One program per query and block of heads; weights by another pass over the lists."""
+    y, lse = _ordered(q, value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    weights = lse.new_empty(indices.shape if output_weights else (0,))
+    c = Call.of(q, k, v, indices, value_dim, scale)
+    if lse.numel():
+        n = c.config("forward", forward_config)
+        args = (
+            c.q, c.k, c.v, c.lists, y, lse, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps,
+            *c.sizes,
+        )  # fmt: skip
+        launch(_sparse_attention_forward_kernel, c.programs(n.block_h), args, c.constants(n),
+               n.num_warps)  # fmt: skip
+    if weights.numel():
+        _weights(c, lse, weights)
+    return y, weights, lse
+
+
+def _weights(c: Call, lse: Tensor, weights: Tensor) -> None:
+    n = c.config("weights", weights_config)
+    heads, groups, *sizes = c.sizes
+    batch, lists, queries, slots = weights.shape
+    args = (
+        c.q, c.k, c.lists, lse, weights, _steps(c.q), _steps(c.k), c.list_steps, heads, groups,
+        lists, *sizes,
+    )  # fmt: skip
+    count = batch * lists * queries * cdiv(slots, n.block_n)
+    constants = (*c.channels.constants, n.block_h, n.block_n)
+    launch(_sparse_attention_weights_kernel, count, args, constants, n.num_warps)
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
+    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries first: that kernel writes the sums of ``dy y`` that keys need."""
+    c = Call.of(q, k, v, indices, value_dim, scale)
+    dy, y, lse, inner = _near(dy), _near(y), lse.contiguous(), torch.empty_like(lse)
+    dq = _ordered(q, q.shape[3]) if needs_q else q.new_empty(0)
+    if lse.numel():
+        n = c.config("backward", backward_config)
+        args = (
+            c.q, c.k, c.v, c.lists, dy, y, lse, dq if needs_q else None, inner, _steps(c.q),
+            _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), _steps(y), *c.sizes,
+        )  # fmt: skip
+        launch(_sparse_attention_backward_kernel, c.programs(n.block_h), args, c.constants(n),
+               n.num_warps)  # fmt: skip
+    if not needs_k and not (needs_v and v is not None):
+        return dq, k.new_empty(0), k.new_empty(0)
+    total = _of_keys(c, dy, lse, inner)
+    dk = _as_heads(total[..., : q.shape[3]], k) if needs_k else k.new_empty(0)
+    if v is None or not needs_v:
+        return dq, dk, k.new_empty(0)
+    return dq, dk, _as_heads(total[..., q.shape[3] :], v)
+
+
+def _of_keys(c: Call, dy: Tensor, lse: Tensor, inner: Tensor) -> Tensor:
+    """Gradients of keys and values beside each other, (B, G, S, width) fp32."""
+    n = c.config("keys", keys_config)
+    _, groups, _, keys, slots, _ = c.sizes
+
+    def write(parts: Tensor, b: int, rows: slice) -> None:
+        args = (
+            c.q[b], c.k[b], None if c.v is None else c.v[b], c.lists[b], dy[b], lse[b], inner[b],
+            parts, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), rows.start,
+            *c.sizes,
+        )  # fmt: skip
+        count = (rows.stop - rows.start) * groups * cdiv(slots, n.block_n)
+        launch(_sparse_attention_keys_kernel, count, args, c.constants(n), n.num_warps)
+
+    return summed(c.lists, groups, keys if slots else 0, c.channels.width, write)
+
+
+def _as_heads(total: Tensor, x: Tensor) -> Tensor:
+    """Sums as a gradient, in memory (B, S, G, D)."""
+    made = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return made.copy_(total) if total.shape == made.shape else made.zero_()

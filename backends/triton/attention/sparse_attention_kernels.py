@@ -1,0 +1,309 @@
+"""Attention over lists of keys: its kernels.
+
+A program of forward owns one query and a block of its heads, which share the list. It gathers the
+listed keys, a tile of them at a time, with a running softmax. So does backward of the queries.
+
+A listed key is read by all heads of a query, but by few queries of those nearby. So the gradients
+of keys are not summed by a program of each key, which would read all heads of every query that
+lists it: 144 KiB for a key of 1 KiB. A program owns a tile of one query's list instead, and writes
+what that query gives to each of its keys. :mod:`.pairs_of_lists` then adds up the parts of every
+key in order.
+Channels of a key are in two parts, each padded to a power of two: LEAD and REST. Without values of
+their own (SHARED), the LEAD channels are the value.
+Source: Dao 2023 (arXiv:2307.08691) for the running softmax.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_multi.backends.triton.attention.attention_kernels import (
+    add_product,
+    product,
+    store_rows,
+)
+from liger_multi.backends.triton.common.rows import LN2, LOG2E
+
+
+@triton.jit
+def load_places(ptr, place, inside, stride, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """Rows of DIM columns by their places, padded with zeros to SIZE; zeros where not inside.
+
+    Rows may be far apart: offsets have 64 bits.
+    """
+    col = tl.arange(0, SIZE)
+    at = ptr + (place.to(tl.int64) * stride)[:, None] + col[None, :]
+    if DIM < SIZE:
+        return tl.load(at, mask=inside[:, None] & (col < DIM)[None, :], other=0.0)
+    return tl.load(at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def load_two(
+    ptr, place, inside, stride, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
+    REST_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Both parts of the channels of some rows; the second one is the first where REST is 0."""
+    lead = load_places(ptr, place, inside, stride, LEAD, LEAD_SIZE)
+    if REST > 0:
+        return lead, load_places(ptr + LEAD, place, inside, stride, REST, REST_SIZE)
+    else:
+        return lead, lead
+
+
+@triton.jit
+def product_of_two(a, a_rest, b, b_rest, REST: tl.constexpr):
+    """``a @ b'`` over both parts of the channels."""
+    s = product(a, tl.trans(b))
+    if REST > 0:
+        s += product(a_rest, tl.trans(b_rest))
+    return s
+
+
+@triton.jit
+def load_list(indices_ptr, start, count, keys, BLOCK: tl.constexpr):
+    """A tile of a list: places, and which of them are keys."""
+    slot = start + tl.arange(0, BLOCK)
+    place = tl.load(indices_ptr + slot, mask=slot < count, other=-1)
+    return place, (place >= 0) & (place < keys)
+
+
+@triton.jit
+def _place_of_query(heads, groups, queries, BLOCK_H: tl.constexpr):
+    """First head, group, query and batch of a program; programs of one query are adjacent."""
+    shared = heads // groups
+    blocks = (shared + BLOCK_H - 1) // BLOCK_H
+    pid = tl.program_id(0)
+    block, rest = pid % blocks, pid // blocks
+    group, row = rest % groups, rest // groups
+    return (
+        block * BLOCK_H,
+        shared,
+        group,
+        (row % queries).to(tl.int64),
+        (row // queries).to(tl.int64),
+    )
+
+
+@triton.jit
+def _sparse_attention_forward_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, y_ptr, lse_ptr, q_strides, k_strides, v_strides, list_strides,
+    heads, groups, queries, keys, count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr, REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention forward of one query over its list.
+
+    Program: BLOCK_H heads of one query, of one head of keys. Strides go from one element of the
+    batch, head and row to the next.
+    Reads the queries once, then the listed keys and values, BLOCK_N at a time. Without ``v_ptr``,
+    the LEAD channels are the values. Writes y in the order (batch, query, head) and lse (batch,
+    head, query). A query without keys gets y = 0 and lse = -inf; one whose list names a key that
+    does not exist gets NaN.
+    """
+    first, shared, group, query, batch = _place_of_query(heads, groups, queries, BLOCK_H)
+    row = tl.arange(0, BLOCK_H)
+    own = first + row < shared
+    head = group * shared + first + row
+    q_ptr += batch * q_strides[0] + query * q_strides[2]
+    k_ptr += batch * k_strides[0] + group.to(tl.int64) * k_strides[1]
+    if v_ptr is not None:
+        v_ptr += batch * v_strides[0] + group.to(tl.int64) * v_strides[1]
+    indices_ptr += batch * list_strides[0] + group * list_strides[1] + query * list_strides[2]
+    q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
+    acc = tl.zeros([BLOCK_H, VALUE_SIZE], tl.float32)
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+        place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
+        k, k_rest = load_two(k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE)
+        s = product_of_two(q, q_rest, k, k_rest, REST) * (scale * LOG2E)
+        s = tl.where(inside[None, :], s, float("-inf"))
+        s = tl.where((place >= keys)[None, :], float("nan"), s)
+        new = tl.maximum(top, tl.max(s, axis=1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(p, axis=1)
+        if v_ptr is None:
+            acc = add_product(acc * decay[:, None], p, k)
+        else:
+            v = load_places(v_ptr, place, inside, v_strides[2], VALUE, VALUE_SIZE)
+            acc = add_product(acc * decay[:, None], p, v)
+        top = new
+    none = total == 0.0
+    total = tl.where(none, 1.0, total)
+    lse = tl.where(none, float("-inf"), (top + tl.log2(total)) * LN2)
+    tl.store(lse_ptr + (batch * heads + head) * queries + query, lse, mask=own)
+    y_ptr += ((batch * queries + query) * heads + group * shared) * VALUE
+    y = acc / total[:, None]
+    store_rows(y_ptr, y, first, VALUE, shared, BLOCK_H, VALUE, VALUE_SIZE)
+
+
+@triton.jit
+def _sparse_attention_backward_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, inner_ptr, q_strides,
+    k_strides, v_strides, list_strides, dy_strides, y_strides, heads, groups, queries, keys, count,
+    scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
+    REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the heads of one query, and the sums of dy * y that gradients of keys need.
+
+    Program: as in forward.
+    Reads dy and y first, and writes their sum of products per head to ``inner_ptr``. With
+    ``dq_ptr``, it then reads q, lse and the listed keys, and writes dq in the order (batch, query,
+    head).
+    """
+    first, shared, group, query, batch = _place_of_query(heads, groups, queries, BLOCK_H)
+    row = tl.arange(0, BLOCK_H)
+    own = first + row < shared
+    head = group * shared + first + row
+    dy_ptr += batch * dy_strides[0] + query * dy_strides[2]
+    y_ptr += batch * y_strides[0] + query * y_strides[2]
+    dy = load_places(dy_ptr, head, own, dy_strides[1], VALUE, VALUE_SIZE)
+    y = load_places(y_ptr, head, own, y_strides[1], VALUE, VALUE_SIZE)
+    inner = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
+    here = (batch * heads + head) * queries + query
+    tl.store(inner_ptr + here, inner, mask=own)
+    if dq_ptr is not None:
+        lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
+        q_ptr += batch * q_strides[0] + query * q_strides[2]
+        k_ptr += batch * k_strides[0] + group.to(tl.int64) * k_strides[1]
+        if v_ptr is not None:
+            v_ptr += batch * v_strides[0] + group.to(tl.int64) * v_strides[1]
+        indices_ptr += batch * list_strides[0] + group * list_strides[1] + query * list_strides[2]
+        q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
+        dq = tl.zeros([BLOCK_H, LEAD_SIZE], tl.float32)
+        dq_rest = tl.zeros([BLOCK_H, REST_SIZE], tl.float32)
+        for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+            place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
+            k, k_rest = load_two(
+                k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE
+            )
+            s = product_of_two(q, q_rest, k, k_rest, REST) * (scale * LOG2E)
+            p = tl.where((place >= 0)[None, :], tl.exp2(s - lse[:, None]), 0.0)
+            if v_ptr is None:
+                dp = product(dy, tl.trans(k))
+            else:
+                v = load_places(v_ptr, place, inside, v_strides[2], VALUE, VALUE_SIZE)
+                dp = product(dy, tl.trans(v))
+            ds = p * (dp - inner[:, None])
+            dq = add_product(dq, ds, k)
+            if REST > 0:
+                dq_rest = add_product(dq_rest, ds, k_rest)
+        dq_ptr += ((batch * queries + query) * heads + group * shared) * (LEAD + REST)
+        store_rows(dq_ptr, dq * scale, first, LEAD + REST, shared, BLOCK_H, LEAD, LEAD_SIZE)
+        if REST > 0:
+            dq_ptr += LEAD
+            dq_rest *= scale
+            store_rows(dq_ptr, dq_rest, first, LEAD + REST, shared, BLOCK_H, REST, REST_SIZE)
+
+
+@triton.jit
+def _place_of_tile(groups, queries, count, BLOCK_N: tl.constexpr):
+    """First slot, group and query of a program; programs of one query are adjacent."""
+    tiles = (count + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    tile, rest = pid % tiles, pid // tiles
+    return tile * BLOCK_N, rest % groups, (rest // groups).to(tl.int64)
+
+
+@triton.jit
+def _sparse_attention_keys_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, lse_ptr, inner_ptr, parts_ptr, q_strides, k_strides,
+    v_strides, list_strides, dy_strides, begin, heads, groups, queries, keys, count, scale,
+    LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """What one query gives to the gradients of the keys and values that it lists.
+
+    Program: BLOCK_N listed keys of one query, of one head of keys, of one element of the batch to
+    which all pointers point already; the first query is ``begin``.
+    Reads its keys and values once, then q, dy, lse and inner of the heads that share them, BLOCK_H
+    at a time. Writes fp32 rows in the order (query, group, slot): the gradient of the key, then
+    that of the value, which is added to the first where the LEAD channels are the value. Nobody
+    reads the rows of absent slots.
+    """
+    start, group, row = _place_of_tile(groups, queries, count, BLOCK_N)
+    query, shared = begin + row, heads // groups
+    k_ptr += group.to(tl.int64) * k_strides[1]
+    indices_ptr += group * list_strides[1] + query * list_strides[2]
+    q_ptr += query * q_strides[2]
+    dy_ptr += query * dy_strides[2]
+    place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
+    k, k_rest = load_two(k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE)
+    dk = tl.zeros([BLOCK_N, LEAD_SIZE], tl.float32)
+    dk_rest = tl.zeros([BLOCK_N, REST_SIZE], tl.float32)
+    if v_ptr is not None:
+        v_ptr += group.to(tl.int64) * v_strides[1]
+        v = load_places(v_ptr, place, inside, v_strides[2], VALUE, VALUE_SIZE)
+        dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)
+    for first in tl.range(0, shared, BLOCK_H, num_stages=STAGES):
+        lane = first + tl.arange(0, BLOCK_H)
+        own, head = lane < shared, group * shared + lane
+        q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
+        dy = load_places(dy_ptr, head, own, dy_strides[1], VALUE, VALUE_SIZE)
+        here = head.to(tl.int64) * queries + query
+        lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
+        inner = tl.load(inner_ptr + here, mask=own, other=0.0)
+        s = product_of_two(k, k_rest, q, q_rest, REST) * (scale * LOG2E)
+        p = tl.where(inside[:, None], tl.exp2(s - lse[None, :]), 0.0)
+        if v_ptr is None:
+            dp = product(k, tl.trans(dy))
+            dk = add_product(dk, p, dy)
+        else:
+            dp = product(v, tl.trans(dy))
+            dv = add_product(dv, p, dy)
+        ds = p * (dp - inner[None, :]) * scale
+        dk = add_product(dk, ds, q)
+        if REST > 0:
+            dk_rest = add_product(dk_rest, ds, q_rest)
+    WIDTH: tl.constexpr = LEAD + REST if v_ptr is None else LEAD + REST + VALUE
+    parts_ptr += (row * groups + group) * count * WIDTH
+    store_rows(parts_ptr, dk, start, WIDTH, count, BLOCK_N, LEAD, LEAD_SIZE)
+    if REST > 0:
+        store_rows(parts_ptr + LEAD, dk_rest, start, WIDTH, count, BLOCK_N, REST, REST_SIZE)
+    if v_ptr is not None:
+        parts_ptr += LEAD + REST
+        store_rows(parts_ptr, dv, start, WIDTH, count, BLOCK_N, VALUE, VALUE_SIZE)
+
+
+@triton.jit
+def _sparse_attention_weights_kernel(
+    q_ptr, k_ptr, indices_ptr, lse_ptr, weights_ptr, q_strides, k_strides, list_strides, heads,
+    groups, lists, queries, keys, count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr, REST_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The mean over heads of the probabilities of listed keys.
+
+    Program: BLOCK_N listed keys of one query; its heads are all that share the list, which may be
+    those of several heads of keys.
+    Reads lse and, for every head of keys, the listed keys and its queries. Writes weights (batch,
+    list, query, slot); 0 where absent.
+    """
+    start, which, at = _place_of_tile(lists, queries, count, BLOCK_N)
+    query, batch, shared = at % queries, at // queries, heads // groups
+    q_ptr += batch * q_strides[0] + query * q_strides[2]
+    k_ptr += batch * k_strides[0]
+    indices_ptr += batch * list_strides[0] + which * list_strides[1] + query * list_strides[2]
+    place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    each = groups // lists
+    for group in range(which * each, (which + 1) * each):
+        k, k_rest = load_two(
+            k_ptr + tl.cast(group, tl.int64) * k_strides[1], place, inside, k_strides[2], LEAD,
+            LEAD_SIZE, REST, REST_SIZE,
+        )  # fmt: skip
+        for first in range(0, shared, BLOCK_H):
+            lane = first + tl.arange(0, BLOCK_H)
+            own, head = lane < shared, group * shared + lane
+            q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
+            here = (batch * heads + head) * queries + query
+            lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
+            s = product_of_two(k, k_rest, q, q_rest, REST) * (scale * LOG2E)
+            total += tl.sum(tl.exp2(s - lse[None, :]), axis=1)
+    total = tl.where(place < 0, 0.0, total / (each * shared))
+    slot = start + tl.arange(0, BLOCK_N)
+    weights_ptr += ((batch * lists + which) * queries + query) * count
+    tl.store(weights_ptr + slot, total, mask=slot < count)

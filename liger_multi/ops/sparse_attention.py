@@ -1,0 +1,213 @@
+"""Contract of ``sparse_attention``: softmax attention of every query over a list of keys."""
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.bitwise import PER_ROW, bitwise
+from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import each_frozen
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+op = Op(
+    "sparse_attention",
+    family="attention",
+    bitwise=bitwise(PER_ROW, "q k v indices y weights lse"),
+)
+
+
+class SparseAttentionOutput(NamedTuple):
+    """What ``output_weights=True`` returns.
+
+    Attributes:
+        y: The output.
+        weights: Of every listed key, the mean of its probabilities over the heads.
+    """
+
+    y: Tensor
+    weights: Tensor
+
+
+def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
+    """``(B, heads, length, size)`` whose memory has the order (B, length, heads, size)."""
+    return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
+
+
+@op.forward(returns="y weights lse", residuals="lse", non_differentiable="weights")
+def forward(
+    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    y = _ordered(q, q.shape[1], q.shape[2], value_dim)
+    weights = q.new_empty(indices.shape if output_weights else (0,), dtype=kind)
+    return y, weights, q.new_empty(q.shape[:3], dtype=kind)
+
+
+def gradients(**given: Any) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, in memory as a projection's output."""
+    made = []
+    for name in "qkv":
+        x = given[name]
+        if x is None or not given[f"needs_{name}"]:
+            made.append(given["q"].new_empty(0))
+        else:
+            made.append(_ordered(x, x.shape[1], x.shape[2], x.shape[3]))
+    return tuple(made)
+
+
+op.backward(
+    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", rule=gradients
+)  # fmt: skip
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, value_dim: int | None = None,
+    scale: float | None = None, output_weights: bool = False,
+) -> Tensor | SparseAttentionOutput:  # fmt: skip
+    """Softmax attention of every query over its own list of keys.
+
+    Math:
+        ``s[j] = scale q . k[indices[j]]``, ``p = softmax(s)`` over the list of the query, and ``y =
+        sum_j p[j] v[indices[j]]``. An index of -1 is absent. A key that is listed twice counts
+        twice. A query whose indices are all absent has y 0. Nothing else masks: causality and
+        packing are up to the list (:func:`indexer_topk` makes such lists). Without v, the first
+        ``value_dim`` channels of a key are its value: multi-head latent attention (MLA) in its
+        absorbed form, where all heads share one latent of 512 channels beside 64 rotated ones.
+
+    Shapes:
+        q ``(B, H, L, D)``, k ``(B, G, S, D)``, v ``(B, G, S, E)`` with any strides, H a multiple of
+        G. indices ``(B, L, K)`` of int32 or int64, shared by all heads, or ``(B, G, L, K)``. y
+        ``(B, H, L, E)``, in memory ``(B, L, H, E)``, E being ``value_dim`` without v. With
+        ``output_weights`` also weights, of the shape of indices: the mean of p over the heads that
+        share a list, 0 where absent. They have no gradient.
+
+    Dtypes:
+        In: one floating dtype, int32 or int64 indices. Inside: fp32 (fp64 for fp64); kernels round
+        probabilities and their gradients to the dtype of q for GEMMs. y: that of q; weights: fp32
+        (fp64 for fp64).
+
+    Memory:
+        Kept for backward: q, k, v, y, 4 bytes an index and 4 bytes a query and head (``lse``).
+        Backward of k and v takes fp32 sums of their size, and the gradients that some queries give
+        to each listed key, up to 1 GiB. Nothing is of size L x S.
+
+    Raises:
+        TypeError: An argument has not the dtype that it must have.
+        ValueError: Shapes that do not fit together, mixed devices; both v and ``value_dim``, or
+            none of them. On a CPU also an index of S or more; on a device, the output of that query
+            is NaN.
+
+    Source:
+        DeepSeek-AI 2025 (arXiv:2512.02556); Liu et al. 2024 for MLA (arXiv:2405.04434).
+    """
+    checks.floating(op.name, q=q, k=k, v=v, optional=("v",))
+    size = _shapes_fit(q, k, v, value_dim)
+    places = _indices(q, k, indices)
+    by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
+    wanted = checks.boolean(op.name, "output_weights", output_weights)
+    y, weights = op(q, k, v, places, size, by, wanted)
+    return SparseAttentionOutput(y, weights.view(indices.shape)) if wanted else y
+
+
+def _shapes_fit(q: Tensor, k: Tensor, v: Tensor | None, value_dim: int | None) -> int:
+    """Channels of a value."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is None:
+            continue
+        if x.ndim != 4:
+            checks.refuse(op.name, f"{name} must have four axes", x)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{op.name}: q is {q.dtype}, got {name} as {checks.describe(x)}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or min(k.shape[1], k.shape[3]) < 1 or (
+        q.shape[1] % k.shape[1]
+    ):  # fmt: skip
+        checks.refuse(op.name, f"k must have shape (B, G, S, {q.shape[3]}) for q {tuple(q.shape)}, "
+                      "whose heads are a multiple of G, sizes at least 1", k)  # fmt: skip
+    if (v is None) == (value_dim is None):
+        checks.refuse(op.name, "either v or value_dim says what a value is",
+                      "none" if v is None else f"both, value_dim {value_dim}")  # fmt: skip
+    if v is None:
+        size = checks.integer(op.name, "value_dim", value_dim)
+        if not 1 <= size <= k.shape[3]:
+            checks.refuse(op.name, f"value_dim must be in [1, {k.shape[3]}]", f"{size}")
+        return size
+    if v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
+        checks.refuse(op.name, f"v must have shape {(*k.shape[:3], 'E')}", v)
+    return v.shape[3]
+
+
+def _indices(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
+    """Lists as (B, 1 or G, L, K) int32."""
+    checks.integers(op.name, "indices", indices)
+    batch, _, queries, _ = q.shape
+    places = indices[:, None] if indices.ndim == 3 else indices
+    lists = (batch, places.shape[1] if places.ndim == 4 else 0, queries)
+    if places.ndim != 4 or places.shape[:3] != lists or lists[1] not in (1, k.shape[1]):
+        checks.refuse(op.name, f"indices must have shape ({batch}, {queries}, K) or ({batch}, "
+                      f"{k.shape[1]}, {queries}, K)", indices)  # fmt: skip
+    if indices.device != q.device:
+        checks.refuse(op.name, f"all tensors must be on one device ({q.device})", indices)
+    return places.to(torch.int32)
+
+
+def _case(
+    shape: tuple[int, int, int, int], listed: int, keys: int = 0, groups: int = 1, value: int = 0,
+    layout: str = "contiguous", lists: int = 0, absent: float = 0.2,
+) -> dict[str, T]:  # fmt: skip
+    """Queries of a shape with ``listed`` keys each; values of their own where ``value`` is not 0.
+
+    The first lists are of absent keys, and random lists have keys twice.
+    """
+    batch, _, length, size = shape
+    lead = (batch, groups, keys or length)
+    values = {"v": T((*lead, value), layout=layout)} if value else {}
+    rows = (batch, lists, length) if lists else (batch, length)
+    return {
+        "q": T(shape, layout=layout),
+        "k": T((*lead, size), layout=layout),
+        **values,
+        "indices": T((*rows, listed), classes=lead[2], ignored=absent, ignore_index=-1, grad=False),
+    }
+
+
+def _latent(value: int, **more: Any) -> dict[str, Any]:
+    return {"v": None, "value_dim": value, **more}
+
+
+WEIGHTS: dict[str, Any] = {"output_weights": True}
+SAMPLES = (
+    Sample("latent", _case((2, 4, 19, 24), 11), _latent(16)),
+    Sample("separate", _case((2, 4, 19, 16), 11, groups=2, value=16)),
+    Sample("tiny-latent", _case((1, 2, 4, 4), 3), _latent(3)),
+    Sample("tiny-separate", _case((1, 2, 4, 3), 3, groups=2, value=2), {"scale": 0.7}),
+    Sample("tiny-lists", _case((1, 2, 4, 3), 3, groups=2, value=3, lists=2)),
+    Sample("tiny-weights", _case((1, 2, 4, 3), 3), _latent(3) | WEIGHTS),
+    Sample("weights", _case((2, 6, 9, 20), 21, groups=2, value=8, lists=2), WEIGHTS),
+    Sample("weights-of-shared-lists", _case((1, 6, 9, 8), 21, groups=3, value=8), WEIGHTS),
+    Sample("value-is-the-key", _case((1, 3, 10, 16), 7), _latent(16)),
+    Sample("value-is-little", _case((1, 3, 10, 40), 7), _latent(8)),
+    Sample("odd-sizes", _case((1, 5, 10, 37), 9, value=21)),
+    Sample("many-heads", _case((1, 70, 5, 24), 9), _latent(16)),
+    Sample("many-listed", _case((1, 2, 5, 24), 150, keys=90), _latent(16)),
+    Sample("no-keys-listed", _case((1, 2, 6, 8), 5, absent=1.0), _latent(8)),
+    Sample("empty-lists", _case((1, 2, 6, 8), 0), _latent(8)),
+    Sample("one-query", _case((2, 2, 1, 8), 9, keys=30), _latent(4)),
+    Sample("two-keys", _case((1, 2, 40, 8), 3, keys=2), _latent(4)),
+    Sample("no-queries", _case((1, 2, 0, 8), 3, keys=4), _latent(4)),
+    Sample("no-batch", _case((0, 2, 5, 8), 3), _latent(4)),
+    Sample("swapped", _case((2, 2, 12, 8), 5, layout="swapped", value=8)),
+    Sample("sliced", _case((2, 2, 12, 8), 5, layout="sliced"), _latent(4)),
+    Sample("expanded", _case((3, 2, 12, 8), 5, layout="expanded"), _latent(4)),
+    *each_frozen(_case((1, 2, 8, 8), 5, value=8), "q k v"),
+    *[Sample("frozen-latent", each_frozen(_case((1, 2, 8, 8), 5), "k")[0].tensors, _latent(4))],
+    Sample("past-65535-rows", _case((1, 1, 65537, 2), 2, keys=3), _latent(2), size="thin"),
+    Sample("latent-8192x32x576-2048", _case((1, 32, 8192, 576), 2048, layout="swapped", absent=0.0),
+           _latent(512), size="bench"),
+    Sample("latent-8192x128x576-2048", _case((1, 128, 8192, 576), 2048, layout="swapped",
+           absent=0.0), _latent(512), size="bench"),
+)  # fmt: skip

@@ -1,0 +1,60 @@
+"""The keys with the highest scores of a lightning indexer, by blocks of queries."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.attention.indexer_scores import backward
+from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
+
+__all__ = ["backward", "forward", "selected"]
+
+
+def selected(scores: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Places of the ``count`` highest scores of rows, in order, then -1; of equal ones the first.
+
+    NaN is above all numbers, so that it cannot go unnoticed.
+    """
+    lowest = torch.finfo(scores.dtype).min
+    found = torch.where(scores.isnan(), torch.inf, scores.clamp(min=lowest))
+    found = found.masked_fill(~seen, -torch.inf)
+    least = found.topk(count, -1).values[..., -1:]
+    above, equal = found > least, (found == least) & seen
+    rest = count - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= rest))
+    rank = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # one more column takes the others
+    place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
+    out = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
+    return out.scatter_(-1, rank, place.expand_as(rank))[..., :count]
+
+
+def forward(
+    q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Head after head, so that scores of one head and their sum are all that exists."""
+    kind, (batch, queries, heads, _), keys = statistics_dtype(q.dtype), q.shape, k.shape[1]
+    count = min(topk, keys)
+    indices = q.new_full((batch, queries, count), -1, dtype=torch.int32)
+    scores = q.new_full(indices.shape, -torch.inf, dtype=kind)
+    if not indices.numel():
+        return indices, scores
+    place, theirs = torch.arange(keys, device=q.device), k.to(kind).mT
+    for rows in row_blocks(queries, 6 * batch * keys * kind.itemsize):
+        total = q.new_zeros(batch, rows.stop - rows.start, keys, dtype=kind)
+        for head in range(heads):
+            product = (q[:, rows, head].to(kind) @ theirs).relu_()
+            total += product.mul_(w[:, rows, head, None].to(kind))
+        seen = torch.ones_like(total, dtype=torch.bool)
+        if ranges is not None:
+            seen = (place >= ranges[:, rows, :1]) & (place < ranges[:, rows, 1:])
+            seen = seen.expand_as(total)
+        elif causal:
+            last = torch.arange(rows.start, rows.stop, device=q.device) + (keys - queries)
+            seen = (place <= last[:, None]).expand_as(total)
+        found = selected(total.mul_(scale), seen, count)
+        indices[:, rows] = found
+        values = total.gather(-1, found.clamp(min=0).long())
+        scores[:, rows] = values.masked_fill(found < 0, -torch.inf)
+    return indices, scores

@@ -1,0 +1,146 @@
+"""Softmax attention over lists of keys, by blocks of queries whose keys are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.attention.attention import ordered
+from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
+
+
+def listed(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Places to gather from, int64, and which are keys; of lists on a CPU all must be below S.
+
+    Raises:
+        ValueError: An index is S or more.
+    """
+    if indices.device.type == "cpu" and indices.numel() and int(indices.max()) >= keys:
+        raise ValueError(
+            f"an index must be below the number of keys, {keys}, or -1, got {int(indices.max())}"
+        )
+    inside = (indices >= 0) & (indices < keys)
+    return torch.where(inside, indices, 0).long(), inside
+
+
+def gathered(x: Tensor, places: Tensor, kind: torch.dtype) -> Tensor:
+    """Rows of ``(N, S, D)`` by places (N, rows, K), as (N, rows, K, D)."""
+    flat = places.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
+    rows: Tensor = x.gather(1, flat).to(kind).unflatten(1, places.shape[1:])
+    return rows
+
+
+def add_rows_(total: Tensor, places: Tensor, inside: Tensor, rows: Tensor) -> None:
+    """Add rows (N, rows, K, D) to those of ``(N, S, D)`` that places name, in one order."""
+    offset = torch.arange(total.shape[0], device=total.device) * total.shape[1]
+    at = (places + offset.view(-1, 1, 1)).flatten()
+    values = (rows * inside[..., None]).flatten(0, -2)
+    flat = total.view(-1, total.shape[-1])
+    if total.device.type == "cpu":
+        flat.index_add_(0, at, values)
+    else:  # sorts the places; index_add_ would add by atomics
+        flat.index_put_((at,), values, accumulate=True)
+
+
+class _Lists:
+    """A call by heads of keys: everything has a leading axis of (B, G)."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, value_dim: int, scale: float
+    ) -> None:
+        self.kind = statistics_dtype(q.dtype)
+        self.batch, self.groups, self.keys, _ = k.shape
+        self.heads, self.queries, self.value_dim = q.shape[1], q.shape[2], value_dim
+        self.k = k.flatten(0, 1)
+        self.v = self.k[..., :value_dim] if v is None else v.flatten(0, 1)
+        self.indices = indices.expand(-1, self.groups, -1, -1).flatten(0, 1)
+        self.scale = scale
+
+    def blocks(self, limit_of: int) -> Iterator[slice]:
+        """Blocks of queries."""
+        each = self.k.shape[-1] + self.v.shape[-1] + 3 * self.heads // self.groups
+        row = self.batch * self.groups * self.indices.shape[-1] * each * self.kind.itemsize
+        yield from row_blocks(self.queries if self.batch else 0, limit_of * row)
+
+    def of_heads(self, x: Tensor, rows: slice) -> Tensor:
+        """Rows of ``(B, H, L, ...)`` as (B G, rows, H / G, ...)."""
+        part: Tensor = x[:, :, rows].unflatten(1, (self.groups, -1)).flatten(0, 1)
+        return part.transpose(1, 2).to(self.kind)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """The reverse, as (B, H, rows, ...)."""
+        parts: Tensor = x.transpose(1, 2).unflatten(0, (self.batch, -1))
+        return parts.flatten(1, 2)
+
+    def scores(self, q: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        """Queries, keys and scores of a block, places, and which of them are keys."""
+        places, inside = listed(self.indices[:, rows], self.keys)
+        ours, k = self.of_heads(q, rows), gathered(self.k, places, self.kind)
+        s = (ours @ k.mT).mul_(self.scale).masked_fill_(~inside[:, :, None], -torch.inf)
+        wrong = self.indices[:, rows] >= self.keys
+        return ours, k, s.masked_fill_(wrong[:, :, None], torch.nan), places, inside
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """A block of queries at a time; without keys there is nothing to gather."""
+    lists = _Lists(q, k, v, indices, value_dim, scale)
+    y = ordered(q, q.dtype, q.shape[1], q.shape[2], value_dim)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lists.kind)
+    weights = q.new_zeros(indices.shape if output_weights else (0,), dtype=lists.kind)
+    if not lists.keys or not indices.shape[-1]:
+        listed(indices, lists.keys)
+        return y, weights, lse
+    for rows in lists.blocks(1):
+        _, _, s, places, _ = lists.scores(q, rows)
+        top = s.amax(-1, keepdim=True)
+        p = torch.exp(s - top.masked_fill(top == -torch.inf, 0))
+        total = p.sum(-1, keepdim=True)
+        lse[:, :, rows] = lists.to_heads((top + total.log()).squeeze(-1))
+        p /= total.masked_fill(total == 0, 1)
+        y[:, :, rows] = lists.to_heads(p @ gathered(lists.v, places, lists.kind)).to(q.dtype)
+        if output_weights:
+            mean = p.mean(2).unflatten(0, (lists.batch, -1))
+            weights[:, :, rows] = mean if indices.shape[1] > 1 else mean.mean(1, keepdim=True)
+    return y, weights, lse
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
+    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``ds = p (dy v' - sum(dy y))``; what lists give to keys is added up in fp32."""
+    lists = _Lists(q, k, v, indices, value_dim, scale)
+    dq = ordered(q, q.dtype, *q.shape[1:]) if needs_q else q.new_empty(0)
+    dk, dv = (
+        x.new_zeros(x.shape, dtype=lists.kind) if needed else x.new_empty(0)
+        for x, needed in ((lists.k, needs_k), (lists.v, needs_v and v is not None))
+    )
+    for rows in lists.blocks(2) if lists.keys and indices.shape[-1] else ():
+        ours, keys, s, places, inside = lists.scores(q, rows)
+        up, ends = lists.of_heads(dy, rows), lists.of_heads(lse, rows)[..., None]
+        inner = (up * lists.of_heads(y, rows)).sum(-1, keepdim=True)
+        p = torch.exp(s - ends.masked_fill(ends == -torch.inf, 0))
+        ds = (p * (up @ gathered(lists.v, places, lists.kind).mT - inner)).mul_(scale)
+        if needs_q:
+            dq[:, :, rows] = lists.to_heads(ds @ keys).to(q.dtype)
+        if needs_k:
+            add_rows_(dk, places, inside, ds.mT @ ours)
+        if v is None and needs_k:
+            add_rows_(dk[..., :value_dim], places, inside, p.mT @ up)
+        elif needs_v and v is not None:
+            add_rows_(dv, places, inside, p.mT @ up)
+    return dq, _as_heads(dk, k, needs_k), _as_heads(dv, v, needs_v)
+
+
+def _as_heads(total: Tensor, x: Tensor | None, needed: bool) -> Tensor:
+    """Sums (B G, S, D) as a gradient of ``(B, G, S, D)``, in memory (B, S, G, D)."""
+    if x is None or not needed:
+        return total.new_empty(0)
+    made = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return made.copy_(total.view(x.shape))
