@@ -1,6 +1,6 @@
 """Stacks of experts in 4 bits: equal to their dequantized weights, of which few exist at a time.
 
-By bitsandbytes where it is installed, and by a stand-in of its interface otherwise.
+By bitsandbytes where it is installed, and otherwise by its interface written here.
 """
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
@@ -30,7 +30,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 5}
 STACKS = ("gate_up_proj", "down_proj")
 
 
-# --- a stand-in ---
+# --- the interface of bitsandbytes ---
 
 
 @dataclass
