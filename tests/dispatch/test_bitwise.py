@@ -1,9 +1,11 @@
 """The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import liger_multi
 from liger_multi import ops
@@ -240,3 +242,112 @@ def test_operators_leave_the_process_as_it_was():
         with liger_multi.use(deterministic=setting):
             ops.multi_token_attention(scores, torch.randn(2, 2, 3, 3), padding=1).sum().backward()
         assert _switches() == before
+
+
+# --- compiled ---
+
+
+def _counted():
+    """A backend of the compiler that runs graphs as they are, and the graphs that it was given."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, backend
+
+
+CALLS = {
+    "swiglu": lambda x: ops.swiglu(x, x),
+    "relu_squared": ops.relu_squared,
+    "gated_mlp": lambda x: ops.gated_mlp(x, *WEIGHTS),
+    "linear": lambda x: ops.linear(x, WEIGHTS[0]),
+    "rms_norm": lambda x: ops.rms_norm(x, WEIGHTS[0][0]),
+}
+SWIGLU = torch.ops.liger_multi.swiglu.default
+WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("said", ["use", "configure", "file"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, said):
+    """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS[name], backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    x = torch.randn(33, 16, generator=torch.Generator().manual_seed(4))
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled(x)
+    before = len(graphs)
+    with _rows_said(said, monkeypatch, tmp_path):
+        whole = compiled(x)
+        alone = torch.cat([compiled(x[i : i + 1]) for i in range(len(x))])
+        for _ in range(3):
+            compiled(x)
+        during = len(graphs)
+        assert checks.same_bits(whole, CALLS[name](x))
+        assert checks.same_bits(whole, alone)
+    compiled(x)
+    assert len(graphs) == during  # the first graph serves again
+    if name != "rms_norm":  # which is opaque: its function is chosen at every call
+        assert any(f"liger_multi::{name}_forward" in _targets(g) for g in graphs[before:])
+        assert f"liger_multi::{name}_forward" not in _targets(graphs[0])
+
+
+def _targets(graph):
+    return {getattr(node.target, "name", str)() for node in graph.graph.nodes}
+
+
+@contextlib.contextmanager
+def _rows_said(how, monkeypatch, tmp_path):
+    if how == "use":
+        with liger_multi.use(deterministic="rows"):
+            yield
+        return
+    if how == "file":
+        (tmp_path / "rows.yaml").write_text("deterministic: rows\n")
+        monkeypatch.setenv("LIGER_MULTI_CONFIG", str(tmp_path / "rows.yaml"))
+    liger_multi.configure({"deterministic": "rows"} if how == "configure" else None)
+    yield
+    monkeypatch.delenv("LIGER_MULTI_CONFIG", raising=False)
+    liger_multi.configure(None)
+
+
+def test_the_setting_of_another_thread_recompiles_nothing():
+    """Guards look at the thread that calls."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x, inside, leave = torch.randn(4, 16), threading.Event(), threading.Event()
+
+    def other():
+        with liger_multi.use(deterministic="rows"):
+            inside.set()
+            leave.wait(30)
+
+    compiled(x)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    compiled(x)
+    leave.set()
+    thread.join()
+    assert len(graphs) == 1
+
+
+def test_pytorch_s_switch_recompiles(torch_strict):
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x = torch.randn(4, 16)
+    compiled(x)
+    with liger_multi.use(deterministic=False):
+        compiled(x)
+    torch.use_deterministic_algorithms(False)
+    compiled(x)
+    assert [g.graph.find_nodes(op="call_function", target=SWIGLU)[0].args[-2] for g in graphs] == [
+        False,
+        True,
+        True,
+    ]
