@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import bitwise
-from liger_multi.dispatch.config import parse_deterministic
+from liger_multi.dispatch.config import forget, parse_deterministic
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import mode_in_force
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
@@ -92,16 +92,21 @@ def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
 
 
 def test_what_cannot_be_promised_names_operator_reason_and_way_out(monkeypatch):
-    x, scale = torch.randn(2, 3, 8), torch.randn(2, 8)
+    why = {"rows": "its sums are split by the batch"}
+    weak = bitwise.bitwise(bitwise.promise("repeat recompute", because=why), "x y", 1)
+    monkeypatch.setattr(OPS["softmax"], "bitwise", weak)
+    x = torch.randn(2, 7)
+    forget()
     with (
         liger_multi.use(deterministic="rows"),
-        pytest.raises(BackendUnavailableError, match="modulated_rms_norm forward") as raised,
+        pytest.raises(BackendUnavailableError, match="softmax forward") as raised,
     ):
-        ops.modulated_rms_norm(x, scale)
-    assert "does not promise 'rows'" in str(raised.value)
+        ops.softmax(x)
+    assert "does not promise 'rows' (" in str(raised.value)
     assert "use(deterministic=True)" in str(raised.value)
     with liger_multi.use(deterministic=True):
-        ops.modulated_rms_norm(x, scale)
+        ops.softmax(x)
+    forget()
 
 
 def test_a_backend_without_repeat_is_passed_over(monkeypatch):
@@ -145,6 +150,32 @@ def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
             for h, t in zip(hidden.split(lengths), target.split(lengths), strict=True)
         ]
     assert checks.same_bits(packed.log_prob, torch.cat([each.log_prob for each in alone]))
+
+
+@pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 300, 67)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modulated_tokens_do_not_see_each_other(by, dtype):
+    """The norm's sums are a row's own; what modulates it is elementwise.
+
+    PyTorch adds along a transposed axis in another order than along that of a row alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, scale, shift = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 300), by, by)
+    )
+    x = x.mT
+    with liger_multi.use(deterministic="rows"):
+        whole = ops.modulated_rms_norm(x, scale, shift)
+        for token in (0, 7, 299):
+            at = slice(token, token + 1)
+            given = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
+            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *given))
+
+
+def test_every_operator_runs_under_rows_on_a_cpu():
+    """Permissions to overwrite are not used there, and those forms have no independent rows."""
+    refused = [n for n in OPS if bitwise.refusal("reference", OPS[n].fwd, "rows")]
+    assert all(OPS[name].inplace for name in refused)
 
 
 def test_every_operator_says_what_it_promises():
