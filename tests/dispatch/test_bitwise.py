@@ -15,6 +15,7 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import mode_in_force
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
 from liger_multi.reference.common import strict
+from liger_multi.reference.norms import rms_norm
 from liger_multi.testing import bitwise as checks
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call
@@ -152,21 +153,26 @@ def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
     assert checks.same_bits(packed.log_prob, torch.cat([each.log_prob for each in alone]))
 
 
-@pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 300, 67)])
+@pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 9, 67)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_modulated_tokens_do_not_see_each_other(by, dtype):
-    """The norm's sums are a row's own; what modulates it is elementwise.
+def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
+    """The norm is called for every row on memory of its own; what modulates it is elementwise."""
+    original, alone = rms_norm.forward, []
 
-    PyTorch adds along a transposed axis in another order than along that of a row alone.
-    """
+    def watched(x, *rest):
+        alone.append((x.shape, x.storage_offset(), x.stride()))
+        return original(x, *rest)
+
+    monkeypatch.setattr(rms_norm, "forward", watched)
     generator = torch.Generator().manual_seed(0)
     x, scale, shift = (
-        torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 300), by, by)
+        torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 9), by, by)
     )
     x = x.mT
     with liger_multi.use(deterministic="rows"):
         whole = ops.modulated_rms_norm(x, scale, shift)
-        for token in (0, 7, 299):
+        assert alone == 18 * [((1, 67), 0, (67, 1))]
+        for token in (0, 7, 8):
             at = slice(token, token + 1)
             given = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
             assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *given))
