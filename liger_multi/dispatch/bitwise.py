@@ -201,10 +201,42 @@ def follows_torch() -> str:
     return "deterministic" if torch._C._get_deterministic_algorithms() else ""
 
 
-# --- row by row ---
+# --- how a direction is called under "rows" ---
 
 
-def row_by_row(prim: Primitive, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+ALIGNED = 16  # bytes; what a thread loads at a time, and with it the order of a sum, follows them
+
+
+def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
+    """Run a direction on tensors that lie as an allocator places them; the others are copied."""
+    moved = {
+        i: args[i].clone(memory_format=torch.contiguous_format)
+        for i in prim.places
+        if args[i] is not None and not _is_aligned(args[i])
+    }
+    made = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
+    for name in prim.mutates:
+        place = prim.params.index(name)
+        if place in moved:
+            args[place].copy_(moved[place])
+    return made
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
+
+    Axes of one element count: the stride of a row alone is that which it had beside others.
+    """
+    if x.data_ptr() % ALIGNED:
+        return False
+    dense, is_dense = 1, True
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        is_dense = is_dense and stride == dense
+        dense *= max(size, 1)
+    return is_dense or not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
+
+
+def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on all rows, then row by row, and put the results of rows together.
 
     Every row is a call of its own on fresh memory, so that nothing about the others can show in its

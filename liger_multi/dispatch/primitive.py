@@ -104,17 +104,23 @@ def candidate(
 
 
 def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[..., Any]:
-    """The function under a setting of the switch; the reference goes row by row under "rows"."""
+    """The function under a setting of the switch.
+
+    Under "rows", the reference goes row by row, and kernels get starts that they can load from by
+    vectors: a row's bits would follow its address otherwise.
+    """
     strict = importlib.import_module("liger_multi.reference.common.strict")
     record = backends()[name]
     gemm = record.gemm_by_rows() if mode == "rows" and record.gemm_by_rows else None
-    by_rows = mode == "rows" and bitwise.goes_row_by_row(name, prim)
+    if mode == "rows":
+        whole: Any = bitwise.row_by_row if bitwise.goes_row_by_row(name, prim) else bitwise.aligned
+        call = functools.partial(whole, prim, call)
 
     def run(*args: Any) -> Any:
         token = launch.any_rows.set(mode == "rows")
         try:
             with strict.within(mode, gemm):
-                return bitwise.row_by_row(prim, call, args) if by_rows else call(*args)
+                return call(*args)
         finally:
             launch.any_rows.reset(token)
 

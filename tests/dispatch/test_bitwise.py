@@ -9,10 +9,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch import bitwise
+from liger_multi.dispatch import bitwise, primitive
 from liger_multi.dispatch.config import forget, parse_deterministic
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import mode_in_force
+from liger_multi.dispatch.registry import module
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
 from liger_multi.reference.common import strict
 from liger_multi.reference.norms import rms_norm
@@ -279,6 +280,60 @@ def test_operators_leave_the_process_as_it_was():
         with liger_multi.use(deterministic=setting):
             ops.multi_token_attention(scores, torch.randn(2, 2, 3, 3), padding=1).sum().backward()
         assert _switches() == before
+
+
+# --- where tensors lie ---
+
+BUFFER = torch.arange(0.0, 4096.0)
+PLACED = {  # rows of 64 and 67 elements, and whether they are copied
+    "whole": (BUFFER[:512].view(8, 64), False),
+    "some rows": (BUFFER[:512].view(8, 64)[3:5], False),
+    "odd rows": (BUFFER[:536].view(8, 67), False),
+    "odd rows from the fifth": (BUFFER[:536].view(8, 67)[4:], False),
+    "odd rows from the second": (BUFFER[:536].view(8, 67)[1:], True),
+    "from the second element": (BUFFER[1:513].view(8, 64), True),
+    "from the fifth": (BUFFER[4:516].view(8, 64), False),
+    "gaps": (BUFFER[:640].view(8, 80)[:, :64], False),
+    "odd gaps": (BUFFER[:536].view(8, 67)[:, :64], True),
+    "a row with an odd gap": (BUFFER[:536].view(8, 67)[4:5, :64], True),
+    "expanded": (BUFFER[:64].expand(8, 64), False),
+    "nothing": (BUFFER[:0].view(0, 64), False),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name):
+    """The order of a row's sum would follow its address, as what a thread loads at a time does."""
+    x, is_copied = PLACED[name]
+    weight, seen = BUFFER[1 : 1 + x.shape[1]], []
+
+    def kernel(*args):
+        seen.extend(args[:2])
+        return ops_forward(*args)
+
+    prim = OPS["rms_norm"].fwd
+    ops_forward = module("reference", "rms_norm").forward
+    run = primitive._strictly("cuda", prim, kernel, "rows")
+    made = run(x, weight, 1e-6, 0.0, "llama")
+    assert (seen[0] is not x) == is_copied
+    assert all(t.data_ptr() % 16 == 0 for t in seen)
+    assert checks.same_bits(tuple(seen), (x, weight))
+    assert checks.same_bits(made, ops_forward(x, weight, 1e-6, 0.0, "llama"))
+    assert primitive._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
+
+
+def test_what_is_written_to_is_written_in_its_place():
+    logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
+    given = logits.clone()
+
+    def kernel(logits, *rest):
+        assert logits.data_ptr() % 16 == 0
+        return logits.neg_().sum(1)
+
+    prim = OPS["cross_entropy_inplace"].fwd
+    rest = [None] * (len(prim.params) - 1)
+    primitive._strictly("cuda", prim, kernel, "rows")(logits, *rest)
+    assert torch.equal(logits, -given)
 
 
 # --- compiled ---
