@@ -203,9 +203,8 @@ def _row_by_row(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """The norm of every row alone, on memory of its own, so that its bits show no other row."""
-    made = [
-        rms_norm.forward(row.clone(), weight, eps, offset, casting) for row in as_rows(x).split(1)
-    ]
+    alone = (row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1))
+    made = [rms_norm.forward(row, weight, eps, offset, casting) for row in alone]
     n, rstd = (torch.cat(each) for each in zip(*made, strict=True))
     return n.view(x.shape), rstd.view(x.shape[:-1])
 

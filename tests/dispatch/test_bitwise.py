@@ -322,6 +322,26 @@ def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name)
     assert primitive._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
+def test_a_row_alone_has_its_bits_in_every_layout(name):
+    """Of one axis or more, with gaps between its elements or none, beside others or not."""
+    x = torch.randn(257, 9, generator=torch.Generator().manual_seed(0))
+    weight = x[:, 0].contiguous()
+    run = {
+        "rms_norm": lambda x: ops.rms_norm(x, weight),
+        "swiglu": lambda x: ops.swiglu(x, x),
+        "geglu": lambda x: ops.geglu(x, x),
+        "gated_rms_norm": lambda x: ops.gated_rms_norm(x, x, weight),
+        "softmax": ops.softmax,
+    }[name]
+    with liger_multi.use(deterministic="rows"):
+        every = run(x.t())
+        for i in range(9):
+            row = x[:, i]
+            for given in (row, row.contiguous(), x.t()[None, i : i + 1], row.expand(3, 257)):
+                assert checks.same_bits(run(given).reshape(-1, 257)[-1], every[i])
+
+
 def test_what_is_written_to_is_written_in_its_place():
     logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
     given = logits.clone()
