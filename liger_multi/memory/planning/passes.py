@@ -88,6 +88,13 @@ class Passes:
         made = Trace(body, head)
         return made if made.fits else Trace(*self._simulate(settings, recompute, self.shapes.depth))
 
+    def take_over(self, simulations: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Count and keep what another process simulated of the same shapes."""
+        self.simulations += simulations
+        self.shapes.store.add(entries)
+        self._bodies.clear()
+        self._heads.clear()
+
     # --- what is known, and what follows from it ---
 
     def _body(self, settings: Settings, recompute: str) -> Body | None:
