@@ -285,20 +285,25 @@ def planned(**options):
     return plan(config_of(), "80MiB", sequence=LENGTH, space=BROAD, limits=False, **options)
 
 
-def test_two_processes_make_the_plan_of_one(two, monkeypatch):
-    said, simulated = [], Passes._simulated
+def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
+    """Each simulates some; the first one alone tells what it does."""
+    alone, simulated, told = planned(), Passes._simulated, []
 
     def watched(self, *rest):
-        said.append(os.getpid())
+        (tmp_path / f"{os.getpid()} {self.simulations}").touch()
         return simulated(self, *rest)
 
+    def said(text):
+        told.append(text)
+        (tmp_path / f"said by {os.getpid()}").touch()
+
     monkeypatch.setattr(Passes, "_simulated", watched)
-    alone, before = planned(), len(said)
-    both = planned(processes=2)
+    both = planned(processes=2, said=said)
     assert both == replace(alone, simulations=both.simulations)
-    here = len(said) - before  # what the other one appended stands in its copy of the list
-    assert 0 < here < 0.8 * alone.simulations
-    assert here < both.simulations < 1.2 * alone.simulations
+    files = [file.name for file in tmp_path.iterdir()]
+    assert [name for name in files if "said" in name] == [f"said by {os.getpid()}"]
+    assert len(files) - 1 == both.simulations < 1.2 * alone.simulations
+    assert 0 < len(told) < 0.8 * alone.simulations
 
 
 def test_a_process_that_fails_is_done_without(two, monkeypatch):

@@ -271,7 +271,11 @@ class _Search:
             half._weigh(ways, batch)
             return passes.simulations - before, self.shapes.store.entries()
 
-        with beside(lambda: simulate(_has_extras)) as result:
+        def elsewhere() -> tuple[int, Any]:
+            passes.said = lambda _: None  # one process tells what it does
+            return simulate(_has_extras)
+
+        with beside(elsewhere) as result:
             simulate(lambda kind: not _has_extras(kind))
             found = result()
         if found is not None:
