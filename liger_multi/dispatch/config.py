@@ -332,15 +332,23 @@ _local = threading.local()
 
 
 class _OfProcess:
-    """What the configuration of the process names as ``deterministic``."""
+    """What the configuration of the process, and the last ``use``, name as ``deterministic``."""
 
-    deterministic: str | None = None
+    def __init__(self) -> None:
+        self.deterministic: str | None = None
+        self.scope: str | None = None
 
 
 class _OfThread(threading.local):
-    """The same of the enclosing ``use`` blocks of a thread."""
+    """What the enclosing ``use`` blocks of a thread name as ``deterministic``.
 
-    deterministic: str | None = None
+    Autograd computes again what is checkpointed in threads of its own, which Python did not start.
+    They follow the last ``use``: whoever waits for them is in it.
+    """
+
+    def __init__(self) -> None:
+        self.deterministic: str | None = None
+        self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _of_process, _of_thread = _OfProcess(), _OfThread()
@@ -352,7 +360,7 @@ def stated() -> str | None:
     Compilers cannot look into context variables. A graph that read these is compiled again where
     another setting is in force.
     """
-    said = _of_thread.deterministic
+    said = _of_process.scope if _of_thread.is_foreign else _of_thread.deterministic
     return _of_process.deterministic if said is None else said
 
 
@@ -375,7 +383,8 @@ class _Caller:
 def _hand_over() -> None:
     """Show the scope of this thread to compilers, and to threads in which autograd works for it."""
     scope = _scope.get()[0]
-    _of_thread.deterministic = None if scope is None else _innermost(scope.scopes)
+    said = None if scope is None else _innermost(scope.scopes)
+    _of_thread.deterministic = _of_process.scope = said
     if not hasattr(_local, "caller"):
         _local.caller = _Caller()
     _local.caller.scope = _scope.get()

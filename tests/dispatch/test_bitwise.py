@@ -1,5 +1,6 @@
 """The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
 
+import _thread
 import contextlib
 import threading
 
@@ -448,6 +449,29 @@ def test_the_setting_of_another_thread_recompiles_nothing():
     assert len(graphs) == 1
 
 
+def test_threads_of_autograd_take_the_graph_of_the_block_that_waits_for_them():
+    """A device's threads compute again what is checkpointed; Python did not start them."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x, done = torch.randn(4, 16), threading.Event()
+
+    def again():
+        compiled(x)
+        done.set()
+
+    compiled(x)
+    with liger_multi.use(deterministic="rows"):
+        compiled(x)
+        _thread.start_new_thread(again, ())
+        assert done.wait(60)
+    assert [_is_traced(g) for g in graphs] == [True, False, False]  # threads of both kinds
+
+
+def _is_traced(graph):
+    return graph.graph.find_nodes(op="call_function", target=SWIGLU)[0].args[-2]
+
+
 def test_pytorch_s_switch_recompiles(torch_strict):
     torch.compiler.reset()
     graphs, backend = _counted()
@@ -458,8 +482,4 @@ def test_pytorch_s_switch_recompiles(torch_strict):
         compiled(x)
     torch.use_deterministic_algorithms(False)
     compiled(x)
-    assert [g.graph.find_nodes(op="call_function", target=SWIGLU)[0].args[-2] for g in graphs] == [
-        False,
-        True,
-        True,
-    ]
+    assert [_is_traced(g) for g in graphs] == [False, True, True]
