@@ -53,13 +53,17 @@ MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 
 @dataclass(frozen=True)
 class MixConfig:
-    """``rows`` rows by ``block`` columns a step; ``chunks`` of a row's sum, or of the rows."""
+    """``rows`` rows by ``block`` columns a step; ``chunks`` parts of a row, backward of the rows.
+
+    ``library``: PyTorch's GEMMs in backward, as in the reference.
+    """
 
     rows: int
     block: int
     stages: int
     num_warps: int
     chunks: int
+    library: bool = False
 
 
 MOST_CHUNKS = 8  # of a row's sum, where their number must not follow the rows
@@ -281,6 +285,8 @@ def mixes_gradients(
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.backward", mix_gradient_config, rows.device, **shape)
+    if k.library and not by_rows():
+        return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
     per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
     chunks = cdiv(count, per)
     dx = rows.new_empty(rows.shape) if needs_x else None
