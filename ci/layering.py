@@ -430,7 +430,8 @@ def portable(tree: Tree) -> Iterator[Finding]:
     """Kernels ask for nothing that one vendor's hardware does otherwise.
 
     Capability numbers mean other cards on other vendors; products of fp32 are of TF32 or XF32
-    unless told; an atomic sum has no fixed order, and for 16 bits becomes a loop.
+    unless told; an atomic sum has no fixed order, and for 16 bits becomes a loop. PyTorch divides a
+    sum among the cores that a card has.
     """
     for file in tree.files:
         if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
@@ -446,6 +447,8 @@ def portable(tree: Tree) -> Iterator[Finding]:
                 wrong = "tl.dot without input_precision"
             elif name.startswith("tl.atomic_"):
                 wrong = f"{name}: an atomic operation; sum partials of programs instead"
+            elif file.vendor is not None and re.search(r"(?<!\btl)\.(sum|mean)$", name):
+                wrong = f"{name}: its order follows the card; sum_rows and sum_partials have one"
             if wrong:
                 yield Finding(file.path, node.lineno, "portable", wrong)
 

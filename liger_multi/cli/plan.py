@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.config import parse_bytes
@@ -168,6 +169,7 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
         compression=arguments.compression,
         said=said,
         cache=not arguments.no_cache,
+        processes=2,
     )
 
 
@@ -202,9 +204,11 @@ def progress(command: str) -> Iterator[Callable[[str], None]]:
 
     columns = (SpinnerColumn(), TimeElapsedColumn())
     words = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, words, console=Console(stderr=True), transient=True) as bar:
+    options: dict[str, Any] = {"console": Console(stderr=True), "transient": True}
+    # no thread, which a copy of this process would not have
+    with Progress(*columns, words, auto_refresh=False, **options) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda text: bar.update(task, description=text)
+        yield lambda text: bar.update(task, description=text, refresh=True)
 
 
 def _log(command: str) -> Callable[[str], None]:

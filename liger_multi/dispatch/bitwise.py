@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from liger_multi.dispatch.primitive import Primitive
 
 PROPERTIES = {
-    "repeat": "the same inputs on the same machine, with as much free memory, give the same bits",
+    "repeat": "the same inputs on the same machine, with as much free memory and as many "
+    "threads, give the same bits",
     "recompute": "forward under checkpointing gives the bits of the first forward again",
     "rows": "the result of a row does not depend on the number, content or order of other rows",
     "chunk": "results per row do not depend on the size of chunks",
@@ -201,24 +202,65 @@ def follows_torch() -> str:
     return "deterministic" if torch._C._get_deterministic_algorithms() else ""
 
 
-# --- row by row ---
+# --- how a direction is called under "rows" ---
 
 
-def row_by_row(prim: Primitive, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+ALIGNED = 16  # bytes; what a thread loads at a time, and with it the order of a sum, follows them
+
+
+def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
+    """Run a direction on tensors that lie as an allocator places them; the others are copied."""
+    moved = {
+        i: _fresh(args[i]) for i in prim.places if args[i] is not None and not _is_aligned(args[i])
+    }
+    made = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
+    for name in prim.mutates:
+        place = prim.params.index(name)
+        if place in moved:
+            args[place].copy_(moved[place])
+    return made
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
+
+    Axes of one element count: the stride of a row alone is that which it had beside others.
+    """
+    if x.data_ptr() % ALIGNED:
+        return False
+    dense, is_dense = 1, True
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        is_dense = is_dense and stride == dense
+        dense *= max(size, 1)
+    return is_dense or not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
+
+
+def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on all rows, then row by row, and put the results of rows together.
 
-    Every row is a call of its own on fresh memory, so that nothing about the others can show in its
-    bits. Results without rows (sums over them) are those of the first run.
+    Every row is a call of its own on fresh contiguous memory, so that nothing about the others, or
+    about its place among them, can show in its bits. Results without rows (sums over them) are
+    those of the first run. Tensors without axes for rows are one row.
     """
     rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
     written = {prim.params.index(name) for name in prim.mutates}
-    made = call(*[a.clone() if i in written else a for i, a in enumerate(args)])
+    copied = written if rows.lead else set(prim.places)
+    fresh = [_fresh(a) if i in copied and a is not None else a for i, a in enumerate(args)]
+    made = call(*fresh)
+    if not rows.lead:
+        for i in written:
+            args[i].copy_(fresh[i])
+        return made
     outs = several(made)
     flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
     parts = []
     for row in range(rows.count):
         given = [
-            t if x is None else x.narrow(axis, row, 1).clone()
+            t if x is None else _fresh(x.narrow(axis, row, 1))
             for t, (x, axis) in zip(args, flat, strict=True)
         ]
         parts.append(several(call(*given)))

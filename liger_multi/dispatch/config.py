@@ -280,7 +280,7 @@ class Configuration:
     @functools.cached_property
     def deterministic(self) -> str | None:
         """The setting that a layer names; None where PyTorch's own switch is followed."""
-        return next((x.deterministic for x in self.layers if x.deterministic is not None), None)
+        return _innermost(self.layers)
 
     def scoped(self, choices: Mapping[str, Any]) -> Configuration:
         """This configuration under one more layer; equal scopes share their plans."""
@@ -313,6 +313,10 @@ class Configuration:
         return moved[1]
 
 
+def _innermost(layers: tuple[Layer, ...]) -> str | None:
+    return next((x.deterministic for x in layers if x.deterministic is not None), None)
+
+
 def _said(op: str, names: tuple[str, ...]) -> Any:
     """The value of a scope's key, as it was given to :func:`use`."""
     return _SWITCH[names[0]] if op == "deterministic" else list(names)
@@ -325,6 +329,39 @@ _base: Configuration | None = None
 _known: dict[tuple[Any, ...], Configuration] = {}
 HANDED = "liger_multi.scope"
 _local = threading.local()
+
+
+class _OfProcess:
+    """What the configuration of the process, and the last ``use``, name as ``deterministic``."""
+
+    def __init__(self) -> None:
+        self.deterministic: str | None = None
+        self.scope: str | None = None
+
+
+class _OfThread(threading.local):
+    """What the enclosing ``use`` blocks of a thread name as ``deterministic``.
+
+    Autograd computes again what is checkpointed in threads of its own, which Python did not start.
+    They follow the last ``use``: whoever waits for them is in it.
+    """
+
+    def __init__(self) -> None:
+        self.deterministic: str | None = None
+        self.is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+
+
+_of_process, _of_thread = _OfProcess(), _OfThread()
+
+
+def stated() -> str | None:
+    """What a layer names as ``deterministic``, from attributes that a compiler guards on.
+
+    Compilers cannot look into context variables. A graph that read these is compiled again where
+    another setting is in force.
+    """
+    said = _of_process.scope if _of_thread.is_foreign else _of_thread.deterministic
+    return _of_process.deterministic if said is None else said
 
 
 class _Caller:
@@ -344,7 +381,10 @@ class _Caller:
 
 
 def _hand_over() -> None:
-    """Show the scope of this thread to the threads in which autograd works for it."""
+    """Show the scope of this thread to compilers, and to threads in which autograd works for it."""
+    scope = _scope.get()[0]
+    said = None if scope is None else _innermost(scope.scopes)
+    _of_thread.deterministic = _of_process.scope = said
     if not hasattr(_local, "caller"):
         _local.caller = _Caller()
     _local.caller.scope = _scope.get()
@@ -402,6 +442,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
             _known.pop(next(iter(_known)))
         found = _known[key] = Configuration(tuple(layers))
     _base = found
+    _of_process.deterministic = found.deterministic
     return found
 
 
@@ -410,6 +451,7 @@ def forget() -> None:
     global _base
     _known.clear()
     _base = None
+    _of_process.deterministic = None
 
 
 @contextlib.contextmanager

@@ -34,7 +34,14 @@ from torch.nn import Parameter
 
 from liger_multi.dispatch.autograd import anchor_of, make_function, wire
 from liger_multi.dispatch.bitwise import NO_PROMISE, Bitwise
-from liger_multi.dispatch.primitive import LIBRARY, Primitive, automatic, inline_ops, sources
+from liger_multi.dispatch.primitive import (
+    LIBRARY,
+    Primitive,
+    automatic,
+    inline_ops,
+    mode_in_force,
+    sources,
+)
 from liger_multi.dispatch.registry import OPS
 from liger_multi.errors import ContractError, TransformError
 
@@ -297,7 +304,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""
         if torch.compiler.is_compiling():
-            traced = self.compile == "trace" and automatic(self.name)
+            traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.whole(*args, traced, sources())
         if torch._C._is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
             return self.whole(*args, False, sources())

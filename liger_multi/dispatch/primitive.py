@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import Library, infer_schema
 
 from liger_multi.dispatch import bitwise, launch
-from liger_multi.dispatch.config import AUTO, Choice, Configuration, current
+from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, stated
 from liger_multi.dispatch.double_backward import only_whole
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
 from liger_multi.errors import BackendUnavailableError, ContractError, unknown
@@ -104,17 +104,23 @@ def candidate(
 
 
 def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[..., Any]:
-    """The function under a setting of the switch; the reference goes row by row under "rows"."""
+    """The function under a setting of the switch.
+
+    Under "rows", the reference goes row by row, and kernels get starts that they can load from by
+    vectors: a row's bits would follow its address otherwise.
+    """
     strict = importlib.import_module("liger_multi.reference.common.strict")
     record = backends()[name]
     gemm = record.gemm_by_rows() if mode == "rows" and record.gemm_by_rows else None
-    by_rows = mode == "rows" and bitwise.goes_row_by_row(name, prim)
+    if mode == "rows":
+        whole: Any = bitwise.row_by_row if bitwise.goes_row_by_row(name, prim) else bitwise.aligned
+        call = functools.partial(whole, prim, call)
 
     def run(*args: Any) -> Any:
         token = launch.any_rows.set(mode == "rows")
         try:
             with strict.within(mode, gemm):
-                return bitwise.row_by_row(prim, call, args) if by_rows else call(*args)
+                return call(*args)
         finally:
             launch.any_rows.reset(token)
 
@@ -360,9 +366,20 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 @constant_in_graphs
+def _read_configuration() -> None:
+    """A file that the environment names is read before its settings are asked for."""
+    current()
+
+
 def mode_in_force() -> str:
-    """The setting of the switch here and now; that of the trace in a compiled graph."""
-    return mode_of(current())
+    """The setting of the switch here and now; graphs are compiled again where it is another one."""
+    if not torch.compiler.is_compiling():
+        return mode_of(current())
+    _read_configuration()
+    said = stated()
+    if said is not None:
+        return said
+    return "deterministic" if torch.are_deterministic_algorithms_enabled() else ""
 
 
 def by_rows() -> bool:
@@ -372,9 +389,7 @@ def by_rows() -> bool:
 
 @constant_in_graphs
 def automatic(op: str) -> bool:
-    """Whether its reference may be traced: nobody pinned a backend or asked for equal bits."""
-    if mode_of(current()):
-        return False
+    """Whether its reference may be traced: nobody pinned a backend."""
     for layer in current().layers:
         for device in {"", *layer.ops, *layer.default}:
             choice = layer.choice(op, device)

@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.bitwise import bitwise, promise
+from liger_multi.dispatch.bitwise import BY_PIECES, bitwise, promise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
+_LIBRARY = "where registers are few, the vendor's library multiplies"
 op = Op(
     "hyper_connections",
     family="residuals",
     rows=("x", "mixes", "rstd"),
     replicated=("weight", "bias", "scale"),
-    bitwise=bitwise(promise("repeat recompute cards", rows="rows"), "x pre post mix mixes rstd", 2),
-)
+    bitwise=bitwise(
+        BY_PIECES, "x pre post mix mixes rstd", 2,
+        backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
+    ),
+)  # fmt: skip
 
 
 @op.forward(returns="pre post mix mixes rstd", residuals="mixes rstd")

@@ -21,9 +21,10 @@ op = Op(
     family="norms",
     bitwise=bitwise(
         PER_ROW,
-        "x:-3 scale shift y:-3 rstd:-2",
+        "x scale shift y rstd",
+        2,
         backward=promise("repeat recompute cards", because={"rows": _SUMS}),
-        reference="no",
+        reference="itself",
     ),
 )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.norms import rms_norm
 
 
@@ -198,6 +199,16 @@ def _split(x: Tensor, modulations: int) -> Tensor:
     return parts
 
 
+def _row_by_row(
+    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor]:
+    """The norm of every row alone, on memory of its own, so that its bits show no other row."""
+    alone = (row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1))
+    made = [rms_norm.forward(row, weight, eps, offset, casting) for row in alone]
+    n, rstd = (torch.cat(each) for each in zip(*made, strict=True))
+    return n.view(x.shape), rstd.view(x.shape[:-1])
+
+
 class ModulatedRMSNorm:
     """RMSNorm modulated by a condition, ``norm(x) * (1 + scale) + shift``, in PyTorch's order."""
 
@@ -207,7 +218,8 @@ class ModulatedRMSNorm:
         offset: float, casting: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Norm, product and sum, each rounded where PyTorch rounds it."""
-        n, rstd = rms_norm.forward(x, weight, eps, offset, casting)
+        norm = _row_by_row if by_rows() else rms_norm.forward
+        n, rstd = norm(x, weight, eps, offset, casting)
         dtype = torch.promote_types(n.dtype, scale.dtype)
         dtype = dtype if shift is None else torch.promote_types(dtype, shift.dtype)
         y = n.new_empty(n.shape, dtype=dtype)

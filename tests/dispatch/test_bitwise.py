@@ -1,18 +1,23 @@
 """The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
 
+import _thread
+import contextlib
 import threading
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch import bitwise
-from liger_multi.dispatch.config import parse_deterministic
+from liger_multi.dispatch import bitwise, primitive
+from liger_multi.dispatch.config import forget, parse_deterministic
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import mode_in_force
+from liger_multi.dispatch.registry import module
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
 from liger_multi.reference.common import strict
+from liger_multi.reference.norms import rms_norm
 from liger_multi.testing import bitwise as checks
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call
@@ -90,16 +95,21 @@ def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
 
 
 def test_what_cannot_be_promised_names_operator_reason_and_way_out(monkeypatch):
-    x, scale = torch.randn(2, 3, 8), torch.randn(2, 8)
+    why = {"rows": "its sums are split by the batch"}
+    weak = bitwise.bitwise(bitwise.promise("repeat recompute", because=why), "x y", 1)
+    monkeypatch.setattr(OPS["softmax"], "bitwise", weak)
+    x = torch.randn(2, 7)
+    forget()
     with (
         liger_multi.use(deterministic="rows"),
-        pytest.raises(BackendUnavailableError, match="modulated_rms_norm forward") as raised,
+        pytest.raises(BackendUnavailableError, match="softmax forward") as raised,
     ):
-        ops.modulated_rms_norm(x, scale)
-    assert "does not promise 'rows'" in str(raised.value)
+        ops.softmax(x)
+    assert "does not promise 'rows' (" in str(raised.value)
     assert "use(deterministic=True)" in str(raised.value)
     with liger_multi.use(deterministic=True):
-        ops.modulated_rms_norm(x, scale)
+        ops.softmax(x)
+    forget()
 
 
 def test_a_backend_without_repeat_is_passed_over(monkeypatch):
@@ -143,6 +153,37 @@ def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
             for h, t in zip(hidden.split(lengths), target.split(lengths), strict=True)
         ]
     assert checks.same_bits(packed.log_prob, torch.cat([each.log_prob for each in alone]))
+
+
+@pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 9, 67)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
+    """The norm is called for every row on memory of its own; what modulates it is elementwise."""
+    original, alone = rms_norm.forward, []
+
+    def watched(x, *rest):
+        alone.append((x.shape, x.storage_offset(), x.stride()))
+        return original(x, *rest)
+
+    monkeypatch.setattr(rms_norm, "forward", watched)
+    generator = torch.Generator().manual_seed(0)
+    x, scale, shift = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 9), by, by)
+    )
+    x = x.mT
+    with liger_multi.use(deterministic="rows"):
+        whole = ops.modulated_rms_norm(x, scale, shift)
+        assert alone == 18 * [((1, 67), 0, (67, 1))]
+        for token in (0, 7, 8):
+            at = slice(token, token + 1)
+            given = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
+            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *given))
+
+
+def test_every_operator_runs_under_rows_on_a_cpu():
+    """Permissions to overwrite are not used there, and those forms have no independent rows."""
+    refused = [n for n in OPS if bitwise.refusal("reference", OPS[n].fwd, "rows")]
+    assert all(OPS[name].inplace for name in refused)
 
 
 def test_every_operator_says_what_it_promises():
@@ -240,3 +281,205 @@ def test_operators_leave_the_process_as_it_was():
         with liger_multi.use(deterministic=setting):
             ops.multi_token_attention(scores, torch.randn(2, 2, 3, 3), padding=1).sum().backward()
         assert _switches() == before
+
+
+# --- where tensors lie ---
+
+BUFFER = torch.arange(0.0, 4096.0)
+PLACED = {  # rows of 64 and 67 elements, and whether they are copied
+    "whole": (BUFFER[:512].view(8, 64), False),
+    "some rows": (BUFFER[:512].view(8, 64)[3:5], False),
+    "odd rows": (BUFFER[:536].view(8, 67), False),
+    "odd rows from the fifth": (BUFFER[:536].view(8, 67)[4:], False),
+    "odd rows from the second": (BUFFER[:536].view(8, 67)[1:], True),
+    "from the second element": (BUFFER[1:513].view(8, 64), True),
+    "from the fifth": (BUFFER[4:516].view(8, 64), False),
+    "gaps": (BUFFER[:640].view(8, 80)[:, :64], False),
+    "odd gaps": (BUFFER[:536].view(8, 67)[:, :64], True),
+    "a row with an odd gap": (BUFFER[:536].view(8, 67)[4:5, :64], True),
+    "expanded": (BUFFER[:64].expand(8, 64), False),
+    "nothing": (BUFFER[:0].view(0, 64), False),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name):
+    """The order of a row's sum would follow its address, as what a thread loads at a time does."""
+    x, is_copied = PLACED[name]
+    weight, seen = BUFFER[1 : 1 + x.shape[1]], []
+
+    def kernel(*args):
+        seen.extend(args[:2])
+        return ops_forward(*args)
+
+    prim = OPS["rms_norm"].fwd
+    ops_forward = module("reference", "rms_norm").forward
+    run = primitive._strictly("cuda", prim, kernel, "rows")
+    made = run(x, weight, 1e-6, 0.0, "llama")
+    assert (seen[0] is not x) == is_copied
+    assert all(t.data_ptr() % 16 == 0 for t in seen)
+    assert checks.same_bits(tuple(seen), (x, weight))
+    assert checks.same_bits(made, ops_forward(x, weight, 1e-6, 0.0, "llama"))
+    assert primitive._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
+def test_a_row_alone_has_its_bits_in_every_layout(name):
+    """Of one axis or more, with gaps between its elements or none, beside others or not."""
+    x = torch.randn(257, 9, generator=torch.Generator().manual_seed(0))
+    weight = x[:, 0].contiguous()
+    run = {
+        "rms_norm": lambda x: ops.rms_norm(x, weight),
+        "swiglu": lambda x: ops.swiglu(x, x),
+        "geglu": lambda x: ops.geglu(x, x),
+        "gated_rms_norm": lambda x: ops.gated_rms_norm(x, x, weight),
+        "softmax": ops.softmax,
+    }[name]
+    with liger_multi.use(deterministic="rows"):
+        every = run(x.t())
+        for i in range(9):
+            row = x[:, i]
+            for given in (row, row.contiguous(), x.t()[None, i : i + 1], row.expand(3, 257)):
+                assert checks.same_bits(run(given).reshape(-1, 257)[-1], every[i])
+
+
+def test_what_is_written_to_is_written_in_its_place():
+    logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
+    given = logits.clone()
+
+    def kernel(logits, *rest):
+        assert logits.data_ptr() % 16 == 0
+        return logits.neg_().sum(1)
+
+    prim = OPS["cross_entropy_inplace"].fwd
+    rest = [None] * (len(prim.params) - 1)
+    primitive._strictly("cuda", prim, kernel, "rows")(logits, *rest)
+    assert torch.equal(logits, -given)
+
+
+# --- compiled ---
+
+
+def _counted():
+    """A backend of the compiler that runs graphs as they are, and the graphs that it was given."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, backend
+
+
+CALLS = {
+    "swiglu": lambda x: ops.swiglu(x, x),
+    "relu_squared": ops.relu_squared,
+    "gated_mlp": lambda x: ops.gated_mlp(x, *WEIGHTS),
+    "linear": lambda x: ops.linear(x, WEIGHTS[0]),
+    "rms_norm": lambda x: ops.rms_norm(x, WEIGHTS[0][0]),
+}
+SWIGLU = torch.ops.liger_multi.swiglu.default
+WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("said", ["use", "configure", "file"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, said):
+    """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS[name], backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    x = torch.randn(33, 16, generator=torch.Generator().manual_seed(4))
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled(x)
+    before = len(graphs)
+    with _rows_said(said, monkeypatch, tmp_path):
+        whole = compiled(x)
+        alone = torch.cat([compiled(x[i : i + 1]) for i in range(len(x))])
+        for _ in range(3):
+            compiled(x)
+        during = len(graphs)
+        assert checks.same_bits(whole, CALLS[name](x))
+        assert checks.same_bits(whole, alone)
+    compiled(x)
+    assert len(graphs) == during  # the first graph serves again
+    if name != "rms_norm":  # which is opaque: its function is chosen at every call
+        assert any(f"liger_multi::{name}_forward" in _targets(g) for g in graphs[before:])
+        assert f"liger_multi::{name}_forward" not in _targets(graphs[0])
+
+
+def _targets(graph):
+    return {getattr(node.target, "name", str)() for node in graph.graph.nodes}
+
+
+@contextlib.contextmanager
+def _rows_said(how, monkeypatch, tmp_path):
+    if how == "use":
+        with liger_multi.use(deterministic="rows"):
+            yield
+        return
+    if how == "file":
+        (tmp_path / "rows.yaml").write_text("deterministic: rows\n")
+        monkeypatch.setenv("LIGER_MULTI_CONFIG", str(tmp_path / "rows.yaml"))
+    liger_multi.configure({"deterministic": "rows"} if how == "configure" else None)
+    yield
+    monkeypatch.delenv("LIGER_MULTI_CONFIG", raising=False)
+    liger_multi.configure(None)
+
+
+def test_the_setting_of_another_thread_recompiles_nothing():
+    """Guards look at the thread that calls."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x, inside, leave = torch.randn(4, 16), threading.Event(), threading.Event()
+
+    def other():
+        with liger_multi.use(deterministic="rows"):
+            inside.set()
+            leave.wait(30)
+
+    compiled(x)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    compiled(x)
+    leave.set()
+    thread.join()
+    assert len(graphs) == 1
+
+
+def test_threads_of_autograd_take_the_graph_of_the_block_that_waits_for_them():
+    """A device's threads compute again what is checkpointed; Python did not start them."""
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x, done = torch.randn(4, 16), threading.Event()
+
+    def again():
+        compiled(x)
+        done.set()
+
+    compiled(x)
+    with liger_multi.use(deterministic="rows"):
+        compiled(x)
+        _thread.start_new_thread(again, ())
+        assert done.wait(60)
+    assert [_is_traced(g) for g in graphs] == [True, False, False]  # threads of both kinds
+
+
+def _is_traced(graph):
+    return graph.graph.find_nodes(op="call_function", target=SWIGLU)[0].args[-2]
+
+
+def test_pytorch_s_switch_recompiles(torch_strict):
+    torch.compiler.reset()
+    graphs, backend = _counted()
+    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
+    x = torch.randn(4, 16)
+    compiled(x)
+    with liger_multi.use(deterministic=False):
+        compiled(x)
+    torch.use_deterministic_algorithms(False)
+    compiled(x)
+    assert [_is_traced(g) for g in graphs] == [False, True, True]

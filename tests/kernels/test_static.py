@@ -154,7 +154,9 @@ def test_cases_are_real_launches():
     small, large = (static_cases(TARGETS[arch].info, calls()) for arch in ("gfx90a", "sm90"))
     warps = [[case.options["num_warps"] for case in cases] for cases in (small, large)]
     assert warps[0] != warps[1]
-    assert all(case.streams for case in large), [c.label for c in large if not c.streams]
+    narrow = {(c.label, c.kernel.__name__) for c in large if not c.streams}
+    # a sum of eight numbers a row, of sinks: vectors of 16 bytes are not demanded of it
+    assert narrow == {(f"attention everything {n}", "_sum_partials_kernel") for n in (64, 128)}
     assert all(case.options["enable_fp_fusion"] is True for case in large)
 
 

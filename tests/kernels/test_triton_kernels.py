@@ -2,16 +2,23 @@
 
 multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
 same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
-give.
+give. Sums over rows: the same bits on every card of an architecture.
 """
+
+import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.registry import backends
 from liger_multi.reference.attention.operators import MultiTokenAttention
 from liger_multi.testing import FORMULAS, samples
+from liger_multi.testing.bitwise import same_bits
+from liger_multi.testing.checks import call, grads, outputs
 from liger_multi.testing.tolerance import excess
 from tests import harness
 
@@ -20,6 +27,7 @@ if (DEVICE := harness.device_of("triton")) is None:
     pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
 
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
+from liger_multi.backends.triton.common.rows import sum_rows
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
@@ -337,3 +345,67 @@ def test_nothing_zeros_and_what_is_no_number():
     for kind in KINDS:
         made = ROUNDING.rounded(x.to(DEVICE), kind)
         assert made.data.float().isnan().nonzero().tolist() == [[1, 2]]
+
+
+# --- cards: sums over rows, of weights' gradients, on parts of a card ---
+
+T = samples.Tensor
+TALL = (T((150, 512)), T((512,)))
+CARDS = {
+    "rms_norm": dict(zip(("x", "weight"), TALL, strict=True)),
+    "fused_add_rms_norm": {"x": TALL[0], "residual": TALL[0], "weight": TALL[1]},
+    "layer_norm": {"x": TALL[0], "weight": TALL[1], "bias": TALL[1]},
+    "gated_rms_norm": {"x": TALL[0], "gate": TALL[0], "weight": TALL[1]},
+    "modulated_rms_norm": {"x": TALL[0], "scale": T((1, 512)), "weight": TALL[1]},
+    "poly_norm": {"x": TALL[0], "weight": T((3,)), "bias": T((1,))},
+    "dyt": {"x": TALL[0], "alpha": T((1,)), "weight": TALL[1], "bias": TALL[1]},
+    "attention_residuals": {"blocks": T((2, 40, 512)), "query": TALL[1]},
+    "hyper_connections": {
+        "x": T((300, 4, 256), torch.bfloat16), "bias": T((24,)), "scale": T((3,)),
+        "weight": T((24, 1024), torch.bfloat16, 0.03),
+    },
+    "causal_conv1d": {"x": T((2, 64, 16)), "weight": T((16, 4)), "bias": T((16,))},
+    "gated_short_conv": {"x": T((2, 64, 48)), "weight": T((16, 3)), "bias": T((16,))},
+}  # fmt: skip
+FEW = {"hyper_connections": {"iterations": 1}}
+
+
+def card(monkeypatch, vendor, cores):
+    """What launch formulas are told of a card of which so many cores are there."""
+    facts = types.SimpleNamespace(
+        major=9, minor=0, gcnArchName="gfx942", warp_size=64, multi_processor_count=cores,
+        shared_memory_per_block=65536, shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    return backends()[vendor].device_info(torch.device("cuda", 0))
+
+
+def bits(op, info):
+    """The results of an operator and its gradients, launched as on a card."""
+    tensors = samples.Sample("cards", CARDS[op]).make(DEVICE, torch.float32)
+    with launch.simulate(info):
+        result, _ = outputs(call(op, tensors, FEW.get(op, {}), **{op: "triton"}))
+        ones = {name: torch.ones_like(t) for name, t in result.items()}
+        return [*result.values(), *grads(result, tensors, ones).values()]
+
+
+@pytest.mark.skipif(not harness.interpreted(), reason="simulates cards")
+@pytest.mark.parametrize("vendor", ["cuda", "rocm"])
+@pytest.mark.parametrize("op", CARDS)
+def test_parts_of_a_card_give_its_bits(monkeypatch, op, vendor):
+    """Programs that share a sum over rows follow the architecture, not the cores that are there.
+
+    With as many programs as cores the bits would differ, so that the check can fail.
+    """
+    whole = card(monkeypatch, vendor, 304)
+    wanted = bits(op, whole)
+    assert same_bits(bits(op, card(monkeypatch, vendor, 2)), wanted)
+    assert not same_bits(bits(op, replace(whole, cores=2)), wanted)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (1024, 5), (1025, 1), (2500, 40)])
+def test_sums_over_rows_of_any_number(shape):
+    """Whole numbers have exact sums, whatever the order; strides are any."""
+    x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
+    made = sum_rows(x.to(DEVICE).t(), torch.float32)
+    assert torch.equal(made, x.sum(1).to(DEVICE))

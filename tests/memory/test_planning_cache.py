@@ -14,7 +14,8 @@ from benchmarks.memory import Case
 from liger_multi.cli.main import main
 from liger_multi.errors import PlanError
 from liger_multi.memory import Space, plan
-from liger_multi.memory.planning import store
+from liger_multi.memory.planning import beside, search, store
+from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.sizes import SIZES, Source
 from tests import harness
@@ -265,3 +266,76 @@ def test_a_known_plan_does_not_wait_for_transformers(cache, model):
     done = subprocess.run(command, capture_output=True, text=True, timeout=harness.PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "Ways, the fastest that fits first" in done.stdout
+
+
+# --- in two processes ---
+
+BROAD = Space(precisions=("bf16", "fp32"), policies=("none", "full"), layouts=((1, 1),))
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Copies of this process may be made, whatever its threads."""
+    if sys.platform != "linux":
+        pytest.skip("copies processes")
+    monkeypatch.setattr(search, "can_fork", lambda: True)
+
+
+def planned(**options):
+    return plan(config_of(), "80MiB", sequence=LENGTH, space=BROAD, limits=False, **options)
+
+
+def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
+    """Each simulates some; the first one alone tells what it does."""
+    alone, simulated, told = planned(), Passes._simulated, []
+
+    def watched(self, *rest):
+        (tmp_path / f"{os.getpid()} {self.simulations}").touch()
+        return simulated(self, *rest)
+
+    def said(text):
+        told.append(text)
+        (tmp_path / f"said by {os.getpid()}").touch()
+
+    monkeypatch.setattr(Passes, "_simulated", watched)
+    both = planned(processes=2, said=said)
+    assert both == replace(alone, simulations=both.simulations)
+    files = [file.name for file in tmp_path.iterdir()]
+    assert [name for name in files if "said" in name] == [f"said by {os.getpid()}"]
+    assert len(files) - 1 == both.simulations < 1.2 * alone.simulations
+    assert 0 < len(told) < 0.8 * alone.simulations
+
+
+def test_a_process_that_fails_is_done_without(two, monkeypatch):
+    main, simulated = os.getpid(), Passes._simulated
+
+    def only_here(self, *rest):
+        if os.getpid() != main:
+            raise RuntimeError("no simulation in the copy")
+        return simulated(self, *rest)
+
+    alone = planned()
+    monkeypatch.setattr(Passes, "_simulated", only_here)
+    assert planned(processes=2) == alone
+
+
+def test_what_is_known_needs_no_process(two, monkeypatch, cache):
+    made()
+    monkeypatch.setattr(search, "beside", lambda work: pytest.fail("a process was started"))
+    assert made(processes=2).simulations == 0
+
+
+def test_no_copy_of_a_process_with_threads(monkeypatch):
+    monkeypatch.setattr(beside.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(beside.sys, "platform", "linux")
+    assert beside.can_fork()
+    for place, name, told in (
+        (beside.threading, "active_count", lambda: 2),
+        (beside.os, "sched_getaffinity", lambda _: {1}),
+        (beside.torch.cuda, "is_initialized", lambda: True),
+        (beside.sys, "platform", "darwin"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, told)
+            assert not beside.can_fork()

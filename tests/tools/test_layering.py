@@ -214,6 +214,11 @@ PLANTED = {
         "backends/triton/norms/rms_norm.py",
         '@triton.jit\ndef k(x_ptr):\n    """ """\n    x = 1\n',
     ),
+    "a sum of PyTorch's": (
+        "portable",
+        "backends/triton/norms/rms_norm.py",
+        "def sums(x):\n    return x.float().sum(0)\n",
+    ),
     "no __all__": ("exports", "liger_multi/__init__.py", "from liger_multi import ops\n"),
     "modules without __all__": (
         "exports",

@@ -22,7 +22,7 @@ from liger_multi.backends.triton.attention.attention_kernels import (
     _attention_parts_kernel,
 )
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv, power_of_2, tile_rows
+from liger_multi.backends.triton.common.rows import cdiv, power_of_2, sum_rows, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, tabled
 from liger_multi.reference.common.strict import by_rows
 
@@ -343,8 +343,8 @@ def backward(
         _ = [x.zero_() for x in made]
     if sinks is None or not needs_sinks:
         return made[0], made[1], made[2], q.new_empty(0)
-    share = torch.exp(sinks.float()[None, :, None] - lse) * inner
-    return made[0], made[1], made[2], -share.sum((0, 2)).to(sinks.dtype)
+    share = inner.mul_(-torch.exp(sinks.float()[None, :, None] - lse)).mT
+    return made[0], made[1], made[2], sum_rows(share.flatten(0, 1), sinks.dtype)
 
 
 def _backward_queries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+MOST_PARTIALS = 1024  # that programs of a few columns each sum alone
 LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
 # columns of 4 bytes that a row of 2 GiB has, and a step of a kernel less
 LONGEST_ROW: tl.constexpr = tl.constexpr(2**29 - 2**16)
@@ -223,6 +225,21 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
         (tile_rows(k.block_rows, cols), k.block), k.num_warps, len(outs),
     )  # fmt: skip
     return outs
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum an fp32 (rows, cols) over its rows and cast, in an order by the shape alone.
+
+    PyTorch's own sum divides the rows among the cores of the card. Of many rows, the first sum has
+    every ``parts``-th row, so that programs share it; what they leave is summed as partials are.
+    """
+    (rows, cols), x = x.shape, x.contiguous()
+    if rows > MOST_PARTIALS:
+        parts = power_of_2(math.isqrt(rows))
+        whole = rows // parts * parts
+        sums = sum_partials(x[:whole].view(-1, parts * cols), torch.float32)
+        x = torch.cat([sums.view(parts, cols), x[whole:]])
+    return sum_partials(x, dtype)
 
 
 def as_rows(x: Tensor, width: int = 0) -> Tensor:

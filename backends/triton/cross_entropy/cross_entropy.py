@@ -37,6 +37,7 @@ from liger_multi.backends.triton.common.rows import (
     checked_cols,
     power_of_2,
     round_to,
+    sum_rows,
     tanh,
     warps,
 )
@@ -455,7 +456,7 @@ def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]
     """Sum of the class weights, one fp32 element, where label smoothing will read it."""
     if weight is None or not options.label_smoothing:
         return None
-    return weight.sum(dtype=torch.float32)
+    return sum_rows(weight.float().view(-1, 1), torch.float32)
 
 
 def _launch_rows(

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from liger_multi.backends.triton.activations.operators import SwiGLU
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2, tile_rows
+from liger_multi.backends.triton.common.rows import (
+    INTERPRETED,
+    cdiv,
+    power_of_2,
+    sum_rows,
+    tile_rows,
+)
 from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     ALIGNED,
     FEWEST_STAGES,
@@ -298,7 +304,9 @@ def backward(
     found = _gradients(c, gates, dy, states, dstates)
     found |= {"z": dz, "initial_state": None if dinitial is None else dinitial.mT}
     if D is not None:
-        found["D"] = found["D"].sum((0, 2) if D.ndim == 2 else (0, 2, 3))
+        skips = found["D"].transpose(1, 2).flatten(0, 1)  # by sequence and chunk
+        skips = skips if D.ndim == 2 else skips.mT
+        found["D"] = sum_rows(skips.reshape(-1, D.numel()), D.dtype).view(D.shape)
 
     def given(name: str, like: Tensor | None, needed: bool) -> Tensor:
         """The gradient of a tensor, empty where nobody needs it."""
@@ -364,5 +372,6 @@ def _gradients(
     )  # fmt: skip
     flags = (c.parts, c.options.softplus, c.chunk)
     launch(_ssd_steps_kernel, c.streams * c.chunks, args, flags, 4)
-    da, dbias = of_heads.sum((1, 3))
+    by_chunk = of_heads.permute(1, 3, 0, 2).reshape(-1, 2 * many)
+    da, dbias = sum_rows(by_chunk, torch.float32).view(2, many)
     return {"x": dx, "dt": ddt, "A": da, "B": db, "C": dc, "D": dskips, "dt_bias": dbias}

@@ -55,14 +55,14 @@ MOST_COLS: tl.constexpr = tl.constexpr(2**22 - 2**16)
 class MixConfig:
     """``rows`` rows by ``block`` columns a step; ``chunks`` parts of a row, backward of the rows.
 
-    ``library``: PyTorch's GEMMs, as in the reference.
+    ``library``: PyTorch's GEMMs in backward, as in the reference.
     """
 
     rows: int
     block: int
     stages: int
     num_warps: int
-    chunks: int = 1
+    chunks: int
     library: bool = False
 
 
@@ -254,15 +254,9 @@ def _digits(x: Tensor) -> int:
     return {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
 
 
-def _fits(rows: Tensor, weight: Tensor) -> bool:
-    """Whether a tile holds the outputs of a row, and there is something to do."""
-    small = weight.shape[0] <= MOST_OUTPUTS and rows.shape[1] <= MOST_COLS.value
-    return small and rows.numel() > 0 and weight.element_size() <= 4
-
-
 def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]:
     """``W v rstd`` and rstd of every row v, in fp32."""
-    if not _fits(rows, weight):
+    if not rows.numel():
         return reference.mixes(rows, weight, rms_eps)
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
@@ -270,8 +264,6 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     rstd = rows.new_empty(count, dtype=torch.float32)
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.forward", mix_config, rows.device, **shape)
-    if k.library:
-        return reference.mixes(rows, weight, rms_eps)
     tiles, per = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
     chunks, tall = cdiv(cols, per), _tall(outputs)
     partial, squares = found.new_empty(chunks, count * outputs), found.new_empty(chunks, count)
@@ -287,13 +279,13 @@ def mixes_gradients(
     rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Both gradients; the streams are read once."""
-    if not _fits(rows, weight) or not (needs_x or needs_weight):
+    if not rows.numel() or not (needs_x or needs_weight):
         return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.backward", mix_gradient_config, rows.device, **shape)
-    if k.library:
+    if k.library and not by_rows():
         return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
     per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
     chunks = cdiv(count, per)
@@ -549,6 +541,15 @@ class TritonParts:
 forward, backward = implement_hyper_connections(TritonParts())
 
 
-def supports(x: Tensor) -> str | None:
-    """No fp64: iterates are fp32."""
-    return "its iterates are float32, got float64" if x.element_size() == 8 else None
+def supports(x: Tensor, weight: Tensor) -> str | None:
+    """Why a call is refused, or None: iterates are fp32, and a tile holds all outputs of a row."""
+    if x.element_size() == 8:
+        return "its iterates are float32, got float64"
+    if weight.element_size() == 8:
+        return "multiplies by a weight of at most float32, got float64"
+    outputs, cols = weight.shape
+    if outputs > MOST_OUTPUTS:
+        return f"takes up to {MOST_OUTPUTS} outputs, got {outputs}"
+    if cols > MOST_COLS.value:
+        return f"takes rows of up to {MOST_COLS.value} columns, got {cols}"
+    return None

@@ -53,12 +53,13 @@ class Passes:
         said: Called with a few words before every simulation.
 
     Attributes:
+        said: As it was given.
         simulations: How many there were.
         tensors: Fewest and most devices that layers will be divided over.
     """
 
     def __init__(self, shapes: Shapes, device: str, said: Callable[[str], None]) -> None:
-        self.shapes, self.device, self._said = shapes, device, said
+        self.shapes, self.device, self.said = shapes, device, said
         self.simulations = 0
         self.tensors = (1, 1)
         self._prepared: dict[tuple[Settings, int | None], Prepared] = {}
@@ -87,6 +88,13 @@ class Passes:
             head = self._simulate(plain, "none", depth)[1]
         made = Trace(body, head)
         return made if made.fits else Trace(*self._simulate(settings, recompute, self.shapes.depth))
+
+    def take_over(self, simulations: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Count and keep what another process simulated of the same shapes."""
+        self.simulations += simulations
+        self.shapes.store.add(entries)
+        self._bodies.clear()
+        self._heads.clear()
 
     # --- what is known, and what follows from it ---
 
@@ -189,7 +197,7 @@ class Passes:
         self.simulations += 1
         some = replace(settings, recompute=recompute, layers=recompute != "none")
         size = f"{settings.micro_batch} x {settings.sequence:,}"
-        self._said(f"simulation {self.simulations}: {size}, {some}")
+        self.said(f"simulation {self.simulations}: {size}, {some}")
         prepared = self._prepare(settings, recompute, depth)
         model, layers = prepared.model, prepared.layers
         simulation = Cutting(

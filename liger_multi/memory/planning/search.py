@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 from liger_multi.dispatch.registry import device_type
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
+from liger_multi.memory.planning.beside import beside, can_fork
 from liger_multi.memory.planning.cost import Card, card_of
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
@@ -81,6 +83,7 @@ def plan(
     compression: bool = False,
     said: Callable[[str], None] | None = None,
     cache: bool = False,
+    processes: int = 1,
 ) -> TrainingPlan:
     """The fastest way to train a model that fits, and what else was weighed.
 
@@ -108,6 +111,8 @@ def plan(
         said: Called with a few words before every simulation, as for a progress bar.
         cache: Whether simulations of a configuration are kept in the user's cache folder, or the
             one that ``LIGER_MULTI_CACHE`` names, and taken from there; those of a model are not.
+        processes: 2 lets a copy of this process simulate one half, where nothing was simulated
+            before; on Linux, in a process of one thread that has not used a GPU.
 
     Raises:
         PlanError: Nothing fits; ``nearest`` is the candidate with the lowest peak, and ``plan`` all
@@ -124,7 +129,8 @@ def plan(
     if isinstance(given, Source) and not store.names("facts"):
         given = given()
     shapes = Shapes(given, sequence, store)
-    search = _Search(Predictor(shapes, card, device, said), space, round(size * (1 - headroom)))
+    predictor = Predictor(shapes, card, device, said)
+    search = _Search(predictor, space, round(size * (1 - headroom)), processes)
     made = TrainingPlan(
         model=shapes.facts.model_type,
         layers=shapes.count,
@@ -199,10 +205,22 @@ def _check(
 
 
 class _Search:
-    """Candidates of all kinds, the best of each kind kept."""
+    """Candidates of all kinds, the best of each kind kept.
 
-    def __init__(self, predictor: Predictor, space: Space, budget: int) -> None:
+    Args:
+        predictor: Of the model.
+        space: What may be chosen.
+        budget: Bytes that a plan may take.
+        processes: That simulate.
+        kinds: Which of the kinds are weighed.
+    """
+
+    def __init__(
+        self, predictor: Predictor, space: Space, budget: int, processes: int = 1,
+        kinds: Callable[[Settings], bool] = lambda _: True,
+    ) -> None:  # fmt: skip
         self.predictor, self.space, self.budget = predictor, space, budget
+        self.processes, self._wanted = processes, kinds
         self.shapes = predictor.shapes
         self._best: dict[Settings, Candidate] = {}
         self._lowest: dict[Settings, Candidate] = {}
@@ -215,19 +233,53 @@ class _Search:
         layouts = self._layouts(devices)
         shares = [tensor for tensor, _ in layouts] or [1]
         self.predictor.passes.tensors = min(shares), max(shares)
-        for precision in self.space.precisions:
-            for tensor, pipeline in layouts:
-                data = devices // (tensor * pipeline)
-                if batch is not None and batch % data:
-                    continue
-                plain = Settings(
-                    sequence=sequence, precision=precision, optimizer=optimizer, tensor=tensor,
-                    pipeline=pipeline, data=data, patched=True,
-                )  # fmt: skip
-                first = (tensor, pipeline) == (1, 1)
-                self._layout(plain, batch, first)
+        plain = Settings(sequence=sequence, optimizer=optimizer, patched=True)
+        ways = [
+            replace(plain, precision=precision, tensor=tensor, pipeline=pipeline, data=data)
+            for precision in self.space.precisions
+            for tensor, pipeline in layouts
+            for data in [devices // (tensor * pipeline)]
+            if batch is None or batch % data == 0
+        ]
+        if self.processes > 1:
+            self._simulate_in_two(ways, batch)
+        self._weigh(ways, batch)
         if not self._best:
             raise ValueError(f"batch={batch} cannot be divided over {devices} devices")
+
+    def _weigh(self, ways: Iterable[Settings], batch: int | None) -> None:
+        for plain in ways:
+            self._layout(plain, batch, (plain.tensor, plain.pipeline) == (1, 1))
+
+    def _simulate_in_two(self, ways: Sequence[Settings], batch: int | None) -> None:
+        """Simulate what the search will ask for, one half of it in a second process.
+
+        Kinds with extras have next to no simulation in common with the others. The first one of
+        all stands before the process is copied: it imports the model's class, and tells whether
+        layers are equal.
+        """
+        passes = self.predictor.passes
+        if not ways or self.shapes.store.names("bodies") or not can_fork():
+            return
+        for kind in itertools.islice(self._kinds(ways[0], True), 1):
+            self.predictor.traces(kind)
+        before = passes.simulations
+
+        def simulate(kinds: Callable[[Settings], bool]) -> tuple[int, Any]:
+            half = _Search(self.predictor, self.space, self.budget, kinds=kinds)
+            half._tokens = self._tokens
+            half._weigh(ways, batch)
+            return passes.simulations - before, self.shapes.store.entries()
+
+        def elsewhere() -> tuple[int, Any]:
+            passes.said = lambda _: None  # one process tells what it does
+            return simulate(_has_extras)
+
+        with beside(elsewhere) as result:
+            simulate(lambda kind: not _has_extras(kind))
+            found = result()
+        if found is not None:
+            passes.take_over(*found)
 
     def _layouts(self, devices: int) -> list[tuple[int, int]]:
         if self.space.layouts is not None:
@@ -247,7 +299,7 @@ class _Search:
             spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
         if plain.tensor > 1:
             spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
-        for kind in self._kinds(plain, first):
+        for kind in filter(self._wanted, self._kinds(plain, first)):
             most = min(LARGEST_MICRO, max(1, LARGEST_PASS // kind.sequence))
             most = 2 ** int(math.log2(most)) if batch is None else batch // kind.data
             self._micros(kind, batch, most & -most if batch else most, spreads)
@@ -443,6 +495,10 @@ def _exists(precision: str, spread: str, away: str | None) -> bool:
     if precision == "bf16":
         return not spread.startswith("zero") and (spread == "fsdp2" or not away)
     return not (away and spread == "ddp") and not (away == "nvme" and spread == "fsdp2")
+
+
+def _has_extras(settings: Settings) -> bool:
+    return settings.tiles > 1 or settings.offload_activations or not settings.patched
 
 
 def _kind(settings: Settings) -> Settings:

@@ -129,6 +129,16 @@ class Store:
         self._changed = self._changed or entries.get(name) != data
         entries[name] = self._used.setdefault(kind, {})[name] = data
 
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """All entries by kind and name, plain data."""
+        return self._entries
+
+    def add(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set entries of another store of the same architecture."""
+        for kind, named in entries.items():
+            for name, data in named.items():
+                self.write(kind, name, data)
+
     def save(self) -> None:
         """Write the file if there is anything new; nothing happens where that is not allowed."""
         if self._path is None or not self._changed:
