@@ -115,8 +115,17 @@ def _case(
 
 SAMPLES = (
     Sample("several", _case((2, 19, 4, 16), 11)),
-    Sample("tiny", _case((1, 4, 2, 3), 3, weights=None)),
-    Sample("tiny-scale", _case((1, 3, 2, 2), 4, weights=None), {"scale": 0.7}),
+    Sample("tiny", _case((1, 4, 2, 3), 3, absent=0.0, weights=None)),
+    Sample("tiny-scale", _case((1, 3, 2, 2), 4, absent=0.0, weights=None), {"scale": 0.7}),
+    # without absent keys, whose scores of -inf have no numeric derivative
+    *[
+        Sample(f"tiny-{name}", _case(shape, listed, keys, absent=0.0, weights=None))
+        for name, shape, listed, keys in (
+            ("heads", (1, 3, 5, 2), 3, 0),
+            ("keys", (2, 2, 2, 3), 4, 9),
+            ("query", (1, 1, 3, 4), 2, 6),
+        )
+    ],
     Sample("odd-sizes", _case((1, 10, 5, 37), 9)),
     Sample("many-heads", _case((1, 5, 70, 24), 9)),
     Sample("many-listed", _case((1, 5, 3, 24), 150, keys=90)),

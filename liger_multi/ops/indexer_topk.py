@@ -142,9 +142,18 @@ def _topk(count: int, **more: Any) -> dict[str, Any]:
 
 SAMPLES = (
     Sample("causal", case((2, 19, 4, 16)), _topk(7)),
-    Sample("tiny", case((1, 5, 2, 3), weights=None), _topk(2)),
+    Sample("tiny", case((1, 5, 2, 3), weights=None), _topk(2, causal=False)),
     Sample("tiny-all", case((1, 4, 2, 2), weights=None), _topk(3, causal=False, scale=0.7)),
-    Sample("tiny-documents", case((1, 6, 2, 3), weights=None, **_documents(1, 6)), _topk(2)),
+    Sample("few-documents", case((1, 6, 2, 3), **_documents(1, 6)), _topk(2)),
+    # where all keys are seen: scores of -inf have no numeric derivative
+    *[
+        Sample(f"tiny-{name}", case(shape, keys, weights=None), _topk(count, causal=False))
+        for name, shape, keys, count in (
+            ("heads", (1, 4, 5, 2), 0, 3),
+            ("keys", (2, 2, 3, 3), 9, 4),
+            ("query", (1, 1, 3, 4), 6, 2),
+        )
+    ],
     Sample("everything-seen", case((2, 12, 3, 8)), _topk(5, causal=False)),
     Sample("fewer-keys-than-topk", case((1, 9, 3, 8)), _topk(40)),
     Sample("documents", case((2, 40, 3, 8), **_documents(2, 40, 0.2)), _topk(3)),

@@ -117,7 +117,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
             ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``,
             ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
-            ``selective_scan`` and
+            ``selective_scan``, ``sparse_attention`` and
             ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
             losses on, ``cross_entropy`` serves the calls that cannot be fused. ``linear`` is on
             where ``deterministic="rows"`` is in force when the patch is made, ``linear_float8`` is

@@ -232,6 +232,7 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
             "kimi_delta_attention",
             "selective_scan",
             "ssd_scan",
+            "sparse_attention",
         ),
         "fused_linear_cross_entropy",
         "packing",

@@ -166,7 +166,7 @@ class IndexKeys(_Recorder):
 
 
 class HeadScores(_Recorder):
-    """Products ``(B, L, H, S)`` of queries and keys, times a factor, perhaps none below 0."""
+    """Products ``(B, L, H, S)`` of queries and keys, times a factor, or their positive part."""
 
     def __init__(self, queries: Tensor, keys: IndexKeys, scale: float, positive: bool) -> None:
         self.queries, self.of, self.scale, self.positive = queries, keys, scale, positive
