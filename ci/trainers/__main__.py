@@ -1,0 +1,60 @@
+"""``python -m ci.trainers NAME ...``: run trainers and keep what came out."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ci.results import commit
+from ci.trainers import RESULTS, ROOT, Trainer, trainers
+from ci.trainers.driver import Bench, RunError, compared, environment, versions
+
+
+def ran(name: str, trainer: Trainer, folder: Path, only: list[str]) -> tuple[dict[str, Any], int]:
+    """Run a trainer; what is kept, and how many runs failed."""
+    python = environment(folder / "environment", trainer)
+    bench = Bench(python, trainer, folder)
+    kept, failures = {}, 0
+    for title, run in trainer.runs.items():
+        if only and title not in only:
+            continue
+        try:
+            kept[title] = compared(bench, title, run)
+            print(f"{name}, {title}: {kept[title]}", flush=True)
+        except RunError as error:
+            failures += 1
+            print(f"{name}, {title}: FAILED\n{error}", flush=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    head = {"date": now.date().isoformat(), "commit": commit()}
+    return {**head, "versions": versions(python, trainer), "runs": kept}, failures
+
+
+def main() -> int:
+    """Run, and with ``--store`` keep; 1 where a run failed."""
+    table = trainers()
+    parser = argparse.ArgumentParser(prog="python -m ci.trainers", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(table)}")
+    parser.add_argument("--only", action="append", default=[], metavar="RUN")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "trainers")
+    parser.add_argument("--store", action="store_true", help=f"keep in {RESULTS.name}")
+    given = parser.parse_args()
+    unknown = sorted({*given.names} - {*table})
+    if unknown:
+        parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join(table)}")
+    failed = 0
+    for name in given.names or table:
+        kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only)
+        failed += failures
+        if given.store and not failures and not given.only:
+            old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+            text = json.dumps({**old, name: kept}, indent=1, sort_keys=True)
+            RESULTS.write_text(text + "\n", encoding="utf-8")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
