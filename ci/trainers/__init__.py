@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("trainers.yaml")
-RESULTS = ROOT / "benchmarks" / "results" / "trainers.json"
+RESULTS = Path(__file__).with_name("results.json")
 
 
 @dataclass(frozen=True)
