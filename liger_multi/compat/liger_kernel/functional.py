@@ -375,3 +375,18 @@ def liger_llama4_text_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
     return ops.rope_complex(xq, xk, freqs_cis)
+
+
+def liger_llama4_vision_rotary_pos_emb(
+    query: Tensor, key: Tensor, freqs_ci: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope_complex` of images, whose angles may have an axis of heads."""
+    angles = freqs_ci.squeeze(-2) if freqs_ci.ndim == 3 else freqs_ci
+    return ops.rope_complex(query, key, angles)
+
+
+def liger_rotary_pos_emb_gpt_oss(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope`, an angle a pair."""
+    return ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1])

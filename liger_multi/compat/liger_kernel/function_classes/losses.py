@@ -15,8 +15,8 @@ from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
 CrossEntropies = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The loss, the z-loss, the share of right tokens and the likeliest tokens; None: not asked for."""
 
-_FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
-_MODES = ("global", "partition")
+FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
+MODES = ("global", "partition")
 
 
 def _replaceable(logits: Tensor) -> bool:
@@ -55,9 +55,9 @@ def LigerVocabParallelCEFunction(
 ) -> Tensor:  # fmt: skip
     """The loss of every token in fp32, of logits whose classes are split over processes."""
     name = "LigerVocabParallelCEFunction"
-    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, _FORMULAS)
-    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, _MODES)
-    smoothing = _FORMULAS[label_smoothing_formula]
+    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, FORMULAS)
+    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, MODES)
+    smoothing = FORMULAS[label_smoothing_formula]
     local = vocab_parallel_logits.shape[-1]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         share = label_smoothing * (local / max(1, local - 1) if smoothing == "megatron" else 1.0)
