@@ -84,6 +84,13 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
         super().__init__(dim or 1, eps, offset, casting_mode, init_fn, in_place, None, with_scale)
         self.with_scale = with_scale
 
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last axis, whatever its width where there is no weight."""
+        return ops.rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, offset=self.offset,
+            casting=self.casting,
+        )  # fmt: skip
+
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
     """As that of Gemma: its weight is what is added to one."""
@@ -112,7 +119,7 @@ class LigerMultiTokenAttention(nn.Module):
         self.register_parameter("bias", dict(start.named_parameters()).get("bias"))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Convolve scores of attention and normalize them."""
+        """Normalize scores of attention and convolve them."""
         found: Tensor = functional.liger_multi_token_attention(
             scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups,
             self.sparse,
