@@ -27,9 +27,10 @@ class Run:
     Attributes:
         module: What is started, as ``python -m`` does.
         calls: The operators that have to be called with the switch.
-        options: Beside those of the trainer; ``{model}``, ``{data}``, ``{out}``, ``{code}`` and
-            ``{before}`` stand for folders.
+        options: Beside those of the trainer; ``{model}``, ``{data}``, ``{out}``, ``{code}``,
+            ``{package}`` and ``{before}`` stand for folders.
         arguments: What stands before the options on the command line.
+        switch: Options in place of the trainer's own switch, such as those of a plugin of ours.
         resumes: The run whose checkpoint, made without the switch, is in ``{before}``; this one
             continues it with the switch, and its numbers have to be the same.
     """
@@ -38,6 +39,7 @@ class Run:
     calls: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    switch: Mapping[str, Any] = field(default_factory=dict)
     resumes: str = ""
 
 

@@ -33,6 +33,15 @@ def ran(name: str, trainer: Trainer, folder: Path, only: list[str]) -> tuple[dic
     return {**head, "versions": versions(python, trainer), "runs": kept}, failures
 
 
+def store(name: str, trainer: Trainer, kept: dict[str, Any]) -> None:
+    """Keep runs; those of the table that did not run now stay as they are."""
+    every = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    runs = {**every.get(name, {}).get("runs", {}), **kept["runs"]}
+    kept = {**kept, "runs": {title: runs[title] for title in trainer.runs if title in runs}}
+    text = json.dumps({**every, name: kept}, indent=1)
+    RESULTS.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run, and with ``--store`` keep; 1 where a run failed."""
     table = trainers()
@@ -49,10 +58,8 @@ def main() -> int:
     for name in given.names or table:
         kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only)
         failed += failures
-        if given.store and not failures and not given.only:
-            old = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-            text = json.dumps({**old, name: kept}, indent=1, sort_keys=True)
-            RESULTS.write_text(text + "\n", encoding="utf-8")
+        if given.store and not failures:
+            store(name, table[name], kept)
     return int(bool(failed))
 
 

@@ -144,9 +144,12 @@ class Bench:
         places = {
             "model": self.folder / "model", "data": self.folder / "data", "out": out,
             "code": Path(__file__).parent,
+            "package": ROOT / "liger_multi",
             "before": self.place(run.resumes, False) if run.resumes else out,
         }  # fmt: skip
-        every = {**self.trainer.options, **run.options, **(self.trainer.switch if switched else {})}
+        every = {**self.trainer.options, **run.options}
+        if switched:
+            every |= run.switch or self.trainer.switch
         calls = out.with_suffix(".calls.json")
         command = ["ci.trainers.launch", str(calls) if switched else "-", run.module]
         command += [*run.arguments, *self._options(filled(every, places), out)]

@@ -11,6 +11,7 @@ import yaml
 
 import ci.trainers as table
 from ci.trainers import ROOT, Run, Trainer, driver, launch, page, setting, trainers
+from ci.trainers import __main__ as command
 from liger_multi import ops
 
 STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
@@ -165,6 +166,27 @@ def test_every_run_of_the_table_was_kept():
     assert {n: [*t.runs] for n, t in trainers().items() if t.runs} == {
         n: [*kept[n]["runs"]] for n in trainers() if n in kept
     }
+
+
+def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    row = Trainer(install=(), switch={}, runs={n: Run("m", ()) for n in ("a", "b")})
+    command.store("x", row, {"date": "1", "runs": {"b": 1, "gone": 2}})
+    command.store("x", row, {"date": "2", "runs": {"a": 3}})
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept == {"x": {"date": "2", "runs": {"a": 3, "b": 1}}}
+    assert [*kept["x"]["runs"]] == ["a", "b"]
+
+
+def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):
+    made, started = bench(tmp_path, monkeypatch)
+    made.environment = {}
+    calls = tmp_path / "runs" / "a" / "with.calls.json"
+    calls.parent.mkdir(parents=True)
+    calls.write_text("{}")
+    driver.compared(made, "a", Run("m", (), switch={"plugin": "{package}/x"}))
+    assert started[1][3:] == []
+    assert started[2][3:] == ["--plugin", f"{ROOT}/liger_multi/x"]
 
 
 def test_every_trainer_that_runs_has_a_job():
