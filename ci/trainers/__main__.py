@@ -55,7 +55,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join(table)}")
     failed = 0
-    for name in given.names or table:
+    for name in given.names or [n for n, trainer in table.items() if trainer.runs]:
         kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only)
         failed += failures
         if given.store and not failures:
