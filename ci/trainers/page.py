@@ -10,33 +10,28 @@ from ci.trainers import RESULTS, trainers
 START, END = "<!-- trainers:start -->", "<!-- trainers:end -->"
 
 
-def _versions(found: dict[str, Any], name: str) -> str:
-    others = {n: v for n, v in found["versions"].items() if n != name}
-    return ", ".join(f"{n} {v}" for n, v in others.items())
-
-
-def _rows(name: str, found: dict[str, Any]) -> list[str]:
-    title = f"{name} {found['versions'][name]}"
-    return [
-        f"| {title} | {run} | {one['steps']} | {one['first']:.4f} | {one['last']:.4f} | "
-        f"{one['difference']:.0e} | {', '.join(f'`{op}` {n}' for op, n in one['calls'].items())} |"
-        for run, one in found["runs"].items()
-    ]
+def _row(name: str, found: dict[str, Any]) -> str:
+    """What ran of a trainer, with which versions."""
+    others = [f"{n} {v}" for n, v in found["versions"].items() if n != name]
+    runs = found["runs"].values()
+    worst = max(run["difference"] for run in runs)
+    calls = sorted({op for run in runs for op in run["calls"]})
+    cells = (
+        f"{name} {found['versions'][name]}", ", ".join(others), "; ".join(found["runs"]),
+        f"{worst:.0e}", ", ".join(f"`{op}`" for op in calls), found["date"],
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def table() -> str:
     """What ran, with what, and what did not run."""
     kept = json.loads(RESULTS.read_text(encoding="utf-8"))
     known = trainers()
-    out = ["| Trainer | Run | Steps | First loss | Last loss | Difference | Calls of operators |",
-           "|---|---|---|---|---|---|---|"]  # fmt: skip
-    out += [row for name in known if name in kept for row in _rows(name, kept[name])]
-    out += ["", "| Trainer | Run on | With |", "|---|---|---|"]
-    out += [
-        f"| {name} | {kept[name]['date']} | {_versions(kept[name], name)} |"
-        for name in known
-        if name in kept
+    out = [
+        "| Trainer | With | Runs | Difference | Operators called | Date |",
+        "|---|---|---|---|---|---|",
     ]
+    out += [_row(name, kept[name]) for name in known if name in kept]
     out += ["", "| Not run | What | Why |", "|---|---|---|"]
     out += [
         f"| {name} | {what} | {why} |"

@@ -144,8 +144,8 @@ def test_the_setting_is_the_same_every_time():
 
 def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
     kept = {"date": "2026-01-02", "versions": {"trl": "1.2", "torch": "3.4"},
-            "runs": {"SFT": {"steps": 4, "first": 2.0, "last": 1.0, "difference": 3e-7,
-                             "calls": {"rope": 8}}}}  # fmt: skip
+            "runs": {"SFT": {"difference": 3e-7, "calls": {"rope": 8}},
+                     "DPO": {"difference": 5e-6, "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
     file = tmp_path / "trainers.json"
     file.write_text(json.dumps({"trl": kept}))
     row = Trainer(install=(), switch={}, runs={}, not_run={"GRPO": "no engine"})
@@ -154,7 +154,7 @@ def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
     made = page.page(f"a {page.START} old {page.END} b")
     assert made.startswith(f"a {page.START}\n")
     assert made.endswith(f"{page.END} b")
-    assert "| trl 1.2 | SFT | 4 | 2.0000 | 1.0000 | 3e-07 | `rope` 8 |" in made
+    assert "| trl 1.2 | torch 3.4 | SFT; DPO | 5e-06 | `rms_norm`, `rope` | 2026-01-02 |" in made
     assert "| trl | GRPO | no engine |" in made
     with pytest.raises(SystemExit, match=r"docs/trainers\.md needs"):
         page.page("without markers")
