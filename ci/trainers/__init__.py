@@ -27,7 +27,7 @@ class Run:
     Attributes:
         module: What is started, as ``python -m`` does.
         calls: The operators that have to be called with the switch.
-        options: Beside those of the trainer; ``{model}``, ``{data}``, ``{out}``, ``{code}``,
+        options: Beside those of the trainer; ``{model}``, ``{teacher}``, ``{data}``, ``{out}``, ``{code}``,
             ``{package}`` and ``{before}`` stand for folders.
         arguments: What stands before the options on the command line.
         switch: Options in place of the trainer's own switch, such as those of a plugin of ours.

@@ -142,7 +142,7 @@ class Bench:
         shutil.rmtree(out, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         places = {
-            "model": self.folder / "model", "data": self.folder / "data", "out": out,
+            "model": self.folder / "model", "teacher": self.folder / "teacher", "data": self.folder / "data", "out": out,
             "code": Path(__file__).parent,
             "package": ROOT / "liger_multi",
             "before": self.place(run.resumes, False) if run.resumes else out,

@@ -1,7 +1,7 @@
 """What every trainer trains on: ``python -m ci.trainers.setting FOLDER``.
 
-Runs in a trainer's environment and writes a tiny random model with its tokenizer, and the same
-dialogues in the format of every trainer.
+Runs in a trainer's environment and writes a tiny random model with its tokenizer, a
+teacher like it, and the same dialogues in the format of every trainer.
 """
 
 from __future__ import annotations
@@ -122,21 +122,27 @@ def tokenizer() -> Any:
     )  # fmt: skip
 
 
-def write(folder: Path) -> None:
-    """Model, tokenizer and data below a folder."""
+def model(seed: int) -> Any:
+    """A model with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    torch.manual_seed(seed)
+    made = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
     with torch.no_grad():  # activations of a usual size, and norms whose weight matters
-        for name, parameter in model.named_parameters():
+        for name, parameter in made.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(3)
-    model.save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    return made
+
+
+def write(folder: Path) -> None:
+    """Models, their tokenizer and data below a folder."""
+    for seed, name in enumerate(("model", "teacher")):
+        model(seed).save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
     for name, row in FORMATS.items():
         place = folder / "data" / name
         place.mkdir(parents=True, exist_ok=True)
