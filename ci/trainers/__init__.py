@@ -27,8 +27,8 @@ class Run:
     Attributes:
         module: What is started, as ``python -m`` does.
         calls: The operators that have to be called with the switch.
-        options: Beside those of the trainer; ``{model}``, ``{teacher}``, ``{data}``, ``{out}``, ``{code}``,
-            ``{package}`` and ``{before}`` stand for folders.
+        options: Beside those of the trainer; names of folders stand in braces, as in ``{model}``:
+            model, teacher, data, out, code, package, and before.
         arguments: What stands before the options on the command line.
         switch: Options in place of the trainer's own switch, such as those of a plugin of ours.
         resumes: The run whose checkpoint, made without the switch, is in ``{before}``; this one

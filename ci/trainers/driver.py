@@ -141,12 +141,9 @@ class Bench:
         out = self.place(name, switched)
         shutil.rmtree(out, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        places = {
-            "model": self.folder / "model", "teacher": self.folder / "teacher", "data": self.folder / "data", "out": out,
-            "code": Path(__file__).parent,
-            "package": ROOT / "liger_multi",
-            "before": self.place(run.resumes, False) if run.resumes else out,
-        }  # fmt: skip
+        places = {name: self.folder / name for name in ("model", "teacher", "data")}
+        places |= {"out": out, "code": Path(__file__).parent, "package": ROOT / "liger_multi"}
+        places["before"] = self.place(run.resumes, False) if run.resumes else out
         every = {**self.trainer.options, **run.options}
         if switched:
             every |= run.switch or self.trainer.switch
