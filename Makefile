@@ -21,7 +21,7 @@ ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables baseline bench docs pictures site
-.PHONY: tune format clean env pins test-portable test-npu test-npu-some
+.PHONY: tune format clean env pins test-portable test-trainers test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -162,6 +162,10 @@ test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four
 	$(if $(DEVICE),,$(SLOW_TRITON)) \
 	$(ADAPTED) \
 	exit $$failed
+
+test-trainers: $(ENV)  ## trainers with a switch for Liger-Kernel, each in an environment of its own (NAME=trl)
+	$(RUN) -m ci.trainers $(NAME) $(ARGS)
+NAME ?=
 
 seconds: $(ENV)  ## time the suite on this machine, for balanced parts; git diff shows tests/seconds.json
 	$(MAKE) --no-print-directory test-full PART= ARGS="--record-seconds $(ARGS)"

@@ -18,7 +18,9 @@ import yaml
 
 from ci.wheels import downloaded
 
-PACKAGES = ("axolotl==0.19.0", "llamafactory==0.9.5", "ms-swift==4.6.0", "trl==0.24.0")
+PACKAGES = (
+    "axolotl==0.21.0", "llamafactory==0.9.5", "ms-swift==4.6.0", "trl==0.24.0", "verl==0.9.1",
+)  # fmt: skip
 NAME = "liger_kernel"
 TARGET = Path(__file__).parent.parent / "tests" / "alias_names.yaml"
 _APPLY = re.compile(r"apply_liger_kernel_to_\w+")

@@ -20,7 +20,6 @@ VENDORS = "kernels of one vendor; backends are chosen by liger_multi.configure"
 HALVES = "forward and backward of operators are no functions of their own here"
 KERNELS = "settings and parts of kernels; launch tables stand beside ours"
 GRPO = "per-token losses; liger_multi.losses.policy_loss has the formulas"
-OPEN = "not there yet"
 SKIPPED = {
     "ops.cute*": VENDORS,
     "ops.cutile*": VENDORS,
@@ -39,24 +38,15 @@ SKIPPED = {
     "ops.grpo_loss.GrpoLossFunction": GRPO,
     "ops.GrpoLossFunction": GRPO,
     "transformers.grpo_loss*": GRPO,
-    "ops.configure*": "settings of liger_cute_kernels",
     "transformers.moe*": "needs liger_cute_kernels",
     "ops.vocab_parallel_cross_entropy.validate_formula_and_mode": "a check of arguments",
-    "ops.utils.*": OPEN,
-    "ops.backends.*": OPEN,
     "transformers.model.*": "forwards of whole models; liger_multi.patch keeps their own",
     "transformers.trainer*": "derives from a trainer that TRL no longer exports",
     "megatron*": "needs Megatron-Core, with which nobody has run it here",
-    "backends*": OPEN,
-    "functional*": OPEN,
-    "*_backend": OPEN,
-    "*_backends": OPEN,
-    "*_impl": OPEN,
-    "*_impls": OPEN,
-    "env_report*": OPEN,
-    "triton*": OPEN,
-    "utils.*": OPEN,
-    "transformers.*": OPEN,
+    "triton.monkey_patch.LigerTritonFileCacheManager": "Triton's own cache is used",
+    "utils.infer_device_arch": "names of chips, which no trainer asks for",
+    "transformers.llama4_rope.apply_liger_llama4_rope_full": "changes a module of transformers for "
+    "every model in it; liger_multi.patch changes one model or type",
     "testing*": "test helpers of the package itself",
     "*.logger": "loggers of the package itself",
 }

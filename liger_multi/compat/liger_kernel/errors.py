@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class ArgumentError(ValueError, AssertionError):
     """An argument that Liger-Kernel asserts and this library checks."""
+
+
+class TargetError(IndexError, AssertionError):
+    """A target outside of the vocabulary, which Liger-Kernel asserts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -62,26 +63,73 @@ _MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APP
 _BLOCKS = (
     "liger_attn_res liger_fused_linear_kl_div liger_fused_linear_scaled_cross_entropy_tp "
     "liger_fused_neighborhood_attention liger_mhc_coeffs liger_mhc_post_res liger_mhc_pre "
-    "liger_multi_token_attention"
+    "liger_mhc_apply liger_mhc_forward liger_multi_token_attention"
 )
+_NEIGHBORS = (
+    "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionConfig "
+    "LigerFusedNeighborhoodAttentionLayer"
+)
+_MUSE = "LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered"
 _PATCHES = (
     "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module "
     "_patch_swiglu_module"
 )
 
+_CHOICE = "available_impls get_impl set_impl available_backends get_backend set_backend"
+_IMPLS = (
+    f"{_CHOICE} BackendNotAvailableError ImplNotAvailableError LigerBackendFallbackWarning "
+    "LigerImplFallbackWarning NoBackendAvailableError NoImplAvailableError all_backends all_impls "
+    "clear_available_cache resolve_backend resolve_impl"
+)
+_NEW_IMPLS = "OpImpl register_impl register_op"
+_REGISTERED = (
+    "all_registered_ops declare_op_locations get_discovery_failures get_registered list_registered"
+)
+_CHOSEN = (
+    "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div "
+    "layer_norm rms_norm rope softmax swiglu"
+)
+_UTILS = (
+    "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_npu_available "
+    "is_peft_available transformers_version_dispatch"
+)
+_OPS_UTILS = (
+    "calculate_settings compare_version device_context ensure_contiguous get_amp_custom_fwd_bwd "
+    "get_npu_core_count is_hip set_large_grf_mode torch_to_triton_dtype"
+)
+_SETS = "IMPL_REGISTRY ImplInfo LIGER_KERNEL_IMPL_ENV register_impl select_impl"
+
 _SUBMODULES: dict[str, tuple[str, str]] = {
-    "utils": ("helpers", "PEFT_AVAILABLE infer_device is_npu_available is_peft_available"),
+    "utils": (
+        "helpers",
+        _UTILS,
+    ),
     "ops.utils": (
         "helpers",
-        "calculate_settings compare_version ensure_contiguous torch_to_triton_dtype",
+        _OPS_UTILS,
     ),
+    "ops.configure": ("helpers", "FusedLinearCrossEntropyConfig MoEConfig configure"),
+    "env_report": ("helpers", "print_env_report"),
+    "triton": ("helpers", "apply_liger_triton_cache_manager"),
+    "triton.monkey_patch": ("helpers", "apply_liger_triton_cache_manager"),
+    "functional": ("op_functions", _CHOSEN),
+    "backends": ("choosing", f"{_IMPLS} {_NEW_IMPLS}"),
+    "backends.dispatch": ("choosing", f"{_IMPLS} emit_fallback_warning"),
+    "backends.registry": ("choosing", f"{_NEW_IMPLS} {_REGISTERED}"),
+    "backends.capability": ("choosing", "Capability PYTORCH_FALLBACK"),
     "ops.grpo_loss": ("functional", "fused_selective_log_softmax"),
-    "ops.backends": ("", ""),
-    "ops.backends.registry": ("helpers", "IMPL_REGISTRY"),
+    "ops.backends": ("helpers", _SETS),
+    "ops.backends.registry": ("helpers", _SETS),
     "transformers.functional": ("functional", f"{FUNCTIONS} CrossEntropyOutput"),
-    "transformers.rope": ("functional", "liger_rotary_pos_emb liger_rotary_pos_emb_vision"),
+    "transformers.rope": (
+        "functional",
+        "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
+    ),
     "transformers.qwen2vl_mrope": ("functional", "liger_multimodal_rotary_pos_emb"),
-    "transformers.llama4_rope": ("functional", "liger_llama4_text_rotary_pos_emb"),
+    "transformers.llama4_rope": (
+        "functional",
+        "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
+    ),
     "transformers.rms_norm": ("modules", _NORMS),
     "transformers.fused_add_rms_norm": ("modules", "LigerFusedAddRMSNorm"),
     "transformers.modulated_rms_norm": ("modules", "LigerModulatedRMSNorm"),
@@ -101,8 +149,17 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.jsd": ("losses", "LigerJSD"),
     "transformers.kl_div": ("losses", "LigerKLDIVLoss"),
     "transformers.tvd": ("losses", "LigerTVDLoss"),
+    "transformers.fused_ce_tvd": ("losses", "LigerFusedCETVDLoss"),
+    "transformers.fused_linear_kl_div": ("losses", "LigerFusedLinearKLDivLoss"),
+    "transformers.vocab_parallel_cross_entropy": ("losses", "LigerVocabParallelCrossEntropy"),
+    "transformers.mlp": ("block_modules", "LigerFalconH1MLP LigerMLP"),
+    "transformers.mhc": ("block_modules", "LigerMHC"),
+    "transformers.multi_token_attention": ("block_modules", "LigerMultiTokenAttention"),
     "transformers.model": ("", ""),
-    "transformers.model.loss_utils": ("losses", "LigerForCausalLMLoss"),
+    "transformers.model.loss_utils": (
+        "losses",
+        "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
+    ),
     "transformers.monkey_patch": ("models", _MODELS),
     "transformers.auto_model": ("", ""),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
@@ -172,7 +229,7 @@ _FUNCTION_CLASSES: dict[str, dict[str, str]] = {
 """Module of :mod:`function_classes` to file of ``liger_kernel.ops`` to names; ``ops`` has all."""
 
 _HALVES = "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward"
-_CLASSES = "modules losses"
+_CLASSES = "modules losses block_modules"
 _TOP = [
     *((home, names) for home, names in _SUBMODULES.values() if home in _CLASSES.split()),
     ("functional", _ROPES),
@@ -191,6 +248,19 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for path in ("ops", "ops.fused_linear_cross_entropy"):
         yield path, "helpers", _HALVES
     yield "transformers.monkey_patch", "patches", _PATCHES
+    yield "transformers.monkey_patch", "helpers", "PEFT_AVAILABLE"
+    yield "transformers", "helpers", "is_transformers_available"
+    for path in ("transformers.experimental", "transformers.experimental.embedding"):
+        yield path, "block_modules", "LigerEmbedding"
+    for path in ("transformers", "transformers.swiglu"):
+        yield path, "block_modules", "LigerSwiGLUMLPForMuseGlimmer"
+    for path in ("transformers", "transformers.rms_norm"):
+        yield path, "block_modules", _MUSE
+    yield "transformers", "functional", "liger_llama4_vision_rotary_pos_emb"
+    yield "transformers.fused_neighborhood_attention", "block_modules", _NEIGHBORS
+    for path in ("backends", "backends.dispatch"):
+        yield path, "op_functions", "dispatch"
+    yield "backends", "choosing", "Capability"
     yield "transformers.functional", "functional_blocks", _BLOCKS
 
 
@@ -217,6 +287,7 @@ _VERSIONS = dict.fromkeys(
     "versions",
 )
 LAZY = {
+    "": dict.fromkeys(_CHOICE.split(), "choosing"),
     "transformers": _AUTO,
     "transformers.auto_model": _AUTO,
     "transformers.monkey_patch": _VERSIONS,
@@ -259,6 +330,9 @@ class _Loader(Loader):
         names["__file__"] = __file__
         if not path:
             names["__version__"] = VERSION
+        for name in TREE[path]:  # a function of a module's name goes before the module
+            if path and f"{path}.{name}" in TREE:
+                importlib.import_module(f"{module.__name__}.{name}")
         for name, home in TREE[path].items():
             names[name] = getattr(importlib.import_module(f"{HERE}.{home}"), name)
         more = {}
@@ -272,9 +346,12 @@ class _Loader(Loader):
 
 
 def _looked_up(module: ModuleType, lazy: dict[str, str]) -> Callable[[str], Any]:
-    """The module's ``__getattr__``."""
+    """The module's ``__getattr__``; the package itself also finds its submodules."""
+    path = module.__name__.partition(".")[2]
 
     def get(name: str) -> Any:
+        if not path and name in TREE:
+            return importlib.import_module(f"{NAME}.{name}")
         if name not in lazy:
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{HERE}.{lazy[name]}"), name)
@@ -316,6 +393,9 @@ def installed() -> bool:
 def install(*, force: bool = False) -> None:
     """Serve ``import liger_kernel`` and its submodules in this process, from now on.
 
+    ``LIGER_KERNEL_IMPL`` is read: ``pytorch`` configures the reference, and a name of Liger-Kernel
+    that this library has no backend for warns.
+
     Args:
         force: Also where the real package is installed, which is then hidden until
             :func:`uninstall`; objects that somebody imported of it before stay what they are.
@@ -335,6 +415,8 @@ def install(*, force: bool = False) -> None:
     _forget()
     sys.meta_path.insert(0, _FINDER)
     _look_again()
+    if os.environ.get("LIGER_KERNEL_IMPL"):
+        importlib.import_module(f"{HERE}.choosing").read_variables()
 
 
 def uninstall() -> None:
@@ -347,6 +429,9 @@ def uninstall() -> None:
     models = sys.modules.get(f"{HERE}.models")
     if models is not None:
         models.forget_types()
+    choosing = sys.modules.get(f"{HERE}.choosing")
+    if choosing is not None:
+        choosing.set_impl(None)
     sys.meta_path.remove(_FINDER)
     _forget()
     _look_again()

@@ -6,6 +6,7 @@ tensors, and kernels choose their own rows. ``accum_dtype=None`` is fp32.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks, losses, ops
+from liger_multi.compat.liger_kernel.errors import TargetError
 from liger_multi.ops import CrossEntropyOutput
 
 __all__ = ["CrossEntropyOutput"]
 
-_CASTINGS = {"llama": "llama", 0: "llama", "gemma": "gemma", 1: "gemma"}
+_CASTINGS = {
+    "llama": "llama", 0: "llama", "gemma": "gemma", 1: "gemma", "none": "llama", -1: "llama",
+}  # fmt: skip
 _BESIDE = {
     "return_z_loss": "z_loss",
     "return_token_accuracy": "token_accuracy",
@@ -26,11 +30,10 @@ _BESIDE = {
 
 
 def casting_of(name: str, mode: str | int) -> str:
-    """Our name of a casting mode; without any rounding to fp32 there is none here."""
+    """Our name of a casting mode; statistics of ``none`` are fp32 here too."""
     if mode not in _CASTINGS:
         raise ValueError(
-            f"{name}: casting_mode must be 'llama' or 'gemma', got {mode!r}; statistics are "
-            "always at least fp32 here, so that there is no 'none'"
+            f"{name}: casting_mode must be 'llama' (0), 'gemma' (1) or 'none' (-1), got {mode!r}"
         )
     return _CASTINGS[mode]
 
@@ -40,18 +43,44 @@ def beside(flags: dict[str, bool]) -> tuple[str, ...]:
     return tuple(_BESIDE[flag] for flag, on in flags.items() if on)
 
 
-def legacy(
-    name: str, size_average: Any, reduce: Any, usual: tuple[Any, ...] = (None, True)
-) -> None:
-    """Refuse the arguments that PyTorch has retired, unless they say nothing."""
-    if size_average not in usual or reduce not in usual:
-        raise ValueError(
-            f"{name}: size_average and reduce are retired, got {size_average!r} and {reduce!r}; "
-            "use reduction"
+def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
+    """Warn of the arguments that PyTorch has retired; they change nothing."""
+    if size_average is not usual or reduce is not usual:
+        warnings.warn(
+            f"{name}: size_average={size_average!r} and reduce={reduce!r} change nothing; use "
+            "reduction",
+            DeprecationWarning,
+            stacklevel=3,
         )
 
 
+def in_dtype(found: Any, dtype: torch.dtype, *names: str) -> Any:
+    """A loss, or the named outputs of a tuple of them, in the dtype of the inputs."""
+    if isinstance(found, Tensor):
+        return found.to(dtype) if "loss" in names else found
+    wanted = {name: getattr(found, name) for name in names}
+    return found._replace(**{k: v.to(dtype) for k, v in wanted.items() if v is not None})
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # --- losses ---
+
+
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> Any:
+    """:func:`liger_multi.ops.cross_entropy`; losses have the dtype of the logits.
+
+    Raises:
+        TargetError: On a CPU, a target outside of the vocabulary.
+    """
+    try:
+        found = ops.cross_entropy(logits, target, weight, **options)
+    except IndexError as error:
+        raise TargetError(*error.args) from error
+    return in_dtype(found, logits.dtype, "loss", "z_loss")
 
 
 def liger_cross_entropy(
@@ -61,9 +90,9 @@ def liger_cross_entropy(
     return_z_loss: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """:func:`liger_multi.ops.cross_entropy`."""
-    legacy("liger_cross_entropy", size_average, reduce)
-    return ops.cross_entropy(
+    """:func:`cross_entropy`; nothing is written over the logits, which callers may read again."""
+    retired("liger_cross_entropy", size_average, reduce, None)
+    return cross_entropy(  # type: ignore[no-any-return]
         input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss=lse_square_scale, softcap=softcap, reduction=reduction,
         outputs=beside({
@@ -81,33 +110,64 @@ def liger_fused_linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False, chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """:func:`liger_multi.ops.fused_linear_cross_entropy`; with token scaling the DFT loss."""
-    accumulate = torch.float32 if accum_dtype is None else accum_dtype
-    outputs = beside({
-        "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
-        "return_predicted_tokens": return_predicted_tokens,
-    })  # fmt: skip
-    if use_token_scaling:
-        given = {
-            "ce_weight": ce_weight is not None, "label_smoothing": label_smoothing != 0,
-            "reduction='none'": reduction == "none", "outputs": bool(outputs),
-        }  # fmt: skip
-        wrong = [name for name, there in given.items() if there]
-        if wrong:
-            raise NotImplementedError(
-                f"liger_fused_linear_cross_entropy: use_token_scaling with {', '.join(wrong)}"
-            )
-        head = losses.Head(input, weight, bias, softcap=softcap, accumulate=accumulate)
+    """:func:`liger_multi.ops.fused_linear_cross_entropy`; z_loss has the dtype of the input.
+
+    With token scaling every token's loss is multiplied by its probability, which gets no gradient.
+    """
+    options: dict[str, Any] = {
+        "class_weight": ce_weight, "ignore_index": ignore_index, "softcap": softcap,
+        "label_smoothing": label_smoothing, "z_loss": lse_square_scale, "reduction": reduction,
+        "accumulate": torch.float32 if accum_dtype is None else accum_dtype,
+        "outputs": beside({
+            "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
+            "return_predicted_tokens": return_predicted_tokens,
+        }),
+    }  # fmt: skip
+    more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
+    if not use_token_scaling:
+        found = ops.fused_linear_cross_entropy(input, weight, target, bias, **options)
+    elif ce_weight is not None or any(more):
+        found = _scaled_by_token(input, weight, target, bias, **options)
+    else:
+        head = losses.Head(input, weight, bias, softcap=softcap, accumulate=options["accumulate"])
         found, _ = losses.sequence_loss(
-            head, target, loss_type="dft", z_loss=lse_square_scale, ignore_index=ignore_index,
+            head, target, loss_type="dft", ignore_index=ignore_index,
             reduction={"mean": "token"}.get(reduction, reduction),
         )  # fmt: skip
-        return found
-    return ops.fused_linear_cross_entropy(
-        input, weight, target, bias, class_weight=ce_weight, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap,
-        reduction=reduction, accumulate=accumulate, outputs=outputs,
+    return in_dtype(found, input.dtype, "z_loss")  # type: ignore[no-any-return]
+
+
+def _scaled_by_token(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str,
+    outputs: tuple[str, ...], **options: Any,
+) -> Any:  # fmt: skip
+    """Losses of tokens times their probabilities, with everything that the fused loss has."""
+    ignored, class_weight = options["ignore_index"], options["class_weight"]
+    counted = target != ignored
+    with torch.no_grad():
+        likely = ops.fused_linear_log_prob(
+            input, weight, target, bias, softcap=options["softcap"], ignore_index=ignored,
+            outputs=("log_prob",),
+        )  # fmt: skip
+        assert likely.log_prob is not None
+        scale = torch.where(counted, likely.log_prob.exp(), 0)
+        of_target = counted if class_weight is None else class_weight[target * counted] * counted
+    found: Any = ops.fused_linear_cross_entropy(
+        input, weight, target, bias, reduction="none",
+        outputs=tuple({"z_loss", *outputs}), **options,
     )  # fmt: skip
+
+    def reduced(each: Tensor, shares: Tensor) -> Tensor:
+        if reduction == "none":
+            return each * scale
+        total = (each * scale).sum()
+        return total / shares.sum().clamp_min(1e-12) if reduction == "mean" else total
+
+    z_loss = reduced(found.z_loss, counted)
+    loss = reduced(found.loss - found.z_loss, of_target) + z_loss
+    if not outputs:
+        return loss
+    return found._replace(loss=loss, z_loss=z_loss if "z_loss" in outputs else None)
 
 
 def liger_fused_linear_jsd(
@@ -115,9 +175,10 @@ def liger_fused_linear_jsd(
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100,
     temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """:func:`liger_multi.ops.fused_linear_jsd`."""
+    """:func:`liger_multi.ops.fused_linear_jsd`; the teacher gets no gradient."""
     return ops.fused_linear_jsd(
-        student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+        student_input, student_weight, teacher_input.detach(), teacher_weight.detach(),
+        shift_labels, beta=jsd_beta,
         temperature=temperature, ignore_index=ignore_index,
         accumulate=torch.float32 if accum_dtype is None else accum_dtype,
     )  # fmt: skip
@@ -127,8 +188,9 @@ def liger_jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5,
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """:func:`liger_multi.ops.jsd` of log-probabilities."""
-    return ops.jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
+    """:func:`liger_multi.ops.jsd` of log-probabilities, in their dtype; none for the teacher."""
+    found = ops.jsd(input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
+    return found.to(input.dtype)
 
 
 def liger_kl_div(
@@ -138,11 +200,12 @@ def liger_kl_div(
     """:func:`liger_multi.ops.kl_div`; ``mean`` divides by all elements, as in PyTorch.
 
     Probabilities of 0 cost 0 exactly, so that ``eps`` has nothing to clamp. ``none``, a number an
-    element, is PyTorch's.
+    element in fp32, is PyTorch's. The teacher gets no gradient.
     """
-    legacy("liger_kl_div", size_average, reduce)
+    retired("liger_kl_div", size_average, reduce, True)
+    target = target.detach()
     if reduction == "none":
-        return F.kl_div(input, target, reduction="none", log_target=log_target)
+        return F.kl_div(wide(input), wide(target), reduction="none", log_target=log_target)
     checks.one_of("liger_kl_div", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
     found = ops.kl_div(
         input, target, teacher_form="log_prob" if log_target else "prob",
@@ -155,10 +218,14 @@ def liger_tvd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number an element."""
+    """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number an element, in fp32.
+
+    The teacher gets no gradient.
+    """
+    target = target.detach()
     checks.one_of("liger_tvd", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
     if reduction == "none":
-        each = 0.5 * (input - target).abs()
+        each = 0.5 * (wide(input) - wide(target)).abs()
         if shift_labels is None:
             return each
         return torch.where((shift_labels != ignore_index).unsqueeze(-1), each, 0)
@@ -170,10 +237,19 @@ def liger_tvd(
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """Log-probabilities ``(B, L)`` of tokens, without gradients; the last logit is not read."""
-    if logits.shape[1] == input_ids.shape[1] + 1:
-        logits = logits[:, :-1]
-    ids = input_ids if mask is None else input_ids.masked_fill(mask == 0, -100)
+    """Log-probabilities ``(B, L)`` of tokens, without gradients, of ``L + 1`` logits.
+
+    The last logit is not read. Of longer ids and masks the last ``L`` count.
+    """
+    length = logits.shape[1] - 1
+    if not 0 <= length <= input_ids.shape[1]:
+        raise ValueError(
+            f"fused_selective_log_softmax: logits {tuple(logits.shape)} are those of L tokens and "
+            f"one more, input_ids {tuple(input_ids.shape)} have fewer than L"
+        )
+    logits, ids = logits[:, :-1], input_ids[:, input_ids.shape[1] - length :]
+    if mask is not None:
+        ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, -100)
     with torch.no_grad():
         found = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
     assert found.log_prob is not None
@@ -204,9 +280,10 @@ def liger_modulated_rms_norm(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6,
     offset: float = 0.0, casting_mode: str | int = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
-    """:func:`liger_multi.ops.modulated_rms_norm`."""
+    """:func:`liger_multi.ops.modulated_rms_norm`; the result has the dtype of X."""
     casting = casting_of("modulated_rms_norm", casting_mode)
-    return ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
+    found = ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
+    return found.to(X.dtype)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
@@ -298,3 +375,18 @@ def liger_llama4_text_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
     return ops.rope_complex(xq, xk, freqs_cis)
+
+
+def liger_llama4_vision_rotary_pos_emb(
+    query: Tensor, key: Tensor, freqs_ci: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope_complex` of images, whose angles may have an axis of heads."""
+    angles = freqs_ci.squeeze(-2) if freqs_ci.ndim == 3 else freqs_ci
+    return ops.rope_complex(query, key, angles)
+
+
+def liger_rotary_pos_emb_gpt_oss(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`liger_multi.ops.rope`, an angle a pair."""
+    return ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,3 +79,29 @@ def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Any:
 def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Any:
     """:func:`liger_multi.ops.hyper_connections_post`."""
     return blocks.LigerMHCPostResFunction.apply(x, f_out, h_post, h_res)
+
+
+def liger_mhc_apply(
+    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *,
+    return_x_in: bool = False,
+) -> Any:  # fmt: skip
+    """The streams after a layer's result, and with ``return_x_in`` the layer's input too."""
+    found = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (found, liger_mhc_pre(x, h_pre)) if return_x_in else found
+
+
+def liger_mhc_forward(
+    x: Tensor, layer: Callable[[Tensor], Tensor], phi: Tensor, b: Tensor, alpha_pre: Tensor,
+    alpha_post: Tensor, alpha_res: Tensor, *, allow_fp32: bool = False, tmax: int = 20,
+    rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0, return_coeffs: bool = False,
+) -> Any:  # fmt: skip
+    """Coefficients, the layer on the mixed streams, and the streams after it."""
+    coefficients = liger_mhc_coeffs(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax,
+        rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
+    )  # fmt: skip
+    h_pre, h_post, h_res = coefficients
+    f_out = layer(liger_mhc_pre(x, h_pre))
+    found = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (found, coefficients) if return_coeffs else found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from operator import lt
 from typing import Any
 
 import torch
@@ -13,9 +18,162 @@ from torch import Tensor, nn
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
-"""Liger's alternative implementations; ``liger_multi.configure`` chooses backends here."""
+"""Liger's alternative sets of operators; ``liger_multi.configure`` chooses backends here."""
+LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
 
 _LARGEST = 65536
+
+
+@dataclass(frozen=True)
+class ImplInfo:
+    """A set of operators for some devices."""
+
+    name: str
+    devices: tuple[str, ...]
+    default_devices: tuple[str, ...] = field(default_factory=tuple)
+    module_path: str = ""
+
+
+def register_impl(info: ImplInfo) -> None:
+    """Refused: a set of operators is a backend here.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        f"register_impl: {info.name!r} would be a backend here; docs/extending.md says how one is "
+        "added"
+    )
+
+
+def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
+    """None: operators are this library's.
+
+    Raises:
+        RuntimeError: A set is named; there are none.
+    """
+    if explicit is None:
+        return None
+    raise RuntimeError(
+        f"Unknown {LIGER_KERNEL_IMPL_ENV}={explicit!r}. Registered implementations: none; "
+        "liger_multi.configure chooses backends"
+    )
+
+
+@dataclass(frozen=True)
+class FusedLinearCrossEntropyConfig:
+    """Buffers that Liger's own kernels for several hosts want; nothing here reads it."""
+
+    max_tokens: int
+    hidden_size: int
+    local_vocab_size: int
+    group: Any = None
+    tiles_per_reduce: int = 1
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Buffers that Liger's own kernels for several hosts want; nothing here reads it."""
+
+    max_tokens: int
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    num_hosts: int
+    gpus_per_host: int
+    group: Any = None
+    max_inflight: int = 1
+
+
+def configure(
+    *, process_groups: Any = None, bootstrap_group: Any = None, device: Any = None,
+    flsce: FusedLinearCrossEntropyConfig | None = None, moe: MoEConfig | None = None,
+) -> bool:  # fmt: skip
+    """Warn and return False, as Liger-Kernel does without its kernels for several hosts."""
+    warnings.warn(
+        "liger_multi has no buffers to configure for several hosts; its operators run without",
+        UserWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def is_hip() -> bool:
+    """Whether PyTorch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+def device_context(device: Any) -> AbstractContextManager[Any]:
+    """A block in which a device's index is the current one; nothing on a CPU."""
+    place = torch.device(device)
+    if place.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(place).device(place)  # type: ignore[no-any-return]
+
+
+def get_npu_core_count(default: int = 20) -> int:
+    """The default: launch tables here do not read it."""
+    return default
+
+
+def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
+    """Ask Intel's compiler for large registers."""
+    kernel_args["grf_mode"] = "256"
+
+
+def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The decorators of autograd functions under autocast, for the device of this machine."""
+    device = infer_device()
+    return (
+        functools.partial(torch.amp.custom_fwd, device_type=device),
+        functools.partial(torch.amp.custom_bwd, device_type=device),
+    )
+
+
+_COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+
+def infer_comm_backend() -> str:
+    """The backend of ``torch.distributed`` for the device of this machine."""
+    return _COLLECTIVES.get(infer_device(), "gloo")
+
+
+def get_total_gpu_memory() -> int:
+    """Memory of the accelerator in GiB.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    device = infer_device()
+    if device == "cpu":
+        raise RuntimeError("Unsupported device: cpu")
+    total: int = torch.get_device_module(device).mem_get_info()[1]
+    return total // 2**30
+
+
+def transformers_version_dispatch(
+    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any],
+    before_args: tuple[Any, ...] = (), after_args: tuple[Any, ...] = (),
+    before_kwargs: dict[str, Any] | None = None, after_kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Call one function below a version of transformers, another from it on."""
+    if compare_version("transformers", lt, required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))
+
+
+def apply_liger_triton_cache_manager() -> None:
+    """Nothing: Triton's cache is safe for several processes."""
+
+
+def print_env_report() -> None:
+    """What this machine has, as ``liger-multi doctor`` says it."""
+    importlib.import_module("liger_multi.cli.main").main(["doctor"])
+
+
+def is_transformers_available() -> bool:
+    """Whether transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
 
 
 def is_peft_available() -> bool:

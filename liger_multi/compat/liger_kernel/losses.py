@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi.compat.liger_kernel import functional
+from liger_multi import checks
+from liger_multi.compat.liger_kernel import functional, functional_blocks
 from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel.function_classes import losses as function_classes
 from liger_multi.ops import CrossEntropyOutput
 
 
@@ -149,28 +151,96 @@ class LigerTVDLoss(_Options):
         return functional.liger_tvd(p, q, shift_labels, **self.options)
 
 
-def LigerForCausalLMLoss(
-    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor | None, hidden_size: int,
+class LigerFusedLinearKLDivLoss(_Options):
+    """:func:`functional_blocks.liger_fused_linear_kl_div`."""
+
+    def __init__(
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0,
+        eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        if not temperature:
+            raise ArgumentError("temperature cannot be 0.")
+        super().__init__(locals())
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, target: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The divergence of a head's tokens from given distributions."""
+        found: Tensor = functional_blocks.liger_fused_linear_kl_div(
+            student_input, student_weight, target, shift_labels, **self.options
+        )
+        return found
+
+
+class LigerFusedCETVDLoss(_Options):
+    """Cross entropy and total variation distance of every token."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__(locals())
+
+    def forward(
+        self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Both, in fp32."""
+        found: tuple[Tensor, Tensor] = function_classes.LigerFusedCETVDFunction.apply(
+            student_logits, teacher_logits, target, self.ignore_index
+        )
+        return found
+
+
+class LigerVocabParallelCrossEntropy(_Options):
+    """The loss of every token, of logits whose classes are split over processes."""
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
+        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
+    ) -> None:  # fmt: skip
+        name = type(self).__name__
+        checks.one_of(name, "reduction", reduction, ("none",))
+        formulas, modes = function_classes.FORMULAS, function_classes.MODES
+        checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, formulas)
+        checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, modes)
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ArgumentError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+        super().__init__(locals())
+
+    def forward(
+        self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
+    ) -> Tensor:
+        """The loss of every token, in fp32."""
+        found: Tensor = function_classes.LigerVocabParallelCEFunction.apply(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip
+        return found
+
+
+def unpack_cross_entropy_result(result: Any) -> tuple[Any, Any, Any, Any]:
+    """The loss, the z-loss, the share of right tokens and the likeliest ones; None: not there."""
+    if isinstance(result, CrossEntropyOutput):
+        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+    return result, None, None, None
+
+
+def fixed_fused_linear_cross_entropy(
+    hidden_states: Tensor, lm_head_weight: Tensor, target: Tensor,
     num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-    shift_labels: Tensor | None = None, final_logit_softcapping: float | None = None,
+    final_logit_softcapping: float | None = None, accum_dtype: torch.dtype | None = None,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """The loss of a causal model by its last hidden states; labels are shifted here.
+    """The loss of rows and their targets, over the number of items where one is given.
 
     Keywords that the fused loss does not have, such as a model passes on, are left out.
     """
-    if shift_labels is None:
-        if labels is None:
-            raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     names = LigerFusedLinearCrossEntropyLoss().options
     more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
     public = sys.modules.get("liger_kernel.transformers.functional", functional)
     found: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
-        hidden_states.reshape(-1, hidden_size), lm_head_weight,
-        shift_labels.reshape(-1).to(hidden_states.device),
+        hidden_states, lm_head_weight, target,
         reduction="mean" if num_items_in_batch is None else "sum", ignore_index=ignore_index,
-        softcap=final_logit_softcapping, return_token_accuracy=return_token_accuracy,
+        softcap=final_logit_softcapping, accum_dtype=accum_dtype,
+        return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens, **more,
     )  # fmt: skip
     if num_items_in_batch is None:
@@ -178,3 +248,22 @@ def LigerForCausalLMLoss(
     if isinstance(found, CrossEntropyOutput):
         return found._replace(loss=found.loss / num_items_in_batch)
     return found / num_items_in_batch  # type: ignore[no-any-return]
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor | None, hidden_size: int,
+    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
+    shift_labels: Tensor | None = None, final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """The loss of a causal model by its last hidden states; labels are shifted here."""
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return fixed_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_size), lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index,
+        final_logit_softcapping, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, **kwargs,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_multi import nn as ours
 from liger_multi import ops
+from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.functional import casting_of
 
@@ -39,6 +40,7 @@ class LigerRMSNorm(ours.RMSNorm):
         )
         if self.weight is not None:
             self.weight.data.copy_(_filled(name, init_fn, hidden_size))
+        self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -114,6 +116,7 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
         super().__init__(hidden_size, eps, offset=offset, casting=casting_of(name, casting_mode))
         assert self.weight is not None
         self.weight.data.copy_(_filled(name, init_fn, hidden_size))
+        self.casting_mode, self.in_place = casting_mode, in_place
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
@@ -131,9 +134,9 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
     ) -> Tensor:
         """Normalize and modulate."""
-        return ops.modulated_rms_norm(
-            hidden_states, scale, shift, self.weight, self.variance_epsilon, offset=self.offset,
-            casting=self.casting,
+        return functional.liger_modulated_rms_norm(
+            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset,
+            self.casting_mode,
         )  # fmt: skip
 
 
@@ -149,6 +152,7 @@ class LigerLayerNorm(ours.LayerNorm):
     ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, **kwargs)
         self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.impl, self.mode = impl if backend is None else backend, mode
         if self.weight is not None:
             self.weight.data.copy_(_filled("LigerLayerNorm", init_fn, hidden_size))
 
@@ -186,6 +190,7 @@ class LigerPolyNorm(ours.PolyNorm):
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__(eps)
         self.bias = nn.Parameter(torch.ones(()))
+        self.variance_epsilon, self.in_place = eps, in_place
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mix the norms of powers."""
@@ -311,8 +316,10 @@ class LigerExperts(ours.Experts):
 
 
 class _Tiled(ours.TiledMLP):
-    def __init__(self, mlp: nn.Module, num_shards: int | None) -> None:
+    def __init__(self, mlp: nn.Module, config: Any, num_shards: int | None) -> None:
         super().__init__(mlp, num_shards)
+        self.config, self.num_shards = config, num_shards
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         for name, layer in mlp.named_children():  # parameters as Liger's tiled MLPs name them
             setattr(self, name, layer)
         del self._modules["mlp"]
@@ -323,11 +330,11 @@ class LigerTiledSwiGLUMLP(_Tiled):
     """:class:`liger_multi.nn.TiledMLP` of a SwiGLU MLP."""
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
-        super().__init__(ours.SwiGLUMLP(config), num_shards)
+        super().__init__(ours.SwiGLUMLP(config), config, num_shards)
 
 
 class LigerTiledGEGLUMLP(_Tiled):
     """:class:`liger_multi.nn.TiledMLP` of a GEGLU MLP."""
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
-        super().__init__(ours.GEGLUMLP(config), num_shards)
+        super().__init__(ours.GEGLUMLP(config), config, num_shards)

@@ -116,6 +116,11 @@ def LigerAttnResFunction(V_stacked: Tensor, w_query: Tensor, w_norm: Tensor, eps
 # --- attention and the embedding ---
 
 
+def _single(size: Any) -> Any:
+    """One number for two equal ones."""
+    return size[0] if isinstance(size, (tuple, list)) and len({*size}) == 1 else size
+
+
 @function_class
 def LigerMultiTokenAttentionFunction(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
@@ -123,8 +128,8 @@ def LigerMultiTokenAttentionFunction(
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.multi_token_attention`."""
     return ops.multi_token_attention(
-        scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
-        sparse=sparse,
+        scores, weight, bias, stride=_single(stride), padding=_single(padding),
+        dilation=_single(dilation), groups=groups, sparse=sparse,
     )  # fmt: skip
 
 

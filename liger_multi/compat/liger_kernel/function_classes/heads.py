@@ -34,8 +34,7 @@ def LigerFusedLinearCrossEntropyFunction(
     )  # fmt: skip
     if isinstance(found, Tensor):
         return found, None, None, None
-    z_loss = None if found.z_loss is None else found.z_loss.to(_input.dtype)
-    return found.loss, z_loss, found.token_accuracy, found.predicted_tokens
+    return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
 def _scaled_outputs(found: ops.LogProbOutput, *more: Tensor) -> Any:
@@ -106,8 +105,8 @@ def LigerFusedLinearJSDFunction(
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.fused_linear_jsd`; the teacher gets no gradient."""
     return functional.liger_fused_linear_jsd(
-        student_input, student_weight, teacher_input.detach(), teacher_weight.detach(),
-        shift_labels, jsd_beta, ignore_index, temperature, accum_dtype,
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta,
+        ignore_index, temperature, accum_dtype,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,8 +15,8 @@ from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
 CrossEntropies = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The loss, the z-loss, the share of right tokens and the likeliest tokens; None: not asked for."""
 
-_FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
-_MODES = ("global", "partition")
+FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
+MODES = ("global", "partition")
 
 
 def _replaceable(logits: Tensor) -> bool:
@@ -35,7 +34,7 @@ def LigerCrossEntropyFunction(
     return_predicted_tokens: bool = False,
 ) -> CrossEntropies:  # fmt: skip
     """:func:`liger_multi.ops.cross_entropy`; losses have the dtype of the logits."""
-    found = ops.cross_entropy(
+    found = functional.cross_entropy(
         _input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss=lse_square_scale, softcap=softcap, reduction=reduction,
         inplace=_replaceable(_input),
@@ -45,9 +44,8 @@ def LigerCrossEntropyFunction(
         }),
     )  # fmt: skip
     if isinstance(found, Tensor):
-        return found.to(_input.dtype), None, None, None
-    z_loss = None if found.z_loss is None else found.z_loss.to(_input.dtype)
-    return found.loss.to(_input.dtype), z_loss, found.token_accuracy, found.predicted_tokens
+        return found, None, None, None
+    return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
 @function_class
@@ -57,9 +55,9 @@ def LigerVocabParallelCEFunction(
 ) -> Tensor:  # fmt: skip
     """The loss of every token in fp32, of logits whose classes are split over processes."""
     name = "LigerVocabParallelCEFunction"
-    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, _FORMULAS)
-    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, _MODES)
-    smoothing = _FORMULAS[label_smoothing_formula]
+    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, FORMULAS)
+    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, MODES)
+    smoothing = FORMULAS[label_smoothing_formula]
     local = vocab_parallel_logits.shape[-1]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         share = label_smoothing * (local / max(1, local - 1) if smoothing == "megatron" else 1.0)
@@ -85,13 +83,7 @@ def LigerJSDFunction(
     ignore_index: int = -100, jsd_impl: Any = None, jsd_mode: Any = None,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.jsd` of log-probabilities, in their dtype."""
-    found = ops.jsd(_input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
-    return found.to(_input.dtype)
-
-
-def _wide(x: Tensor, reduction: str) -> Tensor:
-    """In fp32 at least where every element is an output."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)) if reduction == "none" else x
+    return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
 @function_class
@@ -100,9 +92,8 @@ def LigerKLDivLossFunction(
     eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.kl_div` of log-probabilities; the teacher gets no gradient."""
-    student, teacher = _wide(y_pred, reduction), _wide(y_true.detach(), reduction)
     return functional.liger_kl_div(
-        student, teacher, reduction=reduction, log_target=log_target, eps=eps
+        y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps
     )
 
 
@@ -112,8 +103,7 @@ def LigerTVDLossFunction(
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.tvd` of probabilities; the teacher q gets no gradient."""
-    student, teacher = _wide(p, reduction), _wide(q.detach(), reduction)
-    return functional.liger_tvd(student, teacher, shift_labels, reduction, ignore_index)
+    return functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
 
 
 @function_class

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.function_classes.making import function_class
 from liger_multi.compat.liger_kernel.functional import casting_of
 
@@ -35,10 +36,7 @@ def LigerModulatedRMSNormFunction(
     offset: float = 0.0, casting_mode: str | int = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.modulated_rms_norm`; the result has the dtype of X."""
-    casting = casting_of("modulated_rms_norm", casting_mode)
-    return ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting).to(
-        X.dtype
-    )
+    return functional.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
 
 
 @function_class

@@ -1,0 +1,67 @@
+"""``python -m ci.trainers NAME ...``: run trainers and keep what came out."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ci.results import commit
+from ci.trainers import RESULTS, ROOT, Trainer, trainers
+from ci.trainers.driver import Bench, RunError, compared, environment, versions
+
+
+def ran(name: str, trainer: Trainer, folder: Path, only: list[str]) -> tuple[dict[str, Any], int]:
+    """Run a trainer; what is kept, and how many runs failed."""
+    python = environment(folder / "environment", trainer)
+    bench = Bench(python, trainer, folder)
+    kept, failures = {}, 0
+    for title, run in trainer.runs.items():
+        if only and title not in only:
+            continue
+        try:
+            kept[title] = compared(bench, title, run)
+            print(f"{name}, {title}: {kept[title]}", flush=True)
+        except RunError as error:
+            failures += 1
+            print(f"{name}, {title}: FAILED\n{error}", flush=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    head = {"date": now.date().isoformat(), "commit": commit()}
+    return {**head, "versions": versions(python, trainer), "runs": kept}, failures
+
+
+def store(name: str, trainer: Trainer, kept: dict[str, Any]) -> None:
+    """Keep runs; those of the table that did not run now stay as they are."""
+    every = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    runs = {**every.get(name, {}).get("runs", {}), **kept["runs"]}
+    kept = {**kept, "runs": {title: runs[title] for title in trainer.runs if title in runs}}
+    text = json.dumps({**every, name: kept}, indent=1)
+    RESULTS.write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Run, and with ``--store`` keep; 1 where a run failed."""
+    table = trainers()
+    parser = argparse.ArgumentParser(prog="python -m ci.trainers", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(table)}")
+    parser.add_argument("--only", action="append", default=[], metavar="RUN")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "trainers")
+    parser.add_argument("--store", action="store_true", help=f"keep in {RESULTS.name}")
+    given = parser.parse_args()
+    unknown = sorted({*given.names} - {*table})
+    if unknown:
+        parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join(table)}")
+    failed = 0
+    for name in given.names or [n for n, trainer in table.items() if trainer.runs]:
+        kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only)
+        failed += failures
+        if given.store and not failures:
+            store(name, table[name], kept)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

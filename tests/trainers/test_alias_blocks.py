@@ -1,0 +1,226 @@
+"""Blocks and losses of the import names, against formulas of PyTorch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_multi.compat.liger_kernel import block_modules, functional, functional_blocks, losses
+from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.ops import CrossEntropyOutput
+
+CONFIG = SimpleNamespace(
+    hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_multipliers=(2.0, 3.0)
+)
+
+
+def same(found, wanted, *inputs):
+    """Values and gradients of a non-uniform sum."""
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    upstream = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape)
+    for a, b in zip(
+        *(torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (found, wanted))
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+MLPS = {"LigerMLP": (1.0, 1.0), "LigerFalconH1MLP": (2.0, 3.0),
+        "LigerSwiGLUMLPForMuseGlimmer": (1.0, 1.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps(name):
+    torch.manual_seed(0)
+    made, (gate, down) = getattr(block_modules, name)(CONFIG), MLPS[name]
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    wanted = made.down_proj(F.silu(made.gate_proj(x) * gate) * made.up_proj(x) * down)
+    assert [n for n, _ in made.named_parameters()] == [
+        "gate_proj.weight", "up_proj.weight", "down_proj.weight",
+    ]  # fmt: skip
+    same(made(x), wanted, x, *made.parameters())
+
+
+def test_an_mlp_of_another_activation_is_refused():
+    other = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"})
+    with pytest.raises(ValueError, match="Activation function gelu not supported"):
+        block_modules.LigerMLP(other)
+
+
+def test_norms_of_muse_glimmer():
+    x = torch.randn(2, 16, requires_grad=True)
+    plain = block_modules.LigerRMSNormForMuseGlimmer(with_scale=False)
+    same(plain(x), F.rms_norm(x, (16,), eps=1e-6), x)
+    centered = block_modules.LigerRMSNormForMuseGlimmerTextCentered(16)
+    assert torch.equal(centered.weight, torch.zeros(16))
+    same(centered(x), F.rms_norm(x, (16,), eps=1e-6), x)
+    with pytest.raises(TypeError, match="dim must be an integer, got None"):
+        block_modules.LigerRMSNormForMuseGlimmer()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_multi_token_attention(bias):
+    torch.manual_seed(0)
+    made = block_modules.LigerMultiTokenAttention(2, 2, 3, padding=1, bias=bias)
+    scores = torch.randn(1, 2, 5, 5, requires_grad=True)
+    seen = torch.ones(5, 5).tril().bool()
+    likely = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    wanted = F.conv2d(likely, made.weight, made.bias, padding=1).masked_fill(~seen, 0)
+    same(made(scores), wanted, scores, made.weight)
+    assert (made.kernel_size, made.padding) == ((3, 3), (1, 1))
+    assert (made.bias is not None) == bias
+
+
+def test_neighborhood_attention_layer():
+    torch.manual_seed(0)
+    made = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    attention, normed = made.attention, made.layer_norm(x)
+    q, k, v = (
+        getattr(attention, n)(normed).view(2, 6, 2, 4).transpose(1, 2)
+        for n in ("q_proj", "k_proj", "v_proj")
+    )
+    near = (torch.arange(6)[:, None] - torch.arange(6)).abs() <= 1
+    found = F.scaled_dot_product_attention(q, k, v, near).transpose(1, 2).reshape(2, 6, 8)
+    same(made(x), x + attention.out_proj(found), x, *made.parameters())
+    with pytest.raises(NotImplementedError, match=r"attention_mask is not served, got \(2, 6\)"):
+        made(x, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((9, 2), "9.*divisible.*2"), ((8, 2, 4), "must be odd"), ((8, 2, 3, 0), "must be positive")],
+)
+def test_neighborhoods_that_cannot_be(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        block_modules.LigerFusedNeighborhoodAttention(*arguments)
+
+
+def test_dropout_of_neighborhood_attention_is_for_training():
+    made = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, 3, dropout=0.5)
+    x = torch.randn(1, 4, 8)
+    assert not torch.equal(made(x), made(x))
+    assert torch.equal(made.eval()(x), made(x))
+
+
+def test_embedding():
+    made = block_modules.LigerEmbedding(5, 3, padding_idx=1)
+    ids = torch.tensor([[0, 1], [4, 0]])
+    found = made(ids)
+    assert torch.equal(found, F.embedding(ids, made.weight))
+    found.sum().backward()
+    assert made.weight.grad[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_hyper_connections_around_a_layer():
+    torch.manual_seed(0)
+    made = block_modules.LigerMHC(
+        nn.Linear(8, 8), hc=2, c=8, phi_dtype=torch.float32, allow_fp32=True
+    )
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    pre, post, mix = functional_blocks.liger_mhc_coeffs(
+        x, made.phi, made.b, made.alpha_pre, made.alpha_post, made.alpha_res, allow_fp32=True
+    )
+    f_out = made.layer((pre.unsqueeze(-1) * x).sum(-2))
+    wanted = mix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+    assert wanted.shape == x.shape
+    found = made(x)
+    same(found, wanted, x, *made.parameters())
+    again, inside = functional_blocks.liger_mhc_apply(x, f_out, pre, post, mix, return_x_in=True)
+    torch.testing.assert_close(again, found)
+    torch.testing.assert_close(inside, (pre.unsqueeze(-1) * x).sum(-2))
+    with pytest.raises(AssertionError, match="allow_fp32=True takes it"):
+        block_modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(x)
+    with pytest.warns(UserWarning, match="hc=17 is large"):
+        block_modules.LigerMHC(nn.Identity(), hc=17, c=8)
+
+
+# --- losses ---
+
+LABELS = torch.tensor([1, 2, -100, 3])
+KEPT = LABELS != -100
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
+def test_divergence_of_a_head_from_given_distributions(reduction):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    target = torch.randn(4, 6).softmax(-1)
+    own = (x @ w.T / 2).log_softmax(-1)
+    wanted = F.kl_div(own[KEPT], target[KEPT], reduction="sum")
+    wanted = wanted / {"batchmean": 3, "mean": 18, "sum": 1}[reduction]
+    made = losses.LigerFusedLinearKLDivLoss(reduction=reduction, temperature=2.0)
+    same(made(x, w, target, LABELS), wanted, x, w)
+    with pytest.raises(ArgumentError, match="temperature cannot be 0"):
+        losses.LigerFusedLinearKLDivLoss(temperature=0)
+
+
+def test_cross_entropy_and_distance_of_every_token():
+    torch.manual_seed(0)
+    student, teacher = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+    cross, distance = losses.LigerFusedCETVDLoss()(student, teacher, LABELS)
+    same(cross, F.cross_entropy(student, LABELS, reduction="none"), student)
+    apart = 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)
+    same(distance, apart * KEPT, student)
+
+
+def test_a_vocabulary_of_one_process():
+    torch.manual_seed(0)
+    logits, target = torch.randn(3, 2, 6, requires_grad=True), torch.randint(6, (3, 2))
+    made = losses.LigerVocabParallelCrossEntropy(label_smoothing=0.1)
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1
+    )
+    same(made(logits, target).flatten(), wanted, logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduction": "mean"}, "reduction 'mean'; known: none"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"label_smoothing_formula": "q"}, "label_smoothing_formula.*'q'"),
+        ({"label_smoothing_mode": "q"}, "label_smoothing_mode.*'q'"),
+    ],
+)
+def test_what_a_split_vocabulary_refuses(options, said):
+    with pytest.raises(ValueError, match=said):
+        losses.LigerVocabParallelCrossEntropy(**options)
+
+
+def test_results_of_a_cross_entropy():
+    assert losses.unpack_cross_entropy_result(3) == (3, None, None, None)
+    four = CrossEntropyOutput(loss=1, z_loss=2, token_accuracy=3, predicted_tokens=4)
+    assert losses.unpack_cross_entropy_result(four) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("items", [None, 7.0])
+def test_the_loss_of_rows_over_a_number_of_items(items):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    wanted = F.cross_entropy(x @ w.T, LABELS, reduction="sum") / (items or 3)
+    found = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, unknown=1)
+    same(found, wanted, x, w)
+    more = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, return_token_accuracy=True)
+    torch.testing.assert_close(more.loss, found)
+    assert more.token_accuracy is not None
+
+
+# --- rotary embeddings ---
+
+
+def test_rotary_functions_of_other_models():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 1, 5, 8)
+    cos, sin = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    first, second = q.chunk(2, -1)
+    wanted = torch.cat((first * cos[:, None] - second * sin[:, None],
+                        second * cos[:, None] + first * sin[:, None]), -1)  # fmt: skip
+    same(functional.liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)[0], wanted, q)
+    angles = torch.polar(torch.ones(5, 4), torch.randn(5, 4))
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    turned = torch.view_as_complex(x.view(1, 5, 2, 4, 2)) * angles[:, None]
+    for given in (angles, angles[:, None]):  # as a model has them: with an axis of heads
+        found, _ = functional.liger_llama4_vision_rotary_pos_emb(x, x, given)
+        same(found, torch.view_as_real(turned).flatten(3), x)

@@ -1,0 +1,249 @@
+"""Choosing an implementation by the names of Liger-Kernel."""
+
+import importlib
+import inspect
+import warnings
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi.compat import liger_kernel as alias
+from liger_multi.compat.liger_kernel import choosing, functional, helpers, op_functions
+from liger_multi.dispatch.config import current
+
+LOGITS = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    for name in ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT", "LIGER_KERNEL_IMPL_SOFTMAX"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    choosing.set_impl(None)
+
+
+def test_a_cpu_has_the_reference():
+    assert choosing.available_impls("softmax", "cpu") == ["pytorch"]
+    assert choosing.all_impls("softmax") == ["nvidia-triton", "ascend-triton", "pytorch"]
+    assert choosing.all_impls("nothing") == choosing.available_impls("nothing") == []
+    assert [found.impl_name for found in choosing.list_registered("rope")] == [*choosing.BACKENDS]
+    assert choosing.get_registered("rope", "nvidia-cutile") is None
+    assert "cuda" in choosing.get_discovery_failures() or torch.cuda.is_available()
+
+
+def test_a_device_has_its_own(monkeypatch):
+    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
+    assert choosing.available_impls("softmax", "cuda") == ["nvidia-triton", "pytorch"]
+    assert choosing.resolve_impl("softmax", device="cuda").impl_name == "nvidia-triton"
+    assert choosing.resolve_impl("softmax", "triton", "cuda").impl_name == "nvidia-triton"
+
+
+def chosen_backend():
+    return current().choice("softmax", "cpu").order
+
+
+def test_pytorch_configures_the_reference():
+    liger_multi.configure(None)
+    choosing.set_impl("triton")
+    assert choosing.get_impl() == "nvidia-triton"
+    assert chosen_backend() == ("auto",)
+    choosing.set_impl("pytorch")
+    assert chosen_backend() == ("reference",)
+    choosing.set_impl(None)
+    assert choosing.get_impl() is None
+    assert chosen_backend() == ("auto",)
+
+
+def test_a_configuration_of_yours_stays():
+    try:
+        liger_multi.configure({"default": "reference"})
+        choosing.set_impl("triton")
+        choosing.set_impl(None)
+        assert chosen_backend() == ("reference",)
+    finally:
+        liger_multi.configure(None)
+
+
+def test_an_argument_holds_for_one_call(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        functional, "liger_softmax", lambda x: seen.append(chosen_backend()) or x.softmax(-1)
+    )
+    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
+    monkeypatch.setattr(choosing, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
+    op_functions.softmax(LOGITS)
+    op_functions.softmax(LOGITS, impl="pytorch")
+    op_functions.softmax(LOGITS, backend="pytorch")
+    choosing.set_impl("pytorch")
+    op_functions.softmax(LOGITS, impl="triton")
+    op_functions.softmax(LOGITS)
+    reference, auto = ("reference",), ("auto",)
+    assert seen == [auto, reference, reference, auto, reference]
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "chosen", "expected"),
+    [
+        ({}, None, "cutedsl", "nvidia-cutedsl"),
+        ({"LIGER_KERNEL_IMPL": "cutile"}, None, "cutedsl", "nvidia-cutile"),
+        ({"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, None, None,
+         "nvidia-cutedsl"),
+        ({"LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, "cutile", None, "nvidia-cutile"),
+    ],
+)  # fmt: skip
+def test_what_is_absent_falls_back_by_the_order_of_precedence(
+    monkeypatch, variable, argument, chosen, expected
+):
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    choosing.set_impl(chosen)
+    with pytest.warns(choosing.LigerImplFallbackWarning, match=f"{expected}' is not available"):
+        found = op_functions.softmax(LOGITS, impl=argument)
+    assert torch.equal(found, functional.liger_softmax(LOGITS))
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    with pytest.raises(choosing.ImplNotAvailableError, match=expected):
+        op_functions.softmax(LOGITS, impl=argument)
+
+
+def test_unknown_names_raise():
+    with pytest.raises(choosing.BackendNotAvailableError, match="No 'nope' implementation"):
+        op_functions.softmax(LOGITS, impl="nope")
+    with pytest.raises(choosing.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
+        op_functions.dispatch("nope", LOGITS)
+    with pytest.raises(ValueError, match="mode must be 'default', got 'fast'"):
+        op_functions.softmax(LOGITS, mode="fast")
+    with pytest.raises(NotImplementedError, match="docs/extending"):
+        choosing.register_impl("softmax", impl_name="mine")
+    with pytest.raises(NotImplementedError, match="docs/extending"):
+        choosing.declare_op_locations("softmax", [])
+    with pytest.raises(NotImplementedError, match="'mine' would be a backend"):
+        helpers.register_impl(helpers.ImplInfo("mine", ("cuda",)))
+    with pytest.raises(RuntimeError, match="Unknown LIGER_KERNEL_IMPL='cutile'"):
+        helpers.select_impl("cuda", "cutile")
+    assert helpers.select_impl("cuda") is None
+
+
+X, W = torch.randn(4, 6), torch.rand(6)
+Q = torch.randn(1, 2, 4, 6)
+ANGLES = torch.randn(1, 4, 6)
+HEAD = torch.randn(5, 6)
+TARGET = torch.tensor([1, 2, -100, 4])
+CALLS = {
+    "rms_norm": ((X, W), "liger_rms_norm", (X, W, 1e-6)),
+    "layer_norm": ((X, W, W), "liger_layer_norm", (X, W, W, 1e-6)),
+    "fused_add_rms_norm": ((X, X, W), "liger_fused_add_rms_norm", (X, X, W, 1e-6)),
+    "jsd": ((X.log_softmax(-1), X.flip(0).log_softmax(-1)), "liger_jsd", None),
+    "kl_div": ((X.log_softmax(-1), X.softmax(-1).flip(0)), "liger_kl_div", None),
+    "softmax": ((X,), "liger_softmax", None),
+    "swiglu": ((X, X), "liger_swiglu", None),
+    "geglu": ((X, X), "liger_geglu", None),
+    "rope": ((Q, Q, ANGLES, ANGLES), "liger_rope", None),
+    "cross_entropy": ((X, TARGET), "liger_cross_entropy", None),
+    "fused_linear_cross_entropy": ((X, HEAD, TARGET), "liger_fused_linear_cross_entropy", None),
+    "fused_linear_jsd": ((X, HEAD, X.flip(0), HEAD), "liger_fused_linear_jsd", None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_of_the_package(name):
+    given, same, arguments = CALLS[name]
+    found = op_functions.dispatch(name, *given, impl="pytorch")
+    more = {"reduction": "batchmean"} if name == "kl_div" else {}
+    torch.testing.assert_close(found, getattr(functional, same)(*(arguments or given), **more))
+    assert "impl" in inspect.signature(op_functions.FUNCTIONS[name]).parameters
+
+
+def test_every_operator_has_its_function():
+    assert sorted(CALLS) == sorted(op_functions.FUNCTIONS) == sorted(choosing.OPERATORS)
+    assert {*choosing.OPERATORS} <= {*liger_multi.ops.__all__}
+
+
+@pytest.fixture
+def importable(monkeypatch):
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("the real package is installed")
+    yield
+    alias.uninstall()
+
+
+def test_the_package_itself_has_the_choice(importable):
+    alias.install()
+    import liger_kernel
+
+    liger_kernel.set_impl("triton")
+    assert liger_kernel.get_impl() == liger_kernel.get_backend() == "nvidia-triton"
+    assert torch.equal(liger_kernel.functional.softmax(LOGITS, impl="pytorch"), LOGITS.softmax(-1))
+    import liger_kernel.backends.dispatch
+
+    assert callable(liger_kernel.backends.dispatch)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = liger_kernel.nothing
+
+
+def test_the_variable_is_read_when_names_are_served(importable, monkeypatch):
+    liger_multi.configure(None)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
+    with pytest.warns(choosing.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"):
+        alias.install()
+    alias.uninstall()
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "pytorch")
+    alias.install()
+    assert chosen_backend() == ("reference",)
+    alias.uninstall()
+    assert chosen_backend() == ("auto",)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alias.install()
+
+
+# --- what stands beside them ---
+
+
+def test_helpers(capsys):
+    with pytest.warns(UserWarning, match="no buffers to configure"):
+        assert helpers.configure(flsce=helpers.FusedLinearCrossEntropyConfig(1, 2, 3)) is False
+    device = helpers.infer_device()
+    expected = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+    assert helpers.infer_comm_backend() == expected[device]
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match="Unsupported device: cpu"):
+            helpers.get_total_gpu_memory()
+    else:
+        assert helpers.get_total_gpu_memory() > 1
+    below = helpers.transformers_version_dispatch(
+        "999", lambda x: ("before", x), lambda x: ("after", x), (1,), (2,)
+    )
+    above = helpers.transformers_version_dispatch(
+        "1", lambda **_: None, lambda x: ("after", x), after_kwargs={"x": 3}
+    )
+    assert (below, above) == (("before", 1), ("after", 3))
+    with helpers.device_context("cpu"):
+        pass
+    settings = {}
+    helpers.set_large_grf_mode(settings)
+    assert settings == {"grf_mode": "256"}
+    assert (helpers.get_npu_core_count(7), helpers.is_hip()) == (7, torch.version.hip is not None)
+    assert helpers.is_transformers_available()
+    helpers.print_env_report()
+    assert "torch" in capsys.readouterr().out
+
+
+def test_decorators_of_autocast():
+    custom_forward, custom_backward = helpers.get_amp_custom_fwd_bwd()
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        @custom_forward
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @custom_backward
+        def backward(ctx, dy):
+            return 2 * dy
+
+    x = torch.ones(2, requires_grad=True)
+    Twice.apply(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]

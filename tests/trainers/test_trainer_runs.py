@@ -1,0 +1,195 @@
+"""The table of trainers and how their runs are compared; the runs are `make test-trainers`."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+import ci.trainers as table
+from ci.trainers import ROOT, Run, Trainer, driver, launch, page, setting, trainers
+from ci.trainers import __main__ as command
+from liger_multi import ops
+
+STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
+
+
+def test_the_table_names_operators_formats_and_runs_that_exist():
+    for trainer in trainers().values():
+        for run in trainer.runs.values():
+            assert {*run.calls} <= {*ops.__all__}
+            assert not run.resumes or run.resumes in trainer.runs
+            used = re.findall(r"\{data\}/(\w+)", json.dumps({**trainer.options, **run.options}))
+            assert {*used} <= {*setting.FORMATS}
+        assert not {*trainer.not_run} & {*trainer.runs}
+
+
+def test_equal_numbers_have_a_difference_and_others_fail():
+    ours = {**STOCK, (1, "grad_norm"): 5.0001}
+    assert driver.difference(STOCK, ours) == pytest.approx(2e-5, rel=1e-3)
+    with pytest.raises(driver.RunError, match=r"step 2, loss: 1\.0 and 1\.01"):
+        driver.difference(STOCK, {**STOCK, (2, "loss"): 1.01})
+    with pytest.raises(driver.RunError, match="without the switch"):
+        driver.difference(STOCK, {k: v for k, v in STOCK.items() if k[0] == 1})
+    with pytest.raises(driver.RunError, match="nothing to compare"):
+        driver.difference({(1, "loss"): 0.0, (2, "loss"): 0.0}, {(1, "loss"): 0.0, (2, "loss"): 0})
+
+
+def test_the_longest_state_below_a_folder_is_the_curve(tmp_path):
+    with pytest.raises(driver.RunError, match=r"no trainer_state\.json"):
+        driver.curve(tmp_path)
+    rows = [{"step": 1, "loss": 2.0, "epoch": 0.1}, {"step": 1, "eval_loss": 3.0}]
+    for i, found in enumerate((rows[:1], rows)):
+        place = tmp_path / f"checkpoint-{i}"
+        place.mkdir()
+        (place / "trainer_state.json").write_text(json.dumps({"log_history": found}))
+    assert driver.curve(tmp_path) == {(1, "loss"): 2.0, (1, "eval_loss"): 3.0}
+
+
+def bench(tmp_path, monkeypatch, **trainer):
+    """A bench whose runs start nothing and find the same numbers."""
+    started = []
+    monkeypatch.setattr(driver.Bench, "_started", lambda _, command, log: started.append(command))
+    monkeypatch.setattr(driver, "curve", lambda _: STOCK)
+    row = Trainer(install=(), switch={"use_it": True}, runs={}, **trainer)
+    return driver.Bench("python", row, tmp_path), started
+
+
+def test_only_the_second_run_has_the_switch_and_the_names(tmp_path, monkeypatch):
+    made, started = bench(tmp_path, monkeypatch, options={"model": "{model}", "many": [1, 2]})
+    run = Run("some.module", calls=("rope",), arguments=("train",), options={"out": "{out}"})
+    calls = tmp_path / "runs" / "a" / "with.calls.json"
+    calls.parent.mkdir(parents=True)
+    calls.write_text('{"rope": 3}')
+    kept = driver.compared(made, "a", run)
+    assert kept == {"steps": 2, "logged": ["grad_norm", "loss"], "first": 2.0, "last": 1.0,
+                    "difference": 0.0, "calls": {"rope": 3}}  # fmt: skip
+    _, stock, ours = started
+    assert stock[:4] == ["ci.trainers.launch", "-", "some.module", "train"]
+    assert ours[:4] == ["ci.trainers.launch", str(calls), "some.module", "train"]
+    given = ["--model", f"{tmp_path}/model", "--many", "1", "2", "--out"]
+    assert stock[4:] == [*given, f"{tmp_path}/runs/a/stock"]
+    assert ours[4:] == [*given, f"{tmp_path}/runs/a/with", "--use_it", "True"]
+    with pytest.raises(driver.RunError, match="rms_norm never called; called were rope"):
+        driver.compared(made, "a", replace(run, calls=("rms_norm", "rope")))
+
+
+def test_a_resumed_run_starts_from_the_run_without_the_switch(tmp_path, monkeypatch):
+    made, started = bench(tmp_path, monkeypatch, written="yaml")
+    calls = tmp_path / "runs" / "b-c" / "with.calls.json"
+    calls.parent.mkdir(parents=True)
+    calls.write_text("{}")
+    driver.compared(made, "b, c", Run("m", (), options={"from": "{before}/x"}, resumes="a"))
+    assert len(started) == 2, "the setting and one run"
+    (file,) = started[1][3:]
+    wanted = {"from": f"{tmp_path}/runs/a/stock/x", "use_it": True}
+    assert yaml.safe_load((tmp_path / "runs" / "b-c" / "with.yaml").read_text()) == wanted
+    assert file.endswith("with.yaml")
+
+
+def test_a_run_that_ends_in_an_error_shows_its_last_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver.Bench, "__init__", lambda *_: None)
+    made = driver.Bench()
+    made.python, made.folder, made.environment = sys.executable, tmp_path, {"PYTHONPATH": str(ROOT)}
+    with pytest.raises(driver.RunError, match="No module named no_such_trainer"):
+        made._started(["no_such_trainer"], tmp_path / "log")
+
+
+def test_a_launched_module_imports_the_names_and_its_calls_count(tmp_path):
+    (tmp_path / "toy.py").write_text(
+        "import sys, torch\n"
+        "from liger_kernel.transformers.functional import liger_softmax\n"
+        "assert sys.argv[1:] == ['--x', '1']\n"
+        "liger_softmax(torch.ones(2, 3))\n"
+    )
+    command = [sys.executable, "-m", "ci.trainers.launch", "calls.json", "toy", "--x", "1"]
+    path = f"{ROOT}:{tmp_path}"
+    subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path})
+    assert json.loads((tmp_path / "calls.json").read_text()) == {"softmax": 1}
+
+
+def test_calls_of_a_patch_do_not_count():
+    from tests.models import build
+
+    calls = launch.Counter()
+    model = build()
+    stock = ops.rms_norm
+    try:
+        ops.rms_norm = launch.counted(calls, "rms_norm", stock)
+        import liger_multi
+
+        liger_multi.patch(model)
+        assert calls["rms_norm"] == 0
+        model(input_ids=setting_ids())
+        assert calls["rms_norm"] == 5
+    finally:
+        ops.rms_norm = stock
+
+
+def setting_ids():
+    import torch
+
+    return torch.tensor([[5, 6, 7]])
+
+
+def test_the_setting_is_the_same_every_time():
+    assert setting.dialogues() == setting.dialogues()
+    assert len({d["answer"] for d in setting.dialogues()}) > setting.ROWS / 2
+    rewards = setting.reward(["ab", "abc", [{"content": "x"}]])
+    assert len({*rewards}) > 1
+
+
+def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
+    kept = {"date": "2026-01-02", "versions": {"trl": "1.2", "torch": "3.4"},
+            "runs": {"SFT": {"difference": 3e-7, "calls": {"rope": 8}},
+                     "DPO": {"difference": 5e-6, "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
+    file = tmp_path / "trainers.json"
+    file.write_text(json.dumps({"trl": kept}))
+    row = Trainer(install=(), switch={}, runs={}, not_run={"GRPO": "no engine"})
+    monkeypatch.setattr(page, "RESULTS", file)
+    monkeypatch.setattr(page, "trainers", lambda: {"trl": row})
+    made = page.page(f"a {page.START} old {page.END} b")
+    assert made.startswith(f"a {page.START}\n")
+    assert made.endswith(f"{page.END} b")
+    assert "| trl 1.2 | torch 3.4 | SFT; DPO | 5e-06 | `rms_norm`, `rope` | 2026-01-02 |" in made
+    assert "| trl | GRPO | no engine |" in made
+    with pytest.raises(SystemExit, match=r"docs/trainers\.md needs"):
+        page.page("without markers")
+
+
+def test_every_run_of_the_table_was_kept():
+    """What the page shows is of today's table."""
+    kept = json.loads(table.RESULTS.read_text(encoding="utf-8"))
+    assert {n: [*t.runs] for n, t in trainers().items() if t.runs} == {
+        n: [*kept[n]["runs"]] for n in trainers() if n in kept
+    }
+
+
+def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    row = Trainer(install=(), switch={}, runs={n: Run("m", ()) for n in ("a", "b")})
+    command.store("x", row, {"date": "1", "runs": {"b": 1, "gone": 2}})
+    command.store("x", row, {"date": "2", "runs": {"a": 3}})
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept == {"x": {"date": "2", "runs": {"a": 3, "b": 1}}}
+    assert [*kept["x"]["runs"]] == ["a", "b"]
+
+
+def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):
+    made, started = bench(tmp_path, monkeypatch)
+    made.environment = {}
+    calls = tmp_path / "runs" / "a" / "with.calls.json"
+    calls.parent.mkdir(parents=True)
+    calls.write_text("{}")
+    driver.compared(made, "a", Run("m", (), switch={"plugin": "{package}/x"}))
+    assert started[1][3:] == []
+    assert started[2][3:] == ["--plugin", f"{ROOT}/liger_multi/x"]
+
+
+def test_every_trainer_that_runs_has_a_job():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/update.yml").read_text(encoding="utf-8"))
+    matrix = jobs["jobs"]["trainers"]["strategy"]["matrix"]["trainer"]
+    assert matrix == [name for name, trainer in trainers().items() if trainer.runs]
