@@ -371,7 +371,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "fused_linear_jsd": _linear_pair,
     "fused_linear_tvd": _linear_pair,
 }
-OPTIONS = ("attention", "neighborhood_attention", "kl_div")  # on which work depends
+OPTIONS = ("attention", "neighborhood_attention", "indexer_topk", "kl_div")  # on which work depends
 
 
 def least(
