@@ -75,7 +75,7 @@ class Trainer:
     not_run: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def recipe(self) -> str:
+    def contents(self) -> str:
         """What the environment is made of."""
         parts = (self.install, self.without_dependencies, self.removed, self.empty)
         return repr((self.torch, *map(list, parts)))

@@ -42,7 +42,7 @@ class RunError(RuntimeError):
 def environment(folder: Path, trainer: Trainer) -> Path:
     """The interpreter of a trainer's environment, which is made where the table changed."""
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == trainer.recipe:
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == trainer.contents:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
@@ -58,7 +58,7 @@ def environment(folder: Path, trainer: Trainer) -> Path:
         subprocess.run([*pip[:-1], "uninstall", "--yes", *trainer.removed], check=True)
     for name in trainer.empty:
         (packages_of(folder) / f"{name}.py").touch()
-    stamp.write_text(trainer.recipe, encoding="utf-8")
+    stamp.write_text(trainer.contents, encoding="utf-8")
     return python
 
 

@@ -320,6 +320,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
     "linear": _plain_linear,
+    "linear_float8": _plain_linear,
     "lora_mlp": _lora_mlp,
     "lora_qkv": _lora_qkv,
     "lora_update": _lora_update,
@@ -617,7 +618,9 @@ def truth(
         results = fp64_reference(case, wide)
         results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
-        found = torch.autograd.grad(results, [wide[n] for n in grads], ups)
+        pairs = [(r, up) for r, up in zip(results, ups, strict=True) if r.requires_grad]
+        smooth, given = ([pair[i] for pair in pairs] for i in (0, 1))
+        found = torch.autograd.grad(smooth, [wide[n] for n in grads], given)
         for name, grad in zip(grads, found, strict=True):
             if name in rows or not grads[name]:
                 grads[name].append(grad)

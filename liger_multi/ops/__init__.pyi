@@ -340,7 +340,6 @@ def linear_float8(
     *,
     weight_scale: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
-    recipe: str = ...,
     return_quantized: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
@@ -351,7 +350,6 @@ def linear_float8(
     *,
     weight_scale: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
-    recipe: str = ...,
     return_quantized: Literal[True],
 ) -> LinearFloat8Output: ...
 @overload
@@ -362,7 +360,6 @@ def linear_float8(
     *,
     weight_scale: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
-    recipe: str = ...,
     return_quantized: bool,
 ) -> torch.Tensor | LinearFloat8Output: ...
 @overload

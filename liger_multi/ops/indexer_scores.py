@@ -70,7 +70,7 @@ def indexer_scores(
     if indices.ndim != 3 or indices.shape[:2] != q.shape[:2]:
         checks.refuse(op.name, f"indices must have shape {(*q.shape[:2], 'K')}", indices)
     if indices.device != q.device:
-        checks.refuse(op.name, f"all tensors must be on one device ({q.device})", indices)
+        checks.refuse(op.name, "all tensors must be on one device", indices)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
     result: Tensor = op(q, k, w, indices.to(torch.int32), by)
     return result

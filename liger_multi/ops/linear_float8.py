@@ -6,19 +6,18 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.bitwise import BY_GEMM, bitwise
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-RECIPES = ("rowwise_gw_hp",)
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 op = Op(
     "linear_float8",
     family="float8",
     rows=("x", "dy", "codes", "codes_scale"),
     replicated=("weight", "bias", "weight_scale"),
-    bitwise=bitwise(BY_GEMM, "x y", 1),
+    bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale", 1),
 )
 
 
@@ -78,7 +77,6 @@ op.backward(
 def linear_float8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
     quantized: Float8Rows | None = None, return_quantized: bool = False,
-    recipe: str = "rowwise_gw_hp",
 ) -> Tensor | LinearFloat8Output:  # fmt: skip
     """A linear layer whose output and input gradient are FP8 GEMMs.
 
@@ -111,16 +109,15 @@ def linear_float8(
     Raises:
         TypeError: An argument is not a floating-point tensor, dtypes differ without autocast, or
             weight holds codes without weight_scale.
-        ValueError: Shapes do not fit together, mixed devices, unknown recipe, or codes that require
+        ValueError: Shapes do not fit together, mixed devices, or codes that require
             a gradient.
 
     Source:
-        torchao's ``rowwise_with_gw_hp`` recipe, with the scales of weight in the rows of dy.
+        torchao's ``rowwise_with_gw_hp``, with the scales of weight in the rows of dy.
     """
     name = "linear_float8"
     tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
     checks.floating(name, **tensors, weight_scale=weight_scale, optional=("bias", "weight_scale"))
-    checks.one_of(name, "recipe", recipe, RECIPES)
     if weight.ndim != 2:
         checks.refuse(name, "weight must have shape (N, K)", weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
@@ -164,6 +161,10 @@ def _typed(codes: Tensor, scale: Tensor) -> Float8Rows:
 
 
 def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:
+    if not isinstance(quantized, Float8Rows):
+        raise TypeError(
+            f"linear_float8: quantized must be Float8Rows, got {checks.describe(quantized)}"
+        )
     codes, scale = quantized
     if codes.dtype not in CODES or codes.shape != x.shape or scale.shape != x.shape[:-1]:
         checks.refuse(

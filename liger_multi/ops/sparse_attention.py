@@ -151,7 +151,7 @@ def _indices(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
         checks.refuse(op.name, f"indices must have shape ({batch}, {queries}, K) or ({batch}, "
                       f"{k.shape[1]}, {queries}, K)", indices)  # fmt: skip
     if indices.device != q.device:
-        checks.refuse(op.name, f"all tensors must be on one device ({q.device})", indices)
+        checks.refuse(op.name, "all tensors must be on one device", indices)
     return places.to(torch.int32)
 
 

@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", 1, True, torch.int32, torch.complex64, float),
     "str": ("nosuch", "", 1, True, NAN, b"mean"),
     "names": ("x", 1, ("nosuch",), (1,), (None,)),
+    "Float8Rows": (True, 1, "x", (1, 2), NAN),
     "sizes": ("12", 1, (1.5, 2), (True, True), ("1", "1")),
     "chunk": (True, 0, -1, 1.5, "", "512 parrots", "0MiB", NAN, HUGE),
     "window": (True, 1.5, "1", (1,), (1, 2, 3), (1.5, 1), (True, 1), NAN),

@@ -14,6 +14,7 @@ import liger_multi
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
+from liger_multi.reference.common.float8 import GRADIENT
 from liger_multi.reference.cross_entropy import float8
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
@@ -163,7 +164,7 @@ def test_each_factor_is_rounded_once(gradients, wanted, first):
     out = made.logits(torch.randn(8, 16), None, torch.empty(8, 32))
     if gradients and wanted:
         made.hidden_gradient(out, torch.empty(8, 16))
-    rest = [((8, 32), float8.GRADIENT)] * (gradients and wanted)
+    rest = [((8, 32), GRADIENT)] * (gradients and wanted)
     assert seen.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
 
 

@@ -377,18 +377,18 @@ def test_weights_that_are_trained_are_left_with_a_reason():
 
 
 def test_no_gradient_of_a_frozen_weight_and_no_dequantized_weight_in_a_step(monkeypatch):
-    """Codes go into GEMMs as they are; the CPU has none, so a stand-in takes its place."""
+    """Codes go into GEMMs as they are; the CPU has none, so another function takes its place."""
     made = model(frozen=True, hidden_size=64, intermediate_size=256, vocab_size=31)
     patch(made, linear_float8=FROZEN)
     shapes = []
 
-    def stand_in(a, b, dtype, fast=False):
+    def recorded(a, b, dtype, fast=False):
         shapes.append((a.codes.dtype, b.codes.dtype))
         return a.scale.new_zeros(len(a.scale), len(b.scale), dtype=dtype)
 
     from liger_multi.reference.float8 import operators
 
-    monkeypatch.setattr(operators, "product", stand_in)
+    monkeypatch.setattr(operators, "product", recorded)
     with Largest() as mode:
         step(made, ids(1, 4) % 31)
     assert {kind for pair in shapes for kind in pair} == {torch.float8_e4m3fn}

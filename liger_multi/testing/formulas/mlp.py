@@ -132,8 +132,9 @@ class _LinearFloat8(torch.autograd.Function):
 
 
 def linear_float8(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
+    quantized: Any = None, return_quantized: bool = False,
+) -> Tensor:  # fmt: skip
     """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
     y: Tensor = _LinearFloat8.apply(x, weight, weight_scale)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias

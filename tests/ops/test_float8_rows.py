@@ -161,10 +161,11 @@ BAD = {
         ValueError, "frozen",
     ),
     "codes of another shape": (
-        lambda x, w: ops.linear_float8(x, w, quantized=rows(x[:2])), ValueError, "quantized must"
+        lambda x, w: ops.linear_float8(x, w, quantized=ops.Float8Rows(*rows(x[:2]))), ValueError,
+        "quantized must",
     ),
-    "an unknown recipe": (
-        lambda x, w: ops.linear_float8(x, w, recipe="tensorwise"), ValueError, "tensorwise"
+    "codes that are a pair": (
+        lambda x, w: ops.linear_float8(x, w, quantized=tuple(rows(x))), TypeError, "Float8Rows"
     ),
     "another width": (
         lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"
