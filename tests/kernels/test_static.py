@@ -155,8 +155,12 @@ def test_cases_are_real_launches():
     warps = [[case.options["num_warps"] for case in cases] for cases in (small, large)]
     assert warps[0] != warps[1]
     narrow = {(c.label, c.kernel.__name__) for c in large if not c.streams}
-    # a sum of eight numbers a row, of sinks: vectors of 16 bytes are not demanded of it
-    assert narrow == {(f"attention everything {n}", "_sum_partials_kernel") for n in (64, 128)}
+    # sums of eight numbers a row, of sinks, and eight index heads of narrow keys: vectors of 16
+    # bytes are not demanded of them
+    sums = {(f"attention everything {n}", "_sum_partials_kernel") for n in (64, 128)}
+    of_indexer = ("scores", "all_scores", "backward")
+    few = {("indexer 8x32 bfloat16", f"_indexer_{name}_kernel") for name in of_indexer}
+    assert narrow == sums | few
     assert all(case.options["enable_fp_fusion"] is True for case in large)
 
 
