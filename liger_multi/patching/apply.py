@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -587,6 +588,7 @@ def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Linear layers that multiply in FP8: those of size, but for heads and adapters."""
     options = request.get("linear_float8")
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
+    holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     thin = {id(m) for lora in model.modules() if looks_like_lora(lora) for m in matrices(lora)}
     for path, module in model.named_modules():
         ours = isinstance(module, Float8Linear)
@@ -594,7 +596,11 @@ def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
         if not looks_like_linear(module) or id(module) in thin or not free:
             continue
         head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
-        found = options and (head or conflicts.of_module(module) or float8_refusal(module, options))
+        shared = options and options.frozen and holders[id(getattr(module, "weight", None))] > 1
+        tied = shared and "its weight is that of another layer too, which would lose it"
+        found = options and (
+            head or tied or conflicts.of_module(module) or float8_refusal(module, options)
+        )
         if ours and (found or options is None):
             _restore(report, path, module)
         if found:

@@ -21,7 +21,6 @@ from liger_multi.reference.float8.rows import (
     Float8Rows,
     Quantizer,
     format_of,
-    ones,
     product,
     rows_of,
 )
@@ -61,7 +60,7 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
             own = scale if weight_scale is None else weight_scale
             left = rows_of(dy, own, to)
             across = to.across(weight, scale if weight_scale is None else None, left.codes.dtype)
-            right = Float8Rows(across, ones(dy.device, across.shape[0]))
+            right = Float8Rows(across, own.new_ones(across.shape[0]))
             dx = product(left, right, dy.dtype).view(*dy.shape[:-1], across.shape[0])
         if needs_weight and x is not None:
             dweight = upstream.t() @ as_rows(x)

@@ -177,12 +177,6 @@ def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bo
     return True
 
 
-@functools.lru_cache(64)
-def ones(device: torch.device, count: int) -> Tensor:
-    """Scales of rows that have none; nobody writes to it."""
-    return torch.ones(count, device=device)
-
-
 def rows_of(x: Tensor, columns: Optional[Tensor], to: Quantizer) -> Float8Rows:
     """The rows of a tensor ``(..., K)`` in the format of its device, as a matrix."""
     return to.rows(as_rows(x), columns, format_of(x.device))

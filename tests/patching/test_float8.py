@@ -359,6 +359,39 @@ def test_writes_are_refused_and_name_the_way_out(name):
     assert equal(step(made), before)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_inference_mode_and_generation(frozen):
+    made = model(frozen=frozen)
+    patch(made, linear_float8=FROZEN if frozen else ALL)
+    with torch.inference_mode():
+        inside = made(input_ids=ids()).logits + 0
+    with torch.no_grad():
+        assert torch.equal(inside, made(input_ids=ids()).logits + 0)
+    assert made.generate(ids()[:, :4], max_new_tokens=3, pad_token_id=0).shape == (2, 7)
+
+
+def test_layers_that_share_a_weight_keep_sharing_it():
+    pair = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    pair[1].weight = pair[0].weight
+    pair.requires_grad_(False)
+    report = patch(pair, linear_float8=FROZEN)
+    assert [s.reason for s in report.skipped if s.op == "linear_float8"] == [
+        "its weight is that of another layer too, which would lose it"
+    ] * 2
+    unpatch(pair)
+    assert pair[0].weight is pair[1].weight
+
+
+def test_a_weight_that_was_replaced_is_kept_in_float8_again():
+    made = model(frozen=True)
+    patch(made, linear_float8=FROZEN)
+    made.load_state_dict(model(frozen=True).state_dict(), assign=True)
+    made.requires_grad_(False)
+    assert not any(isinstance(m.weight, Float8Weight) for m in linears(made))
+    patch(made, linear_float8=FROZEN)
+    assert all(isinstance(m.weight, Float8Weight) for m in linears(made))
+
+
 def test_codes_cannot_be_trained():
     made = model(frozen=True)
     patch(made, linear_float8=FROZEN)

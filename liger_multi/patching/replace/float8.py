@@ -45,8 +45,11 @@ def _drop(dead: weakref.ref[Tensor]) -> None:
 
 
 def codes_of(x: Tensor) -> Any:
-    """Codes of a tensor, if it was the last one of this thread that was rounded."""
-    known = _last.x is not None and _last.x() is x
+    """Codes of a tensor, if it was the last one of this thread that was rounded.
+
+    Tensors of inference mode count no writes, so each layer rounds them.
+    """
+    known = not x.is_inference() and _last.x is not None and _last.x() is x
     now = (x._version, autocast_dtype(x.device.type)) if known else None
     return _last.rows if now == (_last.version, _last.dtype) else None
 
@@ -151,7 +154,7 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     else:  # what the function checks, _served and the report have seen
         y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)))
         rows = Float8Rows(*made)
-    if known is None:
+    if known is None and not x.is_inference():
         remember(x, rows)
     return cast(Tensor, y)
 

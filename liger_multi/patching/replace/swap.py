@@ -154,6 +154,7 @@ def apply(module: nn.Module, swap: Swap) -> str:
     _drop_own_forward(module)
     _class_of(swap)._liger_multi_code = _code(swap)  # type: ignore[attr-defined]  # probed just now
     if found == swap:
+        swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
     module.__class__ = _class_of(swap)
     if found and found.behavior is not swap.behavior:
