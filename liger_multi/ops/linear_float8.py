@@ -103,7 +103,7 @@ def linear_float8(
     Memory:
         Kept for backward: x where weight needs a gradient, weight where x needs one, 4 bytes per
         row of weight. Codes live during a GEMM: 1 byte per element of x and weight. Without FP8
-        GEMMs (a CPU, NVIDIA before sm89, sizes that are no multiples of 16) codes are dequantized
+        GEMMs (a CPU, NVIDIA before Ada, sizes that are no multiples of 16) codes are dequantized
         for a GEMM in the dtype of x.
 
     Raises:

@@ -303,6 +303,14 @@ def ddp_of_adapters_on_a_base_in_float8(run):
     in_float8(run, lora_everywhere(run.build()), id, {**EIGHT, "frozen": True})
 
 
+@case()
+def fsdp2_of_adapters_on_a_base_in_float8(run):
+    stock = lora_everywhere(run.build())
+    layers = lambda ours: ours.base_model.model.model.layers  # noqa: E731
+    wrap = lambda ours: fully_sharded(run, ours, *layers(ours))  # noqa: E731
+    in_float8(run, stock, wrap, {**EIGHT, "frozen": True})
+
+
 def lora_everywhere(model):
     import peft
 

@@ -201,7 +201,7 @@ def calculate_settings(n: int) -> tuple[int, int]:
     block = 1 << max(0, n - 1).bit_length()
     if block > _LARGEST:
         raise RuntimeError(f"a row of {n} elements needs a block of {block}, more than {_LARGEST}")
-    wide = 16 if torch.version.hip else 32
+    wide = 16 if is_hip() else 32
     for size, warps in ((32768, wide), (8192, 16), (2048, 8)):
         if block >= size:
             return block, warps
