@@ -176,6 +176,15 @@ def _settings():
     return found | {f"autocast of {d}": torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
 
 
+def _stance_left():
+    """How compiled functions run, if that is not the default; afterwards it is."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not there: nothing was compiled
+    left = frames and frames._stance.stance != "default" and frames._stance
+    if left:
+        torch.compiler.set_stance("default")
+    return left
+
+
 SETTINGS = _settings()
 
 
@@ -183,11 +192,12 @@ SETTINGS = _settings()
 def settings():
     """No test, and no fixture of a module, leaves PyTorch in a state that later ones run in."""
     yield
-    found = _settings()
+    found, stance = _settings(), _stance_left()
     torch.set_grad_enabled(SETTINGS["is_grad_enabled"])
     torch.set_default_dtype(SETTINGS["get_default_dtype"])
     torch.use_deterministic_algorithms(SETTINGS["are_deterministic_algorithms_enabled"])
     assert found == SETTINGS
+    assert not stance
 
 
 @pytest.fixture(autouse=True)

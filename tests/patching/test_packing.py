@@ -5,6 +5,9 @@ import copy
 import pickle
 import random
 import re
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -271,6 +274,48 @@ def test_compiled_layers_are_not_compiled_for_a_trial(counted):
 
 
 # --- a model and its process are left as they were ---
+
+
+def test_trials_of_two_threads_leave_the_process_as_it_was():
+    """The second one begins while the first one runs, and ends after it."""
+    stance = torch._dynamo.eval_frame._stance
+    models = [patched(), patched()]
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), random.getstate(), list(warnings.filters)
+    begun, ended = threading.Event(), threading.Event()
+
+    def first():
+        with trials.undisturbed(models[0]):
+            torch.rand(1)
+            assert begun.wait(60)
+        ended.set()
+
+    def second():
+        with trials.undisturbed(models[1]):
+            begun.set()
+            assert ended.wait(60)
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first)
+        pool.submit(second).result()
+        one.result()
+    assert torch._dynamo.eval_frame._stance == stance
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert (random.getstate(), list(warnings.filters)) == states[1:]
+
+
+def test_threads_that_share_a_model_try_it_once(counted):
+    model, together = patched(), threading.Barrier(3)
+
+    def run():
+        together.wait(60)
+        model(input_ids=tokens(), position_ids=positions(), **APART)
+
+    with ThreadPoolExecutor(3) as pool:
+        for call in [pool.submit(run) for _ in range(3)]:
+            call.result()
+    assert len(counted) == 1
 
 
 def test_nothing_changes_but_the_verdict():

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -341,16 +342,36 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """No gradients, dropout, warnings or hooks of users within; all is as it was afterwards."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(torch.no_grad())
-        # other lengths would count as recompilations of parts that are compiled
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for keep in (_random_numbers, _no_cached_casts):
-            stack.enter_context(keep())
-        stack.enter_context(_attributes(model))
+    with torch.no_grad(), _state_of_process, _no_cached_casts(), _attributes(model):
         yield
+
+
+class _StateOfProcess:
+    """State that threads share: the first trial that runs sets it, the last one puts it back."""
+
+    def __init__(self) -> None:
+        self.lock, self.trials, self.kept = threading.Lock(), 0, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.trials:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(warnings.catch_warnings())
+                    warnings.simplefilter("ignore")
+                    stack.enter_context(_random_numbers())
+                    # other lengths would count as recompilations of parts that are compiled
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                    self.kept = stack.pop_all()
+            self.trials += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self.lock:
+            self.trials -= 1
+            if not self.trials:
+                self.kept.close()
+
+
+_state_of_process = _StateOfProcess()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -65,9 +66,15 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Verdicts(dict[Hashable, Verdict]):
+    """What is known of a model, and a lock: other threads that call it wait for a trial."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+_verdicts: weakref.WeakKeyDictionary[nn.Module, _Verdicts] = weakref.WeakKeyDictionary()
+_first_call = threading.Lock()
 
 
 def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
@@ -81,10 +88,13 @@ def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any
     rows = rows_of(given)
     if not isinstance(rows, Tensor) or _left(model, rows, given):
         return
-    known, form = _verdicts.setdefault(model, {}), _form(model, given)
-    if form not in known:
-        known[form] = trial(model, forward, given, rows)
-    verdict = known[form]
+    with _first_call:
+        known = _verdicts.setdefault(model, _Verdicts())
+    with known.lock:
+        form = _form(model, given)
+        if form not in known:
+            known[form] = trial(model, forward, given, rows)
+        verdict = known[form]
     if not (verdict.change or verdict.untried) or not several(given) or _unpatched(model):
         return
     if not verdict.untried:
