@@ -214,7 +214,7 @@ def chunk_pass(
     spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
     rows = RowStats.empty(
-        target.numel(), spec, outputs, chunks.buffer, ignored=chunks.index is not None, loss=False
+        target.numel(), spec, outputs, chunks.like, ignored=chunks.drops, loss=False
     )
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = rows.lse.new_zeros(())

@@ -220,8 +220,8 @@ class _Kept(torch.autograd.Function):
         with torch._C._DisableAutocast(), on_device(hidden):
             chunks = _chunks(args, fit)
             rows = RowStats.empty(
-                target.numel(), chunks.spec, outputs, chunks.buffer,
-                ignored=chunks.index is not None, loss=False,
+                target.numel(), chunks.spec, outputs, chunks.like,
+                ignored=chunks.drops, loss=False,
             )  # fmt: skip
             ctx.kept = chunks.first()
             for _, where, _, t, raw in chunks.over(ctx.kept):

@@ -56,8 +56,10 @@ def capturing(device: torch.device) -> bool:
     return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
-def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: int) -> int:
-    """Rows of logits to hold at a time.
+def chunk_rows(
+    rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: int, free: int | None = None
+) -> int:
+    """Rows of logits to hold at a time; ``free`` is :func:`free_bytes` where that was asked before.
 
     A number of rows is kept to, and a byte budget by as many steps of 256 rows as fit. Otherwise
     all rows are one chunk where their logits cost no more than an fp32 accumulator of the weight's
@@ -71,7 +73,10 @@ def chunk_rows(rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: i
         return max(1, rows)
     if chunk > 0 or budget:
         return chunk or max(1, whole_steps(budget // row_bytes))
-    free = 0 if strict() else free_bytes(hidden.device)
+    if strict():
+        free = 0
+    elif free is None:
+        free = free_bytes(hidden.device)
     share = free // FREE_SHARE or (AUTO_BYTES if strict() else AUTO_BYTES // 16)
     fit, half = min(AUTO_BYTES, share) // row_bytes, -(-rows // 2)
     if min(half, fit) < MIN_ROWS:

@@ -6,6 +6,7 @@ stand here once, and so do the gradients of a head: sums over chunks of rows, in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from liger_multi.reference.common.chunking import (
     add_product_,
     capturing,
     chunk_rows,
+    free_bytes,
     is_whole,
     row_blocks,
     statistics_dtype,
@@ -55,6 +57,15 @@ class ChunkSpec:
 class Chunks:
     """Iterate over chunks of rows with valid targets; their logits share one buffer.
 
+    How many rows are valid is read back from the device when it is first asked for: by ``index``
+    and what follows from it, ``rows``, ``step`` and ``buffer``. Until the answer is there the host
+    waits, and then the device does. So all that can be launched or looked up without it comes
+    before: work that surrounds the loop asks ``drops`` and ``like``.
+
+    Attributes:
+        drops: Whether rows without a valid target may be left out.
+        like: An empty tensor of the device and dtype of the logits.
+
     ``rounding`` is how a head in 8 bits rounds, ``wanted`` whether it makes gradients of hidden.
     """
 
@@ -65,25 +76,44 @@ class Chunks:
         kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
-        self.kind, self.index = kind, None
+        self.kind, self.plan, self.ignore_index = kind, plan, objective.ignore_index
         self.float8: Head | None = None
         if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
             if by_rows():
                 raise ValueError(SCALES)
             self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
-        if plan.compact and not capturing(hidden.device):
-            # the one read-back: how many rows are valid
-            index = (target != objective.ignore_index).nonzero().squeeze(1)
-            self.index = index if index.numel() < target.numel() else None
-        self.rows = target.numel() if self.index is None else self.index.numel()
-        like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
+        self.drops = plan.compact and not capturing(hidden.device)
+        self.like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
-        every, size = target.numel(), like.element_size()
+        every, size = target.numel(), self.like.element_size()
         limits = (plan.chunk, plan.budget)
         self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
-        step = chunk_rows(self.rows, like, weight.shape[0], plan.chunk, plan.budget)
-        self.step = divided(min(step, max(1, self.rows)), self.whole)
-        self.buffer = hidden.new_empty(min(self.step, self.rows), weight.shape[0], dtype=kind)
+        self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
+
+    @functools.cached_property
+    def index(self) -> Tensor | None:
+        """Places of the valid rows; None where all are. The one read-back."""
+        if not self.drops:
+            return None
+        index = (self.target != self.ignore_index).nonzero().squeeze(1)
+        return index if index.numel() < self.target.numel() else None
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Number of the rows that are gone through."""
+        return self.target.numel() if self.index is None else self.index.numel()
+
+    @functools.cached_property
+    def step(self) -> int:
+        """Rows of a chunk."""
+        limits = (self.plan.chunk, self.plan.budget)
+        step = chunk_rows(self.rows, self.like, self.weight.shape[0], *limits, self.free)
+        return divided(min(step, max(1, self.rows)), self.whole)
+
+    @functools.cached_property
+    def buffer(self) -> Tensor:
+        """Room for the logits of a chunk."""
+        return self.like.new_empty(min(self.step, self.rows), self.weight.shape[0])
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
@@ -124,9 +154,9 @@ class Accumulator:
         needs: tuple[bool, ...],
     ) -> None:  # fmt: skip
         self.chunks, self.needs = chunks, needs
-        make = torch.empty if chunks.index is None else torch.zeros  # dropped rows stay zero
+        make = torch.zeros if chunks.drops else torch.empty  # dropped rows stay zero
         total = weight_gradient_dtype(chunks.kind, weight.dtype, accumulate, chunks.whole)
-        self.gradients = Gradients(
+        self.sums = Gradients(
             make(hidden.shape if needs[0] else (0,), dtype=chunks.kind, device=hidden.device),
             torch.empty(weight.shape if needs[1] else (0,), dtype=total, device=weight.device),
             torch.zeros(
@@ -135,19 +165,24 @@ class Accumulator:
                 device=weight.device,
             ),
         )
-        if not chunks.rows:
-            self.gradients.weight.zero_()
+
+    @property
+    def gradients(self) -> Gradients:
+        """The sums, after all chunks."""
+        if not self.chunks.rows:
+            self.sums.weight.zero_()
+        return self.sums
 
     def add(self, place: slice, where: Tensor | slice, h: Tensor, graw: Tensor) -> None:
         """Add one chunk, whose logits were overwritten by their gradient."""
         if self.needs[0] and isinstance(where, slice):
-            self._hidden(graw, self.gradients.hidden[where])
+            self._hidden(graw, self.sums.hidden[where])
         elif self.needs[0] and isinstance(where, Tensor):
-            self.gradients.hidden.index_copy_(0, where, self._hidden(graw, torch.empty_like(h)))
+            self.sums.hidden.index_copy_(0, where, self._hidden(graw, torch.empty_like(h)))
         if self.needs[1]:
-            add_product_(self.gradients.weight, graw.t(), h, first=place.start == 0)
+            add_product_(self.sums.weight, graw.t(), h, first=place.start == 0)
         if self.needs[2]:
-            self.gradients.bias.add_(graw.sum(0, dtype=self.gradients.bias.dtype))
+            self.sums.bias.add_(graw.sum(0, dtype=self.sums.bias.dtype))
 
     def _hidden(self, graw: Tensor, out: Tensor) -> Tensor:
         if self.chunks.float8 is not None and self.chunks.float8.gradients:

@@ -77,8 +77,7 @@ def implement_fused_linear_cross_entropy(
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
         by = reduction_of.denominators(target, class_weight, ignore_index, reduction, chunks.kind)
         scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
-        dropped = chunks.index is not None
-        rows = RowStats.empty(target.numel(), spec, outputs, chunks.buffer, ignored=dropped)
+        rows = RowStats.empty(target.numel(), spec, outputs, chunks.like, ignored=chunks.drops)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
             if any(needs):

@@ -72,9 +72,8 @@ def implement_fused_linear_log_prob(
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
-        dropped = chunks.index is not None
-        like, count = chunks.buffer, target.numel()
-        rows = RowStats.empty(count, spec, outputs, like, ignored=dropped, loss=False)
+        like, count = chunks.like, target.numel()
+        rows = RowStats.empty(count, spec, outputs, like, ignored=chunks.drops, loss=False)
         for _, where, _, t, raw in chunks:
             rows.put(where, kernels.statistics(raw, t, None, spec, outputs))
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax

@@ -5,6 +5,7 @@ stand at a time. A scalar loss computes its gradients in the forward pass, as of
 and divides them in backward; ``none`` computes the logits once more there.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
@@ -65,13 +66,21 @@ class Pairs(Chunks):
         self.teacher_hidden = teacher[0]
         self.teacher_weight = teacher[1].to(kind)
         self.teacher_bias = None if teacher[2] is None else teacher[2].to(kind)
+        self.whole_budget = whole_budget
+
+    @functools.cached_property
+    def part(self) -> int:
+        """Rows of the teacher's logits at a time."""
         part = max(MIN_ROWS, self.step // SHARE // MIN_ROWS * MIN_ROWS)
-        if plan.budget:  # what the student's logits left of it
-            row = max(1, weight.shape[0] * kind.itemsize)
-            part = min(part, max(1, (whole_budget - self.buffer.nbytes) // row))
-        self.part = min(self.step, part)
-        shape = (min(self.part, self.rows), weight.shape[0])
-        self.teacher_buffer = self.teacher_weight.new_empty(shape)
+        if self.plan.budget:  # what the student's logits left of it
+            row = max(1, self.weight.shape[0] * self.teacher_weight.element_size())
+            part = min(part, max(1, (self.whole_budget - self.buffer.nbytes) // row))
+        return min(self.step, part)
+
+    @functools.cached_property
+    def teacher_buffer(self) -> Tensor:
+        """Room for them."""
+        return self.teacher_weight.new_empty(min(self.part, self.rows), self.weight.shape[0])
 
     def parts(
         self, where: Tensor | slice, target: Tensor, raw: Tensor
@@ -107,7 +116,7 @@ def forward_and_backward(
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
         chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
-        loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.buffer).loss.zero_()
+        loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
         gain = torch.full_like(count, FP16_GAIN if chunks.kind == torch.float16 else 1.0)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
+from liger_multi.dispatch.op import inline_ops
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
@@ -494,3 +496,42 @@ def test_no_device_chooses_it():
     target, tensors = torch.randint(401, (96,)), leaves(torch.float32)
     right = run("auto", tensors, target)
     assert all(map(torch.equal, right, run("reference", tensors, target)))
+
+
+# --- the count of valid rows ---
+
+
+def calls_of(run):
+    """Names of PyTorch's operators in order."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with inline_ops(), Watch():
+        run()
+    return seen
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@pytest.mark.parametrize("chunk", [16, "auto"])
+def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, chunk):
+    """Launches that stand between would each leave it idle, as the host has waited for it."""
+    hidden, weight, target = head(dtype=torch.float32)
+    target[::3] = -100
+    run = {
+        "cross_entropy": lambda: fused_linear_cross_entropy(hidden, weight, target, chunk=chunk),
+        "log_prob": lambda: fused_linear_log_prob(hidden, weight, target, chunk=chunk),
+        "jsd": lambda: fused_linear_jsd(
+            hidden, weight, hidden.detach(), weight.detach(), target, chunk=chunk
+        ),
+    }[op]
+    seen = calls_of(run)
+    assert seen.count("nonzero") == 1
+    after = seen[seen.index("nonzero") + 1 :]
+    between = after[: next(i for i, n in enumerate(after) if n in ("mm", "addmm"))]
+    launches = [n for n in between if n not in ("squeeze", "new_empty", "empty", "slice", "t")]
+    poison = launches[:1] == ["fill_"]  # the suite's, of the empty buffer
+    assert launches[poison:] == ["index"]  # of the hidden states
