@@ -32,7 +32,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from liger_multi.dispatch.autograd import anchor_of, make_function, wire
+from liger_multi.dispatch import flat
+from liger_multi.dispatch.autograd import anchor_of, make_function
 from liger_multi.dispatch.bitwise import NO_PROMISE, Bitwise
 from liger_multi.dispatch.primitive import (
     LIBRARY,
@@ -263,17 +264,37 @@ class Op:
         self.bwd = Primitive(self, "backward", fake, returns, mutated)
         self.same_grad_as, self.identity_grads = dict(same_grad_as), dict(identity_grads)
         self.anchor = anchor_of(self, not_saved is not None, added)
-        self.function = make_function(wire(self, self.fwd, self.bwd, not_saved))
-        # the part in C++; what Python does around it serves functorch and setup_context
-        self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
-        self.traced = self.function
-        if self.compile == "trace":
-            self.traced = make_function(wire(self, self.fwd.trace, self.bwd.trace, not_saved))
+        self.not_saved = not_saved
         if not self.inplace:
             self.whole = self._define()
         names = [self.fwd.params[i] for i in self.fwd.places]
         needs = [p[len("needs_") :] for p in self.fwd.params if p.startswith("needs_")]
         self.flags = [names.index(name) for name in needs]
+
+    # written and compiled when first asked for: most programs call few operators
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The ``autograd.Function`` that calls backends."""
+        return make_function(self, self.fwd.run, self.bwd.run)
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        """The one that a compiler looks into, where it may."""
+        if self.compile != "trace":
+            return self.function
+        return make_function(self, self.fwd.trace, self.bwd.trace)
+
+    @functools.cached_property
+    def apply(self) -> Any:
+        """The part in C++; what Python does around it serves functorch and setup_context."""
+        return super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        """The call, for what is usual."""
+        names = {"general": self.general, "apply": self.apply, "forward": self.fwd.run}
+        return flat.compiled(flat.call_source(self), f"{self.name} call", names)
 
     @property
     def primitives(self) -> tuple[Primitive, Primitive]:
@@ -298,17 +319,22 @@ class Op:
         args = tuple(given)
         self._special(args)
         function = self.traced if traced else self.function
-        forward = self.fwd.trace if traced else self.fwd
+        forward = self.fwd.trace if traced else self.fwd.run
         return self._run(args, function.apply, forward)
 
     def __call__(self, *args: Any) -> Any:
         """Call with the arguments of forward in order, without the ``needs_*`` flags."""
+        return self.general(*args) if torch.compiler.is_compiling() else self.run(*args)
+
+    def general(self, *args: Any) -> Any:
+        """The same, for whoever looks on and for tensors of any kind."""
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.whole(*args, traced, sources())
         if torch._C._is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
             return self.whole(*args, False, sources())
-        return self._run(args, self.function.apply if self._special(args) else self.apply, self.fwd)
+        apply = self.function.apply if self._special(args) else self.apply
+        return self._run(args, apply, self.fwd.run)
 
     def _run(self, args: tuple[Any, ...], apply: Any, forward: Any) -> Any:
         if torch._C._are_functorch_transforms_active():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
-from liger_multi.dispatch import bitwise, launch
+from liger_multi.dispatch import bitwise, flat, launch
 from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, stated
 from liger_multi.dispatch.double_backward import only_whole
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
@@ -293,6 +293,16 @@ class Primitive:
         torch.library.register_fake(f"liger_multi::{name}", fake, lib=LIBRARY)
         self.overload = getattr(torch.ops.liger_multi, name).default
 
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        """The call of what is usual, written out; the other calls are :meth:`__call__`'s."""
+        names = {
+            "prim": self, "general": self.__call__, "Primitive": Primitive, "call": _CALL,
+            "module_of_several": _module_of_several,
+        }  # fmt: skip
+        name = f"{self.op.name} {self.direction} of a backend"
+        return flat.compiled(flat.primitive_source(self), name, names)
+
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
         if torch._C._is_any_autocast_enabled():
@@ -338,12 +348,12 @@ class Primitive:
             return self.overload(*args)
         for i in self.places:
             a = args[i]
-            if a is not None and (type(a) not in _PLAIN or a.is_meta):
+            if a is not None and (type(a) not in flat.PLAIN or a.is_meta):
                 return self.overload(*args)
         return self.call(*args)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_CALL = Primitive.call  # which those replace who record calls
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """Configuration, the choice of a backend, and what the machinery promises around autograd."""
 
+import ast
 import concurrent.futures
 import copy
 import functools
+import inspect
 import logging
 import multiprocessing
 import pickle
@@ -16,7 +18,7 @@ import torch
 
 import liger_multi
 from liger_multi import errors, ops
-from liger_multi.dispatch import registry
+from liger_multi.dispatch import flat, registry
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget, parse_bytes
 from liger_multi.dispatch.op import OPS, Op, inline_ops
@@ -460,13 +462,23 @@ def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
     def never(*args):
         raise AssertionError("a graph node for nobody")
 
-    monkeypatch.setattr(OPS["rms_norm"], "apply", never)
+    op = OPS["rms_norm"]
+    names = {"general": op.general, "apply": never, "forward": op.fwd.run}
+    watched = flat.compiled(flat.call_source(op), "rms_norm call, watched", names)
+    monkeypatch.setattr(op, "run", watched)
     x = torch.randn(3, 8, requires_grad=True)
     with pytest.raises(AssertionError, match="for nobody"):
         ops.rms_norm(x)
     with torch.no_grad():
         assert ops.rms_norm(x).grad_fn is None
     assert ops.rms_norm(x.detach()).grad_fn is None
+
+
+def test_the_code_that_is_shown_is_the_code_that_runs():
+    _, _, shown = flat.__doc__.partition("is::")
+    runs = inspect.getsource(OPS["rms_norm"].run)
+    parts = [ast.dump(ast.parse(textwrap.dedent(code))) for code in (shown, runs)]
+    assert parts[0] == parts[1]
 
 
 def test_frozen_weights_allocate_no_gradient():

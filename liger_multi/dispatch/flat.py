@@ -1,0 +1,288 @@
+"""What runs at every call of an operator, written out as Python.
+
+Which arguments are tensors, which of them backward reads and where its results go is known when an
+operator is declared. The loops over these tables run once, here, and write straight code. A small
+tensor's norm is done by the device before a loop in Python has ended.
+
+Every piece of code asks for what is unusual first, and then leaves it to ``general``: functions
+that know every case. The call of ``rms_norm`` is::
+
+    def call(x, weight, eps, offset, casting):
+        if (
+            _compiling()
+            or _tracing()
+            or _transformed()
+            or (type(x) not in _PLAIN or _is_wrapped(x))
+            or (weight is not None and (type(weight) not in _PLAIN or _is_wrapped(weight)))
+        ):
+            return _general(x, weight, eps, offset, casting)
+        if _grad_enabled():
+            _needs_x = x.requires_grad
+            _needs_weight = weight is not None and weight.requires_grad
+            if _needs_x or _needs_weight:
+                return _apply(x, weight, eps, offset, casting)
+        return _forward(x, weight, eps, offset, casting)[0]
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd.graph import increment_version
+
+from liger_multi.dispatch import bitwise
+from liger_multi.dispatch.config import current
+
+if TYPE_CHECKING:
+    from liger_multi.dispatch.op import Op
+    from liger_multi.dispatch.primitive import Primitive
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+NAMES: dict[str, Any] = {
+    "PLAIN": PLAIN,
+    "autocast": torch._C._is_any_autocast_enabled,
+    "compiling": torch.compiler.is_compiling,
+    "current": current,
+    "follows_torch": bitwise.follows_torch,
+    "grad_enabled": torch.is_grad_enabled,
+    "increment_version": increment_version,
+    "is_legacy_batched": is_legacy_batchedtensor,
+    "is_wrapped": is_functorch_wrapped_tensor,
+    "modes": torch._C._len_torch_dispatch_stack,
+    "profiled": torch._C._autograd._profiler_enabled,
+    "tracing": torch._C._is_tracing,
+    "transformed": torch._C._are_functorch_transforms_active,
+    "without_autocast": torch._C._DisableAutocast,
+}
+"""What the code may call, each with an underscore in front: no argument of a contract has one."""
+
+
+def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The last function of ``source``, which tracebacks show."""
+    file, space = f"<liger_multi {name}>", {f"_{n}": v for n, v in {**NAMES, **names}.items()}
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    before = set(space)
+    exec(compile(source, file, "exec"), space)
+    made: Callable[..., Any] = space[next(n for n in space if n not in before and n[0] != "_")]
+    return made
+
+
+def block(*lines: str | None) -> str:
+    """An indented block of the lines that are there."""
+    return textwrap.indent("\n".join(line for line in lines if line is not None), "    ")
+
+
+def tuple_of(parts: Iterable[str]) -> str:
+    """A tuple, also of one part or none."""
+    parts = list(parts)
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+# --- the choice of a backend ---
+
+
+def primitive_source(prim: Primitive) -> str:
+    """Code of a direction: look the function up and call it."""
+    args, first = ", ".join(prim.params), prim.params[prim.anchor]
+    odd = ["_compiling() or _profiled() or _tracing() or _modes() or _Primitive.call is not _call"]
+    for name in (prim.params[i] for i in prim.places):
+        test = f"type({name}) not in _PLAIN or {name}.is_meta"
+        odd.append(f"({test})" if name == first else f"({name} is not None and ({test}))")
+    return f"def {prim.direction}({args}):\n" + block(
+        "if (",
+        block(" or\n".join(odd)),
+        "):",
+        f"    return _general({args})",
+        "_config, _device = _current(), " + f"{first}.device",
+        "_mode = _config.deterministic",
+        "if _mode is None:",
+        "    _mode = _follows_torch()",
+        f"_plan = _config.plans.get((_prim, _device, {first}.dtype, _mode))",
+        "_module = _module_of_several(_device)",
+        "if _plan is None or (_module is not None and _module.current_device() != _device.index):",
+        f"    return _general({args})",
+        f"_run = _plan.direct or _plan.function({tuple_of(prim.params)})",
+        "if _autocast():",
+        "    with _without_autocast():",
+        f"        return _run({args})",
+        f"return _run({args})",
+    )
+
+
+# --- the call ---
+
+
+def call_source(op: Op) -> str:
+    """Code of an operator's call, without the ``needs_*`` flags."""
+    given = [name for name in op.fwd.params if not name.startswith("needs_")]
+    tensors = [op.fwd.params[i] for i in op.fwd.places]
+    odd, wants = ["_compiling() or _tracing() or _transformed()"], []
+    for name in tensors:
+        optional = "" if name == op.fwd.params[op.fwd.anchor] else f"{name} is not None and "
+        odd.append(f"({optional}(type({name}) not in _PLAIN or _is_wrapped({name})))")
+        wants.append(f"    _needs_{name} = {optional}{name}.requires_grad")
+    flags = [name for name in op.fwd.params if name.startswith("needs_")]
+    args = ", ".join(given)
+    asked = ", ".join([*given, *(f"_{name}" for name in flags)])
+    nobody = ", ".join([*given, *("False" for _ in flags)])
+    visible = len(op.fwd.returns) - len(op.residuals)
+    first = "[0]" if visible == 1 else f"[:{visible}]"
+    return f"def call({args}):\n" + block(
+        "if (",
+        block(" or\n".join(odd)),
+        "):",
+        f"    return _general({args})",
+        "if _grad_enabled():",
+        *wants,
+        f"    if {' or '.join(f'_needs_{name}' for name in tensors)}:",
+        f"        return _apply({asked}){first if op.anchor else ''}",
+        f"return _forward({nobody}){first if len(op.fwd.returns) > 1 else ''}",
+    )
+
+
+# --- forward and backward for autograd ---
+
+
+def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[str] | None) -> str:
+    """Code that runs forward and keeps what backward reads.
+
+    Args:
+        op: The operator.
+        saved: Names of the tensors that backward reads.
+        plain: Names of the other arguments, and ``x_dtype`` for a dtype.
+        not_saved: What is asked for tensors that are not saved after all.
+    """
+    params, returns = op.fwd.params, op.fwd.returns
+    visible = returns[: len(returns) - len(op.residuals)]
+    outs = {name: f"_{name}" for name in returns}  # an output may be called as an argument is
+    kept = [params[params.index(n)] if n in params else outs[n] for n in saved]
+    if not_saved is not None:
+        kept = [f"None if {n!r} in _left else {k}" for n, k in zip(saved, kept, strict=True)]
+    dtype = "None if {0} is None else {0}.dtype"
+    values = [n if n in params else dtype.format(n.removesuffix("_dtype")) for n in plain]
+    unsmooth = [outs[n] for n in visible if n in op.non_differentiable]
+    found = tuple_of(outs.values()) if len(outs) > 1 else outs[returns[0]]
+    results = [outs[n] for n in (*visible, *op.anchor)]
+    return f"def forward(ctx, {', '.join(params)}):\n" + block(
+        f"{found} = _run_forward({', '.join(params)})",
+        # views made in here could not be written to
+        *(f"if {y}._is_view():\n    {y} = {y}.detach()" for y in outs.values()),
+        f"_increment_version({op.inplace})" if op.inplace else None,
+        None if not_saved is None else f"_left = _not_saved({', '.join(not_saved)})",
+        f"ctx.save_for_backward({', '.join(kept)})",
+        f"ctx.plain = {tuple_of(values)}",
+        "ctx.set_materialize_grads(False)",
+        f"ctx.mark_non_differentiable({', '.join(unsmooth)})" if unsmooth else None,
+        "ctx.configuration = _current()",
+        f"return {results[0] if len(results) == 1 else tuple_of(results)}",
+    )
+
+
+def backward_source(op: Op) -> str:
+    """Code that runs backward where an upstream gradient arrives, once."""
+    visible = op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
+    ups = [f"d{name}" for name in (*visible, *op.anchor)]
+    batched = [f"({d} is not None and _is_legacy_batched({d}))" for d in ups]
+    none = tuple_of(["None"] * len(op.fwd.params))
+    return f"def backward(ctx, {', '.join(ups)}):\n" + block(
+        f"if {' and '.join(f'{d} is None' for d in ups)}:",
+        f"    return {none}",
+        "_saved = ctx.saved_tensors",
+        "if (",
+        "    _grad_enabled() or _compiling() or ctx.configuration is not _current() or",
+        f"    {' or '.join(batched)}",
+        "):",
+        f"    return _general(ctx, {tuple_of(ups)}, _saved)",
+        f"return _gradients(ctx, {tuple_of(ups)}, _saved)",
+    )
+
+
+def gradients_source(
+    op: Op, sources: list[tuple[str, str]], saved: list[str], plain: list[str]
+) -> str:
+    """Code of one gradient or None for every argument of forward.
+
+    Args:
+        op: The operator.
+        sources: Where every argument of backward comes from, and under which name.
+        saved: Names of the tensors that backward reads.
+        plain: Names of the other arguments, and ``x_dtype`` for a dtype.
+    """
+    params = op.fwd.params
+    visible = op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
+    ups = {name: f"_up{i}" for i, name in enumerate((*visible, *op.anchor))}
+    tensors = {name: f"_saved{i}" for i, name in enumerate(saved)}
+    values = {name: f"_value{i}" for i, name in enumerate(plain)}
+    flags = {name: f"_needs[{params.index(name)}]" for name in params}
+    by_kind = {"grad": ups, "tensor": tensors, "value": values, "flag": flags}
+    by_kind["dtype"] = {name: values.get(f"{name}_dtype", "") for name in params}
+    read = ", ".join(by_kind[kind][name] for kind, name in sources)
+    lines = [f"{tuple_of(ups.values())} = ups"]
+    lines += [f"{tuple_of(tensors.values())} = saved"] * bool(tensors)
+    lines += [f"{tuple_of(values.values())} = ctx.plain"] * bool(values)
+    lines += ["_needs = ctx.needs_input_grad"]
+    if op.inplace:
+        buffer = tensors[op.inplace]
+        found = [f"{buffer}.detach()" if name == op.inplace else "None" for name in params]
+        return "def gradients(ctx, ups, saved):\n" + block(
+            *lines, f"_run_backward({read})", f"_increment_version({buffer})",
+            f"return {tuple_of(found)}",
+        )  # fmt: skip
+    made = {name: f"_{name}" for name in op.bwd.returns}
+    lines += [f"{', '.join(made.values())} = _run_backward({read})"]
+    smooth = [ups[n] for n in visible if n not in op.non_differentiable]
+    if len(ups) > 1 and smooth:  # an input that no upstream gradient reaches has an empty gradient
+        lines += [f"if {' or '.join(f'{d} is None' for d in smooth)}:"]
+        lines += [f"    {g} = None if {g}.numel() == 0 else {g}" for g in made.values()]
+    found = []
+    for name in params:
+        owner = op.same_grad_as.get(name, name)
+        g = ups[op.identity_grads[name]] if name in op.identity_grads else made.get(f"d{owner}")
+        if g is None:
+            found.append("None")
+            continue
+        test = flags[name]
+        if owner != name or name in op.same_grad_as.values():
+            test += f" and {g} is not None"
+            g += f".to({values[f'{name}_dtype']})"
+        found.append(f"{g} if {test} else None")
+    return "def gradients(ctx, ups, saved):\n" + block(*lines, f"return {tuple_of(found)}")
+
+
+# --- all of it ---
+
+
+@dataclass(frozen=True)
+class JoiningCode:
+    """Code of an operator's ``autograd.Function``: forward, backward, and what that calls."""
+
+    forward: str
+    backward: str
+    gradients: str
+
+
+def joining_code(op: Op, sources: list[tuple[str, str]]) -> JoiningCode:
+    """The code that joins forward and backward.
+
+    Args:
+        op: The operator.
+        sources: Where every argument of backward comes from: of what kind, under which name.
+    """
+    named = {kind: list(dict.fromkeys(n for k, n in sources if k == kind)) for kind, _ in sources}
+    shared = {*op.same_grad_as, *op.same_grad_as.values()}
+    dtypes = [n for n in op.fwd.params if n in shared or n in named.get("dtype", [])]
+    plain = [*named.get("value", []), *(f"{n}_dtype" for n in dtypes)]
+    saved = named.get("tensor", [])
+    asked = list(inspect.signature(op.not_saved).parameters) if op.not_saved else None
+    return JoiningCode(
+        forward_source(op, saved, plain, asked),
+        backward_source(op),
+        gradients_source(op, sources, saved, plain),
+    )
