@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -133,7 +134,7 @@ def linear_float8(
     y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)
     if not checks.boolean(name, "return_quantized", return_quantized):
         return y  # type: ignore[no-any-return]
-    return LinearFloat8Output(y, _typed(*made) if quantized is None else quantized)
+    return LinearFloat8Output(y, typed(*made) if quantized is None else quantized)
 
 
 def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
@@ -153,11 +154,16 @@ def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
                          "a gradient")  # fmt: skip
 
 
-def _typed(codes: Tensor, scale: Tensor) -> Float8Rows:
+def typed(codes: Tensor, scale: Tensor) -> Float8Rows:
     """Codes leave the operator as bytes: the format is the device's, which no shape rule knows."""
+    return Float8Rows(codes.view(_format(codes.device)), scale)
+
+
+@constant_in_graphs
+def _format(device: torch.device) -> torch.dtype:
     from liger_multi.reference.float8.rows import format_of
 
-    return Float8Rows(codes.view(format_of(codes.device)), scale)
+    return format_of(device)
 
 
 def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:

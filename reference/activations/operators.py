@@ -18,6 +18,7 @@ from liger_multi.reference.activations.pointwise import pointwise
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.common.strict import linear, matmul
+from liger_multi.reference.float8.quantized import with_codes
 
 
 class SwiGLU:
@@ -233,8 +234,10 @@ relu_squared = Implementation(
 
 OPERATORS = {
     "swiglu": SwiGLU,
+    "swiglu_quantized": with_codes(SwiGLU),
     "swiglu_packed": PackedSwiGLU,
     "geglu": GEGLU,
+    "geglu_quantized": with_codes(GEGLU),
     "geglu_packed": PackedGEGLU,
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,
