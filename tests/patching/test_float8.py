@@ -1,5 +1,6 @@
 """Linear layers of patched models in FP8: weights as they are, and frozen ones kept as codes."""
 
+import contextlib
 import copy
 import io
 import threading
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.dispatch.op import OPS
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.replace import float8
@@ -427,6 +429,216 @@ def test_no_gradient_of_a_frozen_weight_and_no_dequantized_weight_in_a_step(monk
     assert {kind for pair in shapes for kind in pair} == {torch.float8_e4m3fn}
     assert len(shapes) == 2 * 14
     assert mode.most < 64 * 256 * 2
+
+
+# --- codes that norms and activations hand out ---
+
+
+@contextlib.contextmanager
+def recorded(*names):
+    """Arguments of forward of operators, by name, while the block runs."""
+    seen, prims = {name: [] for name in names}, [OPS[name].fwd for name in names]
+    for prim in prims:
+
+        def spy(*args, prim=prim, original=prim.call):
+            seen[prim.op.name].append(args)
+            return original(*args)
+
+        prim.call = spy
+    try:
+        yield seen
+    finally:
+        for prim in prims:
+            del prim.call
+
+
+def roundings(seen):
+    """How many layers rounded their input, of how many."""
+    place = OPS["linear_float8"].fwd.params.index("codes")
+    calls = seen["linear_float8"]
+    return sum(args[place] is None for args in calls), len(calls)
+
+
+CODED = ("rms_norm_quantized", "swiglu_quantized", "linear_float8")
+
+
+@pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
+def test_norms_and_activations_round_for_the_layers_that_follow(options):
+    """From the second step on; of the layers of a block only o_proj rounds, and no bit differs."""
+    made = model(torch.bfloat16, frozen=options is FROZEN)
+    patch(made, linear_float8=options)
+    with recorded(*CODED) as seen:
+        first = step(made)
+    assert not seen["rms_norm_quantized"]
+    assert not seen["swiglu_quantized"]
+    assert roundings(seen) == (8, 14)
+    for _ in range(2):
+        with recorded(*CODED) as seen:
+            assert equal(step(made), first)
+        assert len(seen["rms_norm_quantized"]) == 4
+        assert len(seen["swiglu_quantized"]) == 2
+        assert roundings(seen) == (2, 14)
+
+
+def test_models_without_such_layers_hand_out_nothing():
+    made, other = model(), model()
+    patch(made, linear_float8=ALL)
+    patch(other)
+    for _ in range(2):
+        step(made)
+    with recorded(*CODED) as seen:
+        for _ in range(2):
+            step(other)
+    assert not any(seen.values())
+    patch(made)  # layers as they were: the first call finds its codes unread, and is the last
+    with recorded(*CODED) as seen:
+        step(made)
+    assert len(seen["rms_norm_quantized"]) == 4
+    with recorded(*CODED) as seen:
+        step(made)
+    assert not any(seen.values())
+
+
+class Block(nn.Module):
+    """A norm and a layer, with whatever is done between them."""
+
+    def __init__(self, norm, between=lambda h: h):
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, self.layer, self.between = norm, nn.Linear(32, 48), between
+
+    def forward(self, x):
+        return self.layer(self.between(self.norm(x)))
+
+
+def learned(block, x):
+    """The block once its norm hands out codes."""
+    patch(block, linear_float8=ALL)
+    between, block.between = block.between, lambda h: h
+    block(x)
+    block.between = between
+    return block
+
+
+NORMS = {"rms_norm": nn.RMSNorm, "layer_norm": nn.LayerNorm}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_other_norms_do_it_too(name):
+    block = learned(Block(NORMS[name](32, eps=1e-5)), torch.randn(4, 32))
+    x = torch.randn(4, 32, requires_grad=True)
+    with recorded(f"{name}_quantized", "linear_float8") as seen:
+        y = block(x)
+    assert len(seen[f"{name}_quantized"]) == 1
+    assert roundings(seen) == (0, 1)
+    right = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, right)
+    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, right)))
+
+
+BETWEEN = {
+    "written to": lambda h: h.mul_(-3.0),
+    "a view written to": lambda h: (h[:2].zero_(), h)[1],
+    "another tensor": lambda h: h * -3.0,
+    "detached": lambda h: h.detach(),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_result_that_is_not_the_one_is_rounded(what):
+    block = learned(Block(nn.RMSNorm(32, eps=1e-5), BETWEEN[what]), torch.randn(4, 32))
+    x = torch.randn(4, 32)
+    with torch.no_grad(), recorded("rms_norm_quantized", "linear_float8") as seen:
+        y = block(x)
+        right = nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        right = ops.linear_float8(BETWEEN[what](right), block.layer.weight, block.layer.bias)
+    assert len(seen["rms_norm_quantized"]) == 1
+    assert roundings(seen)[0] == 2
+    torch.testing.assert_close(y, right)
+
+
+def test_autocast_decides_whether_codes_fit():
+    """A layer rounds what autocast makes of a result: of the same dtype, that is the result."""
+    block = Block(nn.RMSNorm(32, eps=1e-5))
+    learned(block, torch.randn(4, 32))
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            with recorded("linear_float8") as seen:
+                y = block(x)
+            assert roundings(seen) == (1, 1)
+        right = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, right)
+    block.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x.bfloat16())
+        with recorded("linear_float8") as seen:
+            block(x.bfloat16())
+    assert roundings(seen) == (0, 1)
+
+
+def test_a_pinned_backend_runs_its_own_norm():
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+    with recorded("rms_norm_quantized", "linear_float8") as seen:
+        with liger_multi.use(rms_norm="reference"):
+            block(x)
+        assert not seen["rms_norm_quantized"]
+    assert roundings(seen) == (1, 1)
+
+
+def test_dispatch_modes_see_the_calls_of_the_first_step():
+    """Selective checkpointing looks operations up by name when it computes again."""
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+    with recorded("rms_norm_quantized") as seen, Largest():
+        block(x)
+    assert not seen["rms_norm_quantized"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_a_model_that_has_learned(reentrant):
+    """Also where forward has plain norms and the recomputation has codes."""
+    made = model()
+    patch(made, linear_float8=ALL)
+    right = step(made)
+    assert equal(step(made), right)
+    other = model()
+    other.load_state_dict(made.state_dict())
+    patch(other, linear_float8=ALL)
+    other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    other.enable_input_require_grads()
+    other.train()
+    assert equal(step(other), right)
+    assert equal(step(other), right)
+
+
+def test_threads_that_share_a_model_do_not_share_codes():
+    made = model()
+    patch(made, linear_float8=ALL)
+    every = [ids(2, 5 + i) for i in range(4)]
+    with torch.no_grad():
+        right = [made(input_ids=one).logits + 0 for one in every]
+    wrong = []
+
+    def run(one, want):
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.equal(made(input_ids=one).logits + 0, want):
+                    wrong.append(one.shape)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(every, right, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_compiled_blocks_round_and_equal_those_that_have_learned():
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+    eager = block(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), eager)
 
 
 # --- adapters ---

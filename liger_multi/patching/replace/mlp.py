@@ -25,6 +25,7 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.float8 import handed_out, hands_out
 from liger_multi.patching.replace.quantized_experts import Stack, in_groups, stacked
 from liger_multi.patching.replace.swap import Patched, original
 
@@ -110,7 +111,11 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         options.update(kind.packed)
         inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
     else:
-        inner = getattr(ops, kind.op)(gate(x), getattr(module, names.up)(x), **options)
+        operator, given = getattr(ops, kind.op), (gate(x), getattr(module, names.up)(x))
+        if hands_out(kind.op):
+            inner = handed_out(module, kind.op, functools.partial(operator, *given, **options))
+        else:
+            inner = operator(*given, **options)
     inner = _dropped(module, inner, settings.inner)
     inner = _for(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
