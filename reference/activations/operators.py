@@ -19,6 +19,7 @@ from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.common.strict import linear, matmul
 from liger_multi.reference.float8.quantized import with_codes
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, rows_of
 
 
 class SwiGLU:
@@ -134,6 +135,11 @@ class Activation(Protocol):
     def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""
 
+    def coded(
+        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+    ) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+
     def gradients(
         self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +148,12 @@ class Activation(Protocol):
 
 class ReferenceActivation:
     """The activation in plain PyTorch."""
+
+    @staticmethod
+    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+        y = gated.forward(gate, up, activation)
+        return y if wanted else y.new_empty(0), rows_of(y, None, PLAIN)
 
     product = staticmethod(gated.forward)
     gradients = staticmethod(gated.gradients_and_product)

@@ -20,6 +20,7 @@ from liger_multi.backends.triton.activations.pointwise import pointwise
 from liger_multi.backends.triton.float8.rows import code_room
 from liger_multi.reference.activations.operators import Linear, implement_gated_mlp
 from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.float8.rows import Float8Rows, format_of
 
 
 class SwiGLU:
@@ -162,6 +163,13 @@ class TritonActivation:
     def product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""
         return gated.forward("gated_mlp", activation, gate, up)
+
+    @staticmethod
+    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+        room = code_room(gate, wanted)
+        y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
+        return y, Float8Rows(codes.view(format_of(gate.device)), scale)
 
     @staticmethod
     def gradients(

@@ -152,9 +152,13 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
 
 def _layer(
-    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None, scale: float
-) -> Tensor:
-    base = F.linear(x, weight, bias)
+    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
+    scale: float, weight_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if weight_scale is None:
+        base = F.linear(x, weight, bias)
+    else:
+        base = linear_float8(x, weight, bias, weight_scale=weight_scale)
     return base if a is None or b is None else lora_update(base, x, a, b, scale=scale)
 
 
@@ -177,12 +181,16 @@ def lora_mlp(
     up_scale: float = 1.0,
     down_scale: float = 1.0,
     activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    quantized: Any = None,
 ) -> Tensor:
-    """A gated MLP, each of whose layers may have an adapter."""
-    gate = _layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale)
-    up = _layer(x, up_weight, up_a, up_b, up_bias, up_scale)
+    """A gated MLP, each of whose layers may have an adapter, and a weight in FP8."""
+    gate = _layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale, gate_weight_scale)
+    up = _layer(x, up_weight, up_a, up_b, up_bias, up_scale, up_weight_scale)
     inner = gated(gate, up, activation)
-    return _layer(inner, down_weight, down_a, down_b, down_bias, down_scale)
+    return _layer(inner, down_weight, down_a, down_b, down_bias, down_scale, down_weight_scale)
 
 
 def lora_qkv(
@@ -203,12 +211,22 @@ def lora_qkv(
     q_scale: float = 1.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Any = None,
 ) -> LoraQKVOutput:
     """The projections of attention; None for one without a weight."""
     return LoraQKVOutput(
-        None if q_weight is None else _layer(x, q_weight, q_a, q_b, q_bias, q_scale),
-        None if k_weight is None else _layer(x, k_weight, k_a, k_b, k_bias, k_scale),
-        None if v_weight is None else _layer(x, v_weight, v_a, v_b, v_bias, v_scale),
+        None
+        if q_weight is None
+        else _layer(x, q_weight, q_a, q_b, q_bias, q_scale, q_weight_scale),
+        None
+        if k_weight is None
+        else _layer(x, k_weight, k_a, k_b, k_bias, k_scale, k_weight_scale),
+        None
+        if v_weight is None
+        else _layer(x, v_weight, v_a, v_b, v_bias, v_scale, v_weight_scale),
     )
 
 
