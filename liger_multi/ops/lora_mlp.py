@@ -141,10 +141,10 @@ def lora_mlp(
         checks.number("lora_mlp", f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
     )
-    rows = fitting("lora_mlp", x, quantized)
+    coded = fitting("lora_mlp", x, quantized)
     if checks.in_checkpoint():
         return _in_steps(x, wide, adapted, scales, activation, own, quantized)
-    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *rows)  # type: ignore[no-any-return]
+    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)  # type: ignore[no-any-return]
 
 
 def _in_steps(

@@ -135,15 +135,19 @@ class Activation(Protocol):
     def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""
 
-    def coded(
-        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
-    ) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is wanted, and its rows in FP8."""
-
     def gradients(
         self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of gate and up, and the product, which may stand in ``dproduct``."""
+
+
+class CodedActivation(Activation, Protocol):
+    """The same for an MLP whose last weight may be held in FP8."""
+
+    def coded(
+        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+    ) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
 
 
 class ReferenceActivation:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.reference.activations.operators import Activation, ReferenceActivation
+from liger_multi.reference.activations.operators import CodedActivation, ReferenceActivation
 from liger_multi.reference.common.chunking import as_rows, has_out_dtype, row_blocks
 from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.common.strict import addmm, apart, matmul, multiply, product
@@ -309,7 +309,7 @@ lora_qkv = Implementation(*implement_lora_qkv(LowRank()))
 
 
 def implement_lora_mlp(
-    kernels: Activation, thin: LowRank
+    kernels: CodedActivation, thin: LowRank
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation and thin products."""
 

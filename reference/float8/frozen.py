@@ -45,8 +45,7 @@ def frozen_linear(
         return linear(rows, weight, bias)
     assert left is not None
     if apart():
-        wide = (dequantized(one, rows.dtype) for one in (left, weight))
-        return linear(*wide, bias)
+        return linear(dequantized(left, rows.dtype), dequantized(weight, rows.dtype), bias)
     y = product(left, weight, rows.dtype, fast=True)
     return y if bias is None else y.add_(bias)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from liger_multi.dispatch.primitive import automatic
 from liger_multi.errors import PatchError
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Float8Options
-from liger_multi.patching.recognize.signature import PLAIN, code_holds
+from liger_multi.patching.recognize.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.replace.float8_weight import Float8Weight, freeze, held, thaw
 from liger_multi.patching.replace.linear import linear_refusal
 from liger_multi.patching.replace.swap import Patched, original
@@ -232,6 +232,36 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     if known is None and not x.is_inference():
         remember(x, rows)
     return cast(Tensor, y)
+
+
+# --- weights in FP8 of operators that take several layers ---
+
+
+def bare_float8(layer: nn.Module | None) -> bool:
+    """Whether a layer does nothing but multiply by a frozen weight that is kept in FP8."""
+    kind = type(layer)
+    if layer is None or not issubclass(kind, Float8Linear) or held(layer) is None:
+        return False
+    options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+    bias = layer._parameters.get("bias")
+    plain = bias is None or type(bias) in PLAIN
+    return plain and options.backend is None and code_holds(kind) and not is_watched(layer)
+
+
+def wide_parts(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight of a layer as operators take it: with its scales, where it is kept in FP8."""
+    weight = layer.weight
+    return (weight.codes, weight.scale) if isinstance(weight, Float8Weight) else (weight, None)
+
+
+def shared_codes(x: Tensor, scales: Sequence[Tensor | None]) -> Any:
+    """Codes of the input of layers, if a module handed them out; it is asked to otherwise."""
+    if torch.compiler.is_compiling() or all(scale is None for scale in scales):
+        return None
+    known = codes_of(x)
+    if known is None:
+        _ask(x)
+    return known
 
 
 # --- which layers ---
