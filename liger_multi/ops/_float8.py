@@ -136,7 +136,7 @@ def coded_samples(
     some = [
         Sample(
             name, given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
-            {**options.get(name, {}), **quantize}, path="wide rows" if name == "wide" else "",
+            {**options.get(name, {}), **quantize}, path=name if name.startswith("wide") else "",
         )
         for name, shape in shapes.items()
     ]  # fmt: skip
@@ -150,4 +150,5 @@ def coded_samples(
 SHAPES = {
     "rows": (2, 3, 24), "odd-width": (4, 37), "one-axis": (31,), "one-row": (1, 200),
     "no-rows": (0, 16), "no-columns": (3, 0), "sliced": (4, 24), "wide": (2, 16500),
+    "wide-norm": (2, 8200),
 }  # fmt: skip

@@ -34,6 +34,7 @@ from liger_multi.reference.float8.rows import PLAIN, Float8Rows, format_of
 # tiles of a program that reads numbers of columns: of a bf16 row these are twice the bytes, and
 # kept them at 2.1 of 3.0 TB/s (H100, 8192 x 14336, 2026-11)
 STEPS = 4
+WIDEST_CODED = 8192  # columns; wider, a norm that also makes codes spills on sm90 (triton 3.9)
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,10 @@ class CodeRoom(NamedTuple):
     scale: Optional[Tensor] = None
     bias: int = 0
     writes: bool = True
+
+    def inside(self, cols: int, block: int) -> CodeRoom:
+        """The room that a norm fills from registers: none where a row has too many columns."""
+        return self if cols <= block <= WIDEST_CODED else NO_CODES
 
     def wanted(self, y: Tensor) -> Tensor:
         """The result, or an empty tensor where it is not wanted."""

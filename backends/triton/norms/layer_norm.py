@@ -264,22 +264,24 @@ def normalize(
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
     k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
+    inside = room.inside(cols, k.block)
+    y = empty_contiguous(given) if inside.writes else x.new_empty(0)
+    tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
-        y = empty_contiguous(given) if room.writes else x.new_empty(0)
-        tensors = (x, weight, bias, y, mean, rstd, room.codes, room.scale)
         launch(
             _layer_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, stride, rows, cols, 1.0 / cols, eps),
-            (room.bias, room.writes, k.rows, k.block), k.num_warps,
+            (*tensors, inside.codes, inside.scale, stride, rows, cols, 1.0 / cols, eps),
+            (inside.bias, inside.writes, k.rows, k.block), k.num_warps,
         )  # fmt: skip
-        return y, mean, rstd
-    y = empty_contiguous(given)
-    launch(
-        _layer_norm_forward_wide_kernel, rows,
-        (x, weight, bias, y, mean, rstd, stride, cols, 1.0 / cols, eps), (k.block,), k.num_warps,
-    )  # fmt: skip
-    room.fill(y)
-    return room.wanted(y), mean, rstd
+    else:
+        launch(
+            _layer_norm_forward_wide_kernel, rows, (*tensors, stride, cols, 1.0 / cols, eps),
+            (k.block,), k.num_warps,
+        )  # fmt: skip
+    if inside is not room:
+        room.fill(y)
+        y = room.wanted(y)
+    return y, mean, rstd
 
 
 def backward(

@@ -324,22 +324,24 @@ def normalize(
     k = launch_config(f"{name}.forward", forward_config, x.device, rows=rows, cols=cols)
     constants = (offset, casting == "gemma", rounds)
     strides = (x_stride, residual_stride)
+    inside = room.inside(cols, k.block)
+    y = empty_contiguous(given, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
+    tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
-        y = empty_contiguous(given, dtype) if room.writes else x.new_empty(0, dtype=dtype)
         launch(
             _rms_norm_forward_kernel, cdiv(rows, k.rows),
-            (x, residual, weight, y, s, rstd, room.codes, room.scale, *strides, rows, cols, eps),
-            (*constants, room.bias, room.writes, k.rows, k.block), k.num_warps,
+            (*tensors, inside.codes, inside.scale, *strides, rows, cols, eps),
+            (*constants, inside.bias, inside.writes, k.rows, k.block), k.num_warps,
         )  # fmt: skip
-        return y, given if s is None else s, rstd
-    y = empty_contiguous(given, dtype)
-    launch(
-        _rms_norm_forward_wide_kernel, rows,
-        (x, residual, weight, y, s, rstd, *strides, cols, eps), (*constants, k.block),
-        k.num_warps,
-    )  # fmt: skip
-    room.fill(y)
-    return room.wanted(y), given if s is None else s, rstd
+    else:
+        launch(
+            _rms_norm_forward_wide_kernel, rows, (*tensors, *strides, cols, eps),
+            (*constants, k.block), k.num_warps,
+        )  # fmt: skip
+    if inside is not room:
+        room.fill(y)
+        y = room.wanted(y)
+    return y, given if s is None else s, rstd
 
 
 def gradients(
