@@ -201,24 +201,23 @@ def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -
 
 
 def _fused_mlp(x: Tensor, layers: Any, held: Any = None) -> Tensor:
-    wide = [one[0] for one in layers] if held is None else [w.codes for w in held]
-    own = (
-        dict.fromkeys(("gate", "up", "down"))
-        if held is None
-        else dict(zip(("gate", "up", "down"), (w.scale for w in held), strict=True))
-    )
-    thin = [t for one in layers for t in one[1:]]
-    scales = {f"{name}_weight_scale": scale for name, scale in own.items()}
-    by = {f"{name}_scale": 2.0 for name in own}
-    return ops.lora_mlp(x, *wide, *thin, **by, **scales)
+    given: dict[str, Any] = {}
+    for at, (name, (weight, a, b)) in enumerate(zip(("gate", "up", "down"), layers, strict=True)):
+        given |= _given(name, weight, a, b, None if held is None else held[at])
+    return ops.lora_mlp(x, **given)
+
+
+def _given(name: str, weight: Tensor, a: Tensor, b: Tensor, held: Any) -> dict[str, Any]:
+    """Arguments of a layer, its weight in bf16 or in FP8."""
+    wide, scale = (weight, None) if held is None else (held.codes, held.scale)
+    found = {"weight": wide, "weight_scale": scale, "a": a, "b": b, "scale": 2.0}
+    return {f"{name}_{part}": value for part, value in found.items()}
 
 
 def _fused_qkv(x: Tensor, layers: Any, held: Any = None) -> Tensor:
     given: dict[str, Any] = {}
     for at, (name, (weight, a, b)) in enumerate(zip("qkv", layers, strict=True)):
-        wide = weight if held is None else held[at].codes
-        given |= {f"{name}_weight": wide, f"{name}_a": a, f"{name}_b": b, f"{name}_scale": 2.0}
-        given |= {} if held is None else {f"{name}_weight_scale": held[at].scale}
+        given |= _given(name, weight, a, b, None if held is None else held[at])
     return torch.cat([y for y in ops.lora_qkv(x, **given) if y is not None], -1)
 
 
@@ -243,9 +242,9 @@ def adapters(place: Place) -> Iterator[Row]:
         held = [Float8Weight.of(weight, keep=False) for weight, _, _ in layers]
         thin = [t for _, a, b in layers for t in (a, b)]
         calls = {
-            "bf16": lambda f=fused, one=layers: f(x, one),
-            "float8": lambda f=fused, one=layers, held=held: f(x, one, held),
-            "layers": lambda f=apart, one=layers, held=held: f(x, one, held),
+            "bf16": functools.partial(fused, x, layers),
+            "float8": functools.partial(fused, x, layers, held),
+            "layers": functools.partial(apart, x, layers, held),
         }
         shown = f"{tokens}x{width}" + f"x{inner}" * (name == "lora_mlp")
         yield from _both_ways(place, name, shown, calls, [x, *thin])

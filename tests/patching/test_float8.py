@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import threading
 import weakref
@@ -786,6 +787,37 @@ def test_adapters_added_saved_and_merged(tmp_path):
     unpatch(wrapped)
     merged = wrapped.merge_and_unload()
     assert merged(input_ids=ids(), labels=ids()).loss < losses[0]
+
+
+# --- models that torchao has converted ---
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_models_converted_by_torchao_keep_its_layers_and_get_our_norms(recipe):
+    ao = pytest.importorskip("torchao.float8")
+    config = dataclasses.replace(
+        ao.Float8LinearConfig.from_recipe_name(recipe), emulate=True
+    )  # on a CPU
+    made = model(hidden_size=64, intermediate_size=128)
+    ao.convert_to_float8_training(
+        made, config=config, module_filter_fn=lambda module, name: name != "lm_head"
+    )
+    kinds = [type(m) for m in linears(made)]
+    assert {kind.__name__ for kind in kinds} == {"Float8Linear"}
+    before = step(made)
+    report = patch(made, linear_float8=ALL)
+    assert (report.count("rms_norm"), report.count("swiglu")) == (5, 2)
+    assert report.count("linear_float8") == 0
+    reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and s.path != "lm_head"}
+    assert reasons == {"it has a forward of its own (Float8Linear)"}
+    assert [type(m) for m in linears(made)] == kinds
+    with recorded("rms_norm", "swiglu", "rms_norm_quantized") as seen:
+        after = step(made)
+    assert [len(calls) for calls in seen.values()] == [5, 2, 0]
+    assert abs(after[0] - before[0]) < 1e-5 * before[0]
+    assert apart(after[1], before[1]) < 1e-2
+    unpatch(made)
+    assert equal(step(made), before)
 
 
 # --- options ---
