@@ -526,7 +526,7 @@ class DynamicTanh:
 
 
 OPERATORS = {
-    "rms_norm_quantized": with_codes(rms_norm),
+    "rms_norm_quantized": rms_norm.quantized,
     "fused_add_rms_norm": FusedAddRMSNorm,
     "fused_add_rms_norm_quantized": with_codes(FusedAddRMSNorm, visible=2),
     "fused_scaled_add_rms_norm": FusedScaledAddRMSNorm,
