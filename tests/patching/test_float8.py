@@ -717,6 +717,26 @@ def test_fused_adapters_take_weights_in_float8_and_codes_of_norms():
     assert len(seen["rms_norm_quantized"]) == 4
 
 
+def test_adapters_on_some_layers_of_a_frozen_base():
+    """q and v are fused; k, and the MLP around its activation, run over codes as layers."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for options in (FROZEN, ALL):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        made = peft.get_peft_model(model(), config)
+        patch(made, linear_float8=options)
+        step(made)
+        with recorded(*FUSED, "swiglu_quantized") as seen:
+            found.append(step(made))
+        if options is FROZEN:
+            assert given(seen, "lora_qkv") == [True, True]
+            assert roundings(seen) == (2, 10)  # of k, o, gate, up and down, o
+            assert len(seen["swiglu_quantized"]) == 2
+    assert found[0][0] == found[1][0]
+    assert apart(found[0][1], found[1][1]) < 1e-5
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_fused_adapters_under_checkpointing(reentrant):
     made = adapted()

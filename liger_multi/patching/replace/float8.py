@@ -94,7 +94,7 @@ class _Output(threading.local):
 
 _output = _Output()
 _uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
-_process = {"rounds": False}
+_process = {"rounds": False}  # also set by layers that were copied or loaded
 
 
 def hands_out(op: str) -> bool:
@@ -169,6 +169,7 @@ class Float8Linear(Patched):
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
+        _process["rounds"] = True
         if settings.stored:
             freeze(module, settings.options.originals)
         else:
