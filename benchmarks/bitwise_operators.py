@@ -71,7 +71,7 @@ def case_of(op: str, place: Place) -> Case:
 
 def provider_of(case: Case, mode: str) -> Provider:
     """Our operator under a setting."""
-    public = getattr(ops, case.op.removesuffix("_inplace"))
+    public = getattr(ops, samples.public(case.op))
     return Provider(
         NAMES[mode],
         lambda **given: public(**given, **case.sample.options),

@@ -3,6 +3,10 @@
 Every part is forward and backward; variants take turns, and times are medians.
 
 * ``kernels``: what one layer consists of: rounding, and the GEMMs of the library.
+* ``codes``: norms and activations that write codes, beside the 16-bit result and its rounding in a
+  pass of its own; the codes are compared first. Forward alone.
+* ``adapters``: ``lora_mlp`` and ``lora_qkv`` of Llama-3-8B over a base in bf16 and in FP8, beside
+  layers in FP8 with ``lora_update``; errors are relative to the variant in bf16.
 * ``linear``: one layer, its weight trained or frozen, beside torchao's ``rowwise_with_gw_hp``
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
 * ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``.
@@ -14,12 +18,13 @@ Every part is forward and backward; variants take turns, and times are medians.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,19 +94,22 @@ class Place:
 # --- one layer ---
 
 
+def _quantizer(place: Place) -> Any:
+    """What makes codes on the device."""
+    if place.device.type == "cpu":
+        from liger_multi.reference.float8.rows import PLAIN
+
+        return PLAIN
+    from liger_multi.backends.triton.float8.rows import TritonQuantizer
+
+    return TritonQuantizer()
+
+
 def kernels(place: Place) -> Iterator[Row]:
     """The parts of one layer."""
     from liger_multi.reference.float8.rows import Float8Rows, format_of, product
 
-    to: Any
-    if place.device.type == "cpu":
-        from liger_multi.reference.float8.rows import PLAIN
-
-        to = PLAIN
-    else:
-        from liger_multi.backends.triton.float8.rows import TritonQuantizer
-
-        to = TritonQuantizer()
+    to = _quantizer(place)
     format = format_of(place.device)
     tokens, width, out = (TINY_SHAPES if place.tiny else SHAPES)[0]
     x, w, dy = place.normal(tokens, width), place.normal(out, width), place.normal(tokens, out)
@@ -125,6 +133,143 @@ def kernels(place: Place) -> Iterator[Row]:
     for name, found in place.in_turns(calls).items():
         shape = f"{tokens}x{width}x{out}"
         yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": found}
+
+
+CODED: dict[str, tuple[tuple[int, int], Callable[..., Any], int]] = {
+    "rms_norm": ((8192, 4096), ops.rms_norm, 1),
+    "fused_add_rms_norm": ((8192, 4096), ops.fused_add_rms_norm, 2),
+    "layer_norm": ((8192, 4096), ops.layer_norm, 1),
+    "swiglu": ((8192, 14336), ops.swiglu, 2),
+    "swiglu wide": ((8192, 18944), ops.swiglu, 2),
+    "geglu": ((8192, 14336), ops.geglu, 2),
+}
+"""Shape, operator, and how many tensors of that shape it takes, by the name of a row."""
+
+
+def codes(place: Place) -> Iterator[Row]:
+    """Codes from the kernel that computes a row, beside a pass that rounds it."""
+    from liger_multi.reference.float8.rows import format_of
+
+    to, format = _quantizer(place), format_of(place.device)
+    for name, (shape, op, count) in CODED.items():
+        rows, cols = (64, 32) if place.tiny else shape
+        given = [place.normal(rows, cols) for _ in range(count)]
+        kind = {"quantize": "float8_e4m3"}
+
+        def apart(op: Any = op, given: Any = given) -> Any:
+            y = op(*given)
+            y = getattr(y, "y", y)
+            return y, to.rows(y, None, format)
+
+        def fused(op: Any = op, given: Any = given, kind: Any = kind) -> Any:
+            made = op(*given, **kind)
+            return made.y, made.quantized
+
+        def alone(op: Any = op, given: Any = given, kind: Any = kind) -> Any:
+            return op(*given, **kind, outputs=("quantized",)).quantized
+
+        def plain(op: Any = op, given: Any = given) -> Any:
+            return op(*given)
+
+        for got, right in zip(fused()[1], apart()[1], strict=True):
+            assert torch.equal(got.view(torch.uint8), right.view(torch.uint8)), name
+        calls = {"bf16": plain, "apart": apart, "float8": fused, "codes alone": alone}
+        for variant, ms in place.in_turns(calls).items():
+            yield {"part": "codes", "name": name, "shape": f"{rows}x{cols}", "variant": variant,
+                   "both_ms": ms, "extra_bytes": place.peak(calls[variant])}  # fmt: skip
+
+
+def _adapted(place: Place, width: int, outs: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Weight, a and b of rank 16, of layers of one input."""
+    return [
+        (place.normal(out, width, scale=width**-0.5),
+         place.normal(16, width, scale=width**-0.5).requires_grad_(),
+         place.normal(out, 16, scale=0.1).requires_grad_())
+        for out in outs
+    ]  # fmt: skip
+
+
+def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -> Any:
+    """Layers in FP8 with adapters one after the other; those of one input share its codes."""
+    made, rows = [], None
+    for (_, a, b), weight in zip(layers, held, strict=True):
+        y, rows = ops.linear_float8(
+            x, weight.codes, weight_scale=weight.scale, quantized=rows, return_quantized=True
+        )
+        made.append(ops.lora_update(y, x, a, b, scale=2.0))
+    return finish(*made)
+
+
+def _fused_mlp(x: Tensor, layers: Any, held: Any = None) -> Tensor:
+    given: dict[str, Any] = {}
+    for at, (name, (weight, a, b)) in enumerate(zip(("gate", "up", "down"), layers, strict=True)):
+        given |= _given(name, weight, a, b, None if held is None else held[at])
+    return ops.lora_mlp(x, **given)
+
+
+def _given(name: str, weight: Tensor, a: Tensor, b: Tensor, held: Any) -> dict[str, Any]:
+    """Arguments of a layer, its weight in bf16 or in FP8."""
+    wide, scale = (weight, None) if held is None else (held.codes, held.scale)
+    found = {"weight": wide, "weight_scale": scale, "a": a, "b": b, "scale": 2.0}
+    return {f"{name}_{part}": value for part, value in found.items()}
+
+
+def _fused_qkv(x: Tensor, layers: Any, held: Any = None) -> Tensor:
+    given: dict[str, Any] = {}
+    for at, (name, (weight, a, b)) in enumerate(zip("qkv", layers, strict=True)):
+        given |= _given(name, weight, a, b, None if held is None else held[at])
+    return torch.cat([y for y in ops.lora_qkv(x, **given) if y is not None], -1)
+
+
+def adapters(place: Place) -> Iterator[Row]:
+    """Fused adapters over a base in bf16 and in FP8, beside layers one by one."""
+    tokens, width, inner = (64, 32, 48) if place.tiny else (8192, 4096, 14336)
+    x = place.normal(tokens, width).requires_grad_()
+    mlp = [*_adapted(place, width, (inner, inner)), *_adapted(place, inner, (width,))]
+    qkv = _adapted(place, width, (width, width // 4, width // 4))
+
+    def by_layers(x: Tensor, layers: Any, held: Any) -> Tensor:
+        product = _one_by_one(x, layers[:2], held[:2], ops.swiglu)
+        return cast(Tensor, _one_by_one(product, layers[2:], held[2:], lambda y: y))
+
+    def by_projections(x: Tensor, layers: Any, held: Any) -> Tensor:
+        joined = _one_by_one(x, layers, held, lambda *all: torch.cat(all, -1))
+        return cast(Tensor, joined)
+
+    for name, layers, fused, apart in (
+        ("lora_mlp", mlp, _fused_mlp, by_layers), ("lora_qkv", qkv, _fused_qkv, by_projections),
+    ):  # fmt: skip
+        held = [Float8Weight.of(weight, keep=False) for weight, _, _ in layers]
+        thin = [t for _, a, b in layers for t in (a, b)]
+        calls = {
+            "bf16": functools.partial(fused, x, layers),
+            "float8": functools.partial(fused, x, layers, held),
+            "layers": functools.partial(apart, x, layers, held),
+        }
+        shown = f"{tokens}x{width}" + f"x{inner}" * (name == "lora_mlp")
+        yield from _both_ways(place, name, shown, calls, [x, *thin])
+
+
+def _both_ways(
+    place: Place, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
+    wanted: list[Tensor],
+) -> Iterator[Row]:  # fmt: skip
+    """Forward and backward of every variant, with errors of y and dx beside the first."""
+    dy = torch.randn_like(calls["bf16"]())
+
+    def both(run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        y = run()
+        return y.detach(), *torch.autograd.grad(y, wanted, dy)
+
+    runs = {variant: functools.partial(both, run) for variant, run in calls.items()}
+    exact = runs["bf16"]()
+    times = place.in_turns(runs)
+    for variant, run in runs.items():
+        errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
+        assert max(errors) < 0.2, (name, variant, errors)
+        yield {"part": "adapters", "name": name, "shape": shape, "variant": variant,
+               "both_ms": times[variant], "extra_bytes": place.peak(run),
+               "error": {"y": errors[0], "dx": errors[1]}}  # fmt: skip
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
@@ -309,8 +454,8 @@ def lora(place: Place) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "kernels": kernels, "linear": linear, "layer": layer, "small": small, "lora": lora,
-    "model": model,
+    "kernels": kernels, "codes": codes, "linear": linear, "adapters": adapters, "layer": layer,
+    "small": small, "lora": lora, "model": model,
 }  # fmt: skip
 
 

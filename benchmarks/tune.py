@@ -72,7 +72,7 @@ def call_arguments(
             tensors[name].requires_grad_(spec.grad and tensors[name].is_floating_point())
         if sample.options.get("inplace"):  # no leaf may be overwritten
             tensors = {n: t * 1 if t.requires_grad else t for n, t in tensors.items()}
-        result = getattr(ops, op.removesuffix("_inplace"))(**tensors, **sample.options)
+        result = getattr(ops, samples.public(op))(**tensors, **sample.options)
         outs = [result] if isinstance(result, Tensor) else list(result)
         outs = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]
         torch.autograd.backward(outs, [torch.randn_like(t) for t in outs])

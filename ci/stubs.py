@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from liger_multi import ops
 from liger_multi.nn import operator_losses
@@ -84,6 +84,7 @@ from typing_extensions import Unpack
 """
 
 ASKED = {
+    "quantize": ("None = ...", "str", "str | None"),
     "outputs": ("tuple[()] = ...", "tuple[str, Unpack[tuple[str, ...]]]", "tuple[str, ...]"),
     "output_final_state": ("Literal[False] = ...", "Literal[True]", "bool"),
     "return_quantized": ("Literal[False] = ...", "Literal[True]", "bool"),
@@ -94,20 +95,21 @@ ASKED = {
 
 def several(function: Callable[..., Any]) -> bool:
     """Whether the type of the result depends on an argument."""
-    made = inspect.signature(function).return_annotation
-    return isinstance(made, types.UnionType) and Tensor in made.__args__
+    signature = inspect.signature(function)
+    made = signature.return_annotation
+    return isinstance(made, types.UnionType) and not ASKED.keys().isdisjoint(signature.parameters)
 
 
 def overloads(function: Callable[..., Any]) -> str:
-    """One overload for a tensor, one for more, and one for what is known at run time only."""
+    """One overload for what is usual, one for more, and one for what is known at run time only."""
     signature = inspect.signature(function)
-    tensor, more = map(_name, signature.return_annotation.__args__)
+    usual, more = map(_name, signature.return_annotation.__args__)
     parameters = list(signature.parameters.values())
     asks = next(p.name for p in parameters if p.name in ASKED)
     lines = [_parameter(p) for p in parameters if p.name != asks]
     lines.insert([p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY), "*")
     text = ""
-    for kind, result in zip(ASKED[asks], (tensor, more, f"{tensor} | {more}"), strict=True):
+    for kind, result in zip(ASKED[asks], (usual, more, f"{usual} | {more}"), strict=True):
         given = "".join(f"    {line},\n" for line in (*lines, f"{asks}: {kind}"))
         text += f"@overload\ndef {function.__name__}(\n{given}) -> {result}: ...\n"
     return text

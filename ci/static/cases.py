@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_multi.backends.triton.activations import gated, gated_rows
 from liger_multi.backends.triton.activations import operators as activations
 from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
 from liger_multi.backends.triton.adapters.operators import split
@@ -42,7 +43,7 @@ from liger_multi.backends.triton.cross_entropy.operators import (
 from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe
-from liger_multi.backends.triton.float8.rows import TritonQuantizer
+from liger_multi.backends.triton.float8.rows import CodeRoom, TritonQuantizer
 from liger_multi.backends.triton.linear_attention import (
     gated_delta_rule,
     kimi_delta_attention,
@@ -505,6 +506,25 @@ def _float8_rows(rows: int, cols: int, format: torch.dtype, dtype: torch.dtype =
     kinds.across(made.codes, None, format)
 
 
+def _room(rows: int, cols: int, format: torch.dtype) -> CodeRoom:
+    """Room for codes of a format, which the device decides on where kernels run."""
+    scale, bias = _meta(rows, dtype=FP32), FORMATS[format][1]
+    return CodeRoom(_meta(rows, cols, dtype=torch.uint8), scale, bias)
+
+
+def _coded(rows: int, cols: int, format: torch.dtype, dtype: torch.dtype = BF16) -> None:
+    """Norms and gated activations that write codes beside their result, or alone."""
+    x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
+    room = _room(rows, cols, format)
+    for each in (room, room._replace(writes=False)):
+        rms_norm.normalize("rms_norm", x, None, weight, 1e-6, 0.0, "llama", each)
+        rms_norm.normalize("fused_add_rms_norm", x, x, weight, 1e-6, 0.0, "llama", each)
+        layer_norm.normalize(x, weight, weight, 1e-5, each)
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            gated_rows.forward("swiglu", activation, x, x, gated.NONE, each)
+        gated_rows.forward("swiglu", "silu", x, x, (0.5, 2.0), each)
+
+
 def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
     x = _meta(rows, cols * beside, dtype=FP32)[:, :cols]
     split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
@@ -762,6 +782,11 @@ LOSSES = (
         for format in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
         for cols in (4096, 14336, 28672)
     ]),
+    Launches("codes {}x{} {}", _coded, [
+        (8192, cols, format)
+        for format in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) for cols in (4096, 8192, 14336)
+    ]),
+    Launches("codes {}x{} {} {}", _coded, ((8192, 4096, torch.float8_e4m3fn, FP32),)),
     Launches("float8 rows {}x{} {} {}", _float8_rows, ((8192, 4096, torch.float8_e4m3fn, FP32),)),
     Launches("log_prob {} {}", _log_prob, ((128256, BF16), (151936, BF16), (32000, FP32))),
     Launches("softmax {}x{} {}", _softmax, (

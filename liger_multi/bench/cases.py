@@ -19,7 +19,7 @@ from liger_multi.dispatch.config import use
 from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import unknown
 from liger_multi.testing import samples, tolerance
-from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Sample, public
 
 # --- the peak ---
 
@@ -34,12 +34,17 @@ class Work:
     both_operations: float = 0.0
 
 
-def _elementwise(forward: int, both: int) -> Callable[[Mapping[str, Sequence[int]], int], Work]:
-    """Work in passes over the first tensor: each input is read once, each output written once."""
+def _elementwise(
+    forward: int, both: int, codes: int = 0
+) -> Callable[[Mapping[str, Sequence[int]], int], Work]:
+    """Work in passes over the first tensor: each input is read once, each output written once.
+
+    Besides, forward writes ``codes`` of one byte per element.
+    """
 
     def work(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
-        pass_bytes = math.prod(next(iter(shapes.values()))) * size
-        return Work(forward * pass_bytes, both * pass_bytes)
+        elements = math.prod(next(iter(shapes.values())))
+        return Work(*(elements * (passes * size + codes) for passes in (forward, both)))
 
     return work
 
@@ -304,6 +309,10 @@ WORK: dict[str, Callable[..., Work]] = {
     "rms_norm": _elementwise(2, 5),
     # both terms read, sum and norm written; two gradients and the sum read, one written
     "fused_add_rms_norm": _elementwise(4, 8),
+    # the same, and codes of FP8 written
+    "rms_norm_quantized": _elementwise(2, 5, 1),
+    "layer_norm_quantized": _elementwise(2, 5, 1),
+    "fused_add_rms_norm_quantized": _elementwise(4, 8, 1),
     # as that, with two gradients written
     "fused_scaled_add_rms_norm": _elementwise(4, 9),
     "layer_norm": _elementwise(2, 5),
@@ -317,6 +326,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "gated_short_conv": _gated_conv,
     # gate and up read, y written; dy, gate and up read, two gradients written
     "swiglu": _elementwise(3, 8),
+    "swiglu_quantized": _elementwise(3, 8, 1),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
     "linear": _plain_linear,
@@ -333,6 +343,7 @@ WORK: dict[str, Callable[..., Work]] = {
     # streams and one read, streams written; dy, both read, both gradients written
     "hyper_connections_post": _streams(2, 5, (1, 3)),
     "geglu": _elementwise(3, 8),
+    "geglu_quantized": _elementwise(3, 8, 1),
     "geglu_packed": _gated_packed,
     "swiglu_clamped": _elementwise(3, 8),
     "swiglu_clamped_packed": _gated_packed,
@@ -571,7 +582,7 @@ Reference = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The operator's own reference, which in fp64 is the equations in order and nothing rounded."""
-    name = case.op.removesuffix("_inplace")
+    name = public(case.op)
     options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
     with use(**{name: REFERENCE}):
         return differentiable(getattr(ops, name)(**tensors, **options))
@@ -582,7 +593,7 @@ def differentiable(found: Any) -> tuple[Tensor, ...]:
     found = getattr(found, "loss", found)
     if isinstance(found, Tensor):
         return (found,)
-    return tuple(t for t in found if t is not None and t.is_floating_point())
+    return tuple(t for t in found if isinstance(t, Tensor) and t.is_floating_point())
 
 
 @dataclass(frozen=True)

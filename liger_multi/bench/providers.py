@@ -21,6 +21,7 @@ from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import candidate
 from liger_multi.dispatch.registry import packages
+from liger_multi.testing import samples
 from liger_multi.testing.formulas import Formula
 
 # --- Liger-Kernel, by our operators ---
@@ -293,7 +294,7 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
 
 
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
-    public = getattr(ops, case.op.removesuffix("_inplace"))
+    public = getattr(ops, samples.public(case.op))
     if name != "ours":
         for direction in OPS[case.op].primitives:
             reason = candidate(name, direction, device, dtype).reason

@@ -20,6 +20,7 @@ from liger_multi.memory.recorder import (
     STATES,
     TEMPORARY,
     Block,
+    stored,
 )
 from liger_multi.memory.setup import (
     ATTENTIONS,
@@ -159,7 +160,7 @@ def estimate(
     away = {STATES} if setup.offload else set()
     away |= {PARAMETERS} if setup.offload_parameters else set()
     static = {
-        PARAMETERS: sum(p.nbytes for p in model.parameters()),
+        PARAMETERS: sum(t.nbytes for p in model.parameters() for t in stored(p)),
         GRADIENTS: sum(p.nbytes for p in trained),
         STATES: states,
     }

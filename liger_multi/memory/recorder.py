@@ -70,6 +70,13 @@ class Block:
         return TEMPORARY
 
 
+def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the numbers of a parameter: itself, or codes and scales of FP8."""
+    if hasattr(tensor, "codes"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    return [tensor]
+
+
 class Recorder(StorageMode):
     """See the module's docstring; everything happens within :meth:`recording`.
 
@@ -331,7 +338,8 @@ class Recorder(StorageMode):
     def _know(self) -> None:
         """Give parameters, buffers, gradients and optimizer states their roles."""
         for owner, parameter in self._parameters():
-            self._assign(parameter, PARAMETERS, *owner)
+            for part in stored(parameter):
+                self._assign(part, PARAMETERS, *owner)
             if parameter.grad is not None:
                 self._assign(parameter.grad, GRADIENTS, *owner)
         for path, module in self._modules:

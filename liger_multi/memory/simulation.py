@@ -351,9 +351,12 @@ class Simulation(Recorder):
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
+            given = dict(zip(primitive.params, args, strict=True))
+            if name == "linear_float8":
+                _float8_scratch(given)
             made = primitive.fake(*args)
             if name in ("fused_moe", "lora_moe"):
-                _expert_scratch(dict(zip(primitive.params, args, strict=True)))
+                _expert_scratch(given)
             return made
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
@@ -374,6 +377,25 @@ def _expert_scratch(given: Mapping[str, Any]) -> None:
     inner = widths[0] if given["transposed"] else widths[1]
     both, back = sum(widths), "dy" in given
     second.new_empty(index.numel(), both + 2 * inner if back else both)
+
+
+def _float8_scratch(given: Mapping[str, Any]) -> None:
+    """Codes that live during a GEMM, and its result: all but the result goes before the next GEMM.
+
+    Forward rounds x and the weight, unless there are codes of them. Backward rounds the upstream
+    gradient, and lays codes of the weight out the other way round.
+    """
+    weight, back = given["weight"], "dy" in given
+    if weight is None or (back and not given["needs_x"]):
+        return
+    rows = given["dy"] if back else given["x"]
+    known = (
+        (False, False) if back else (given["codes"] is not None, given["weight_scale"] is not None)
+    )
+    factors = zip((rows, weight), known, strict=True)
+    codes = [torch.empty_like(t, dtype=torch.uint8) for t, held in factors if not held]
+    rows.new_empty((*rows.shape[:-1], weight.shape[1 if back else 0]))
+    del codes
 
 
 class _Rounding:

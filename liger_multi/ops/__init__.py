@@ -1,5 +1,6 @@
 """The operators; each module is the contract of one."""
 
+from liger_multi.ops._float8 import QuantizedOutput as QuantizedOutput
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
 from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
@@ -8,6 +9,9 @@ from liger_multi.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_multi.ops.dyt import dyt as dyt
 from liger_multi.ops.embedding import embedding as embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput as FusedAddRMSNormOutput
+from liger_multi.ops.fused_add_rms_norm import (
+    QuantizedAddRMSNormOutput as QuantizedAddRMSNormOutput,
+)
 from liger_multi.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_multi.ops.fused_linear_cross_entropy import (
     fused_linear_cross_entropy as fused_linear_cross_entropy,

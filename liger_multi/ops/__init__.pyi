@@ -5,6 +5,7 @@ from typing import Literal, overload
 import torch
 from typing_extensions import Unpack
 
+from liger_multi.ops._float8 import QuantizedOutput as QuantizedOutput
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
 from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
@@ -12,7 +13,9 @@ from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutp
 from liger_multi.ops.dyt import dyt as dyt
 from liger_multi.ops.embedding import embedding as embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput as FusedAddRMSNormOutput
-from liger_multi.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
+from liger_multi.ops.fused_add_rms_norm import (
+    QuantizedAddRMSNormOutput as QuantizedAddRMSNormOutput,
+)
 from liger_multi.ops.fused_linear_jsd import fused_linear_jsd as fused_linear_jsd
 from liger_multi.ops.fused_linear_kl_div import fused_linear_kl_div as fused_linear_kl_div
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput as LogProbOutput
@@ -25,7 +28,6 @@ from liger_multi.ops.fused_scaled_add_rms_norm import (
 from liger_multi.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_multi.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_multi.ops.gated_short_conv import gated_short_conv as gated_short_conv
-from liger_multi.ops.geglu import geglu as geglu
 from liger_multi.ops.geglu_packed import geglu_packed as geglu_packed
 from liger_multi.ops.group_norm import group_norm as group_norm
 from liger_multi.ops.hyper_connections import hyper_connections as hyper_connections
@@ -36,7 +38,6 @@ from liger_multi.ops.indexer_topk import IndexerTopkOutput as IndexerTopkOutput
 from liger_multi.ops.indexer_topk import indexer_topk as indexer_topk
 from liger_multi.ops.jsd import jsd as jsd
 from liger_multi.ops.kl_div import kl_div as kl_div
-from liger_multi.ops.layer_norm import layer_norm as layer_norm
 from liger_multi.ops.linear import linear as linear
 from liger_multi.ops.linear_float8 import Float8Rows as Float8Rows
 from liger_multi.ops.linear_float8 import LinearFloat8Output as LinearFloat8Output
@@ -50,7 +51,6 @@ from liger_multi.ops.multi_token_attention import multi_token_attention as multi
 from liger_multi.ops.neighborhood_attention import neighborhood_attention as neighborhood_attention
 from liger_multi.ops.poly_norm import poly_norm as poly_norm
 from liger_multi.ops.relu_squared import relu_squared as relu_squared
-from liger_multi.ops.rms_norm import rms_norm as rms_norm
 from liger_multi.ops.rope import rope as rope
 from liger_multi.ops.rope_complex import rope_complex as rope_complex
 from liger_multi.ops.rope_multimodal import rope_multimodal as rope_multimodal
@@ -60,7 +60,6 @@ from liger_multi.ops.selective_log_softmax import selective_log_softmax as selec
 from liger_multi.ops.softmax import softmax as softmax
 from liger_multi.ops.sparse_attention import SparseAttentionOutput as SparseAttentionOutput
 from liger_multi.ops.sparsemax import sparsemax as sparsemax
-from liger_multi.ops.swiglu import swiglu as swiglu
 from liger_multi.ops.swiglu_clamped import swiglu_clamped as swiglu_clamped
 from liger_multi.ops.swiglu_clamped_packed import swiglu_clamped_packed as swiglu_clamped_packed
 from liger_multi.ops.swiglu_packed import swiglu_packed as swiglu_packed
@@ -75,6 +74,8 @@ __all__ = [
     "LinearFloat8Output",
     "LogProbOutput",
     "LoraQKVOutput",
+    "QuantizedAddRMSNormOutput",
+    "QuantizedOutput",
     "SparseAttentionOutput",
     "attention",
     "attention_residuals",
@@ -183,6 +184,42 @@ def cross_entropy(
     outputs: tuple[str, ...],
 ) -> torch.Tensor | CrossEntropyOutput: ...
 @overload
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: None = ...,
+) -> FusedAddRMSNormOutput: ...
+@overload
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str,
+) -> QuantizedAddRMSNormOutput: ...
+@overload
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str | None,
+) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput: ...
+@overload
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -288,6 +325,33 @@ def gated_delta_rule(
     output_final_state: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
+def geglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    approximate: str = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: None = ...,
+) -> torch.Tensor: ...
+@overload
+def geglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    approximate: str = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: str,
+) -> QuantizedOutput: ...
+@overload
+def geglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    approximate: str = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: str | None,
+) -> torch.Tensor | QuantizedOutput: ...
+@overload
 def kimi_delta_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -333,6 +397,36 @@ def kimi_delta_attention(
     output_final_state: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: None = ...,
+) -> torch.Tensor: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: str,
+) -> QuantizedOutput: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    outputs: tuple[str, ...] = ...,
+    quantize: str | None,
+) -> torch.Tensor | QuantizedOutput: ...
+@overload
 def linear_float8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -362,6 +456,39 @@ def linear_float8(
     quantized: Float8Rows | None = ...,
     return_quantized: bool,
 ) -> torch.Tensor | LinearFloat8Output: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: None = ...,
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str,
+) -> QuantizedOutput: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    casting: str = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str | None,
+) -> torch.Tensor | QuantizedOutput: ...
 @overload
 def selective_scan(
     u: torch.Tensor,
@@ -503,3 +630,33 @@ def ssd_scan(
     chunk: int = ...,
     output_final_state: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    gate_multiplier: float = ...,
+    down_multiplier: float = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: None = ...,
+) -> torch.Tensor: ...
+@overload
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    gate_multiplier: float = ...,
+    down_multiplier: float = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str,
+) -> QuantizedOutput: ...
+@overload
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    gate_multiplier: float = ...,
+    down_multiplier: float = ...,
+    outputs: tuple[str, ...] = ...,
+    quantize: str | None,
+) -> torch.Tensor | QuantizedOutput: ...

@@ -8,7 +8,16 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import (
+    OUTPUTS,
+    SHAPES,
+    coded_samples,
+    only_quantized,
+    quantized,
+    with_codes,
+)
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops.linear_float8 import Float8Rows
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.testing.samples import Sample
@@ -32,6 +41,20 @@ class FusedAddRMSNormOutput(NamedTuple):
     new_residual: Tensor
 
 
+class QuantizedAddRMSNormOutput(NamedTuple):
+    """The same with ``quantize``; y and new_residual have gradients.
+
+    Attributes:
+        y: The normalized sum; None where ``outputs`` does not name it.
+        new_residual: The sum, which the next layer adds to.
+        quantized: Rows of y in FP8, for ``linear_float8(..., quantized=)``.
+    """
+
+    y: Tensor | None
+    new_residual: Tensor
+    quantized: Float8Rows
+
+
 @op.forward(returns="y new_residual rstd", residuals="rstd")
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
@@ -42,18 +65,21 @@ def forward(
     return y, s, rstd
 
 
-op.backward(
-    reads="new_residual dy dnew_residual weight rstd offset casting",
-    returns="dx dweight",
-    shapes={"x": "new_residual"},
-    same_grad_as={"residual": "x"},
-)
+BACKWARD: dict[str, Any] = {
+    "reads": "new_residual dy dnew_residual weight rstd offset casting",
+    "returns": "dx dweight",
+    "shapes": {"x": "new_residual"},
+    "same_grad_as": {"residual": "x"},
+}
+op.backward(**BACKWARD)
+quantized_op = with_codes(op, **BACKWARD)
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
-    offset: float = 0.0, casting: str = "llama",
-) -> FusedAddRMSNormOutput:  # fmt: skip
+    offset: float = 0.0, casting: str = "llama", quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput:  # fmt: skip
     """Add the residual stream and normalize the sum over the last axis, in one pass.
 
     Math:
@@ -64,6 +90,9 @@ def fused_add_rms_norm(
     Shapes:
         x and residual ``(..., H)`` with any strides, weight ``(H,)`` or None; y and new_residual
         ``(..., H)``, contiguous.
+        With ``quantize="float8_e4m3"``, a ``QuantizedAddRMSNormOutput`` with its rows in FP8, as
+        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
+        gradient.
 
     Dtypes:
         In: any floating dtype. Inside: fp32 (fp64 for fp64). Out: new_residual has the promotion
@@ -76,7 +105,7 @@ def fused_add_rms_norm(
     Raises:
         TypeError: An argument is not a floating-point tensor.
         ValueError: x and residual differ in shape, the width of weight differs from theirs, mixed
-            devices, unknown casting.
+            devices, unknown casting; outputs without y where a gradient is needed.
 
     Source:
         Zhang and Sennrich 2019 (arXiv:1910.07467); the two lines between the blocks of
@@ -90,6 +119,11 @@ def fused_add_rms_norm(
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
     by = numbers(name, eps, offset)
+    if quantize is not None:
+        given = (x, residual, weight, *by, casting)
+        y, (total,), rows = quantized(quantized_op, quantize, outputs, *given)
+        return QuantizedAddRMSNormOutput(y, total, rows)
+    only_quantized(name, outputs)
     return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
 
 
@@ -124,3 +158,4 @@ SAMPLES = (
     Sample("frozen-terms", terms(6, 64, grad=False)),
     *bench(terms, "8192x4096"),
 )
+QUANTIZED_SAMPLES = coded_samples(terms, SHAPES, "8192x4096", {"odd-width": GEMMA})

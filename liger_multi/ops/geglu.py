@@ -1,5 +1,7 @@
 """Contract of ``geglu``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,14 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import FP32_UP, LARGE, MLPS, gate_and_up, pair
+from liger_multi.ops._float8 import (
+    OUTPUTS,
+    SHAPES,
+    QuantizedOutput,
+    coded_samples,
+    either,
+    with_codes,
+)
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -28,10 +38,15 @@ def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-op.backward(reads="dy gate up approximate", returns="dgate dup")
+BACKWARD: dict[str, Any] = {"reads": "dy gate up approximate", "returns": "dgate dup"}
+op.backward(**BACKWARD)
+quantized_op = with_codes(op, **BACKWARD)
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor, approximate: str = "tanh", *, quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """Gated activation of an MLP: ``gelu(gate) * up``.
 
     Math:
@@ -41,6 +56,9 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
     Shapes:
         gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
+        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
+        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
+        gradient.
 
     Dtypes:
         In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
@@ -51,7 +69,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: Shapes or devices differ, or approximate is neither ``tanh`` nor ``none``.
+        ValueError: Shapes or devices differ, or approximate is neither ``tanh`` nor ``none``;
+            outputs without y where a gradient is needed.
 
     Source:
         Shazeer 2020 (arXiv:2002.05202), Hendrycks and Gimpel 2016 (arXiv:1606.08415); transformers
@@ -59,8 +78,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """
     gate_and_up("geglu", gate, up)
     checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
-    result: Tensor = op(gate, up, approximate)
-    return result
+    given = (gate, up, approximate)
+    return either(op, quantized_op, quantize, outputs, *given)
 
 
 EXACT = {"approximate": "none"}
@@ -83,3 +102,4 @@ SAMPLES = (
     *each_frozen(pair(4, 64), "up", EXACT),
     *bench(pair, MLPS),
 )
+QUANTIZED_SAMPLES = coded_samples(pair, SHAPES, "8192x14336", {"odd-width": EXACT})

@@ -8,6 +8,14 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import (
+    OUTPUTS,
+    SHAPES,
+    QuantizedOutput,
+    coded_samples,
+    either,
+    with_codes,
+)
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops.rms_norm import EPS
 from liger_multi.testing.samples import Sample
@@ -32,17 +40,20 @@ def forward(
     return x.new_empty(x.shape), mean, rstd
 
 
-op.backward(
-    reads="dy x weight mean rstd bias_dtype",
-    returns="dx dweight dbias",
-    shapes={"bias": lambda x: x.shape[-1:]},
-    added=("bias",),
-)
+BACKWARD: dict[str, Any] = {
+    "reads": "dy x weight mean rstd bias_dtype",
+    "returns": "dx dweight dbias",
+    "shapes": {"bias": lambda x: x.shape[-1:]},
+    "added": ("bias",),
+}
+op.backward(**BACKWARD)
+quantized_op = with_codes(op, **BACKWARD)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """Normalization to mean 0 and variance 1 over the last axis.
 
     Math:
@@ -52,6 +63,9 @@ def layer_norm(
     Shapes:
         x ``(..., H)`` with any strides, weight and bias ``(H,)`` or None, each on its own; y
         ``(..., H)``, contiguous.
+        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
+        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
+        gradient.
 
     Dtypes:
         In: any floating dtype, also different ones. Inside: fp32 (fp64 for fp64), statistics too.
@@ -62,7 +76,8 @@ def layer_norm(
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: The width of weight or bias differs from that of x, mixed devices.
+        ValueError: The width of weight or bias differs from that of x, mixed devices; outputs
+            without y where a gradient is needed.
 
     Source:
         Ba, Kiros and Hinton 2016 (arXiv:1607.06450); ``torch.nn.functional.layer_norm``.
@@ -72,8 +87,8 @@ def layer_norm(
         raise ValueError(f"layer_norm: x must have at least one axis, got {checks.describe(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("layer_norm", name, parameter, x.shape[-1], "last axis of x")
-    result: Tensor = op(x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0))
-    return result
+    given = (x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0))
+    return either(op, quantized_op, quantize, outputs, *given)
 
 
 def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
@@ -94,3 +109,4 @@ SAMPLES = (
     Sample("frozen-parameters", _given(6, 64, grad=False)),
     *bench(_given, "8192x4096 32768x1024"),
 )
+QUANTIZED_SAMPLES = coded_samples(_given, SHAPES, "8192x4096")

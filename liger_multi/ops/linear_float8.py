@@ -1,5 +1,6 @@
 """Contract of ``linear_float8``."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -17,7 +19,7 @@ op = Op(
     family="float8",
     rows=("x", "dy", "codes", "codes_scale"),
     replicated=("weight", "bias", "weight_scale"),
-    bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale", 1),
+    bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale codes codes_scale", 1),
 )
 
 
@@ -125,50 +127,81 @@ def linear_float8(
                       f"{tuple(weight.shape)}", x)  # fmt: skip
     checks.vector(name, "bias", bias, weight.shape[0], "rows of weight")
     checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
-    _codes_fit(weight, weight_scale)
-    codes, scale = (None, None) if quantized is None else _fitting(x, quantized)
+    codes_fit(name, "weight", weight, weight_scale)
+    codes, scale = fitting(name, x, quantized)
     apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
     wide = {"x": x, "bias": bias} if apart else tensors
     cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
     y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)
     if not checks.boolean(name, "return_quantized", return_quantized):
         return y  # type: ignore[no-any-return]
-    return LinearFloat8Output(y, _typed(*made) if quantized is None else quantized)
+    return LinearFloat8Output(y, typed(*made) if quantized is None else quantized)
 
 
-def _codes_fit(weight: Tensor, scale: Tensor | None) -> None:
-    """Codes and scales come together, and have no gradient."""
-    coded = weight.dtype in CODES
+def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None) -> None:
+    """Codes and scales of a weight come together, and have no gradient."""
+    coded, scales = weight.dtype in CODES, f"{name}_scale"
     if coded != (scale is not None):
-        wanted = "weight_scale beside codes" if coded else "codes (float8_e4m3fn) for weight_scale"
-        raise TypeError(f"linear_float8: {wanted} needed, got weight {checks.describe(weight)}")
+        wanted = f"{scales} beside codes" if coded else f"codes (float8_e4m3fn) for {scales}"
+        raise TypeError(f"{op}: {wanted} needed, got {name} {checks.describe(weight)}")
     if scale is None:
         return
     if scale.dtype != torch.float32:
-        raise TypeError(
-            f"linear_float8: weight_scale must be float32, got {checks.describe(scale)}"
-        )
+        raise TypeError(f"{op}: {scales} must be float32, got {checks.describe(scale)}")
     if weight.requires_grad or scale.requires_grad:
-        raise ValueError("linear_float8: codes and weight_scale are frozen, got one that requires "
-                         "a gradient")  # fmt: skip
+        raise ValueError(f"{op}: codes and {scales} are frozen, got one that requires a gradient")
 
 
-def _typed(codes: Tensor, scale: Tensor) -> Float8Rows:
+def weight_scales_fit(
+    op: str, weights: Mapping[str, Tensor | None], scales: Sequence[Tensor | None]
+) -> None:
+    """Every weight of several layers holds numbers, or codes with scales of its rows."""
+    for (name, weight), scale in zip(weights.items(), scales, strict=True):
+        if weight is None:
+            if scale is not None:
+                raise ValueError(f"{op}: {name}_scale needs {name} beside it, got None")
+            continue
+        checks.vector(op, f"{name}_scale", scale, weight.shape[0], f"rows of {name}")
+        codes_fit(op, name, weight, scale)
+
+
+def one_dtype_but_codes(
+    op: str, x: Tensor, weights: Mapping[str, Tensor | None], biases: Mapping[str, Tensor | None]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """x, and weights and biases, in one dtype; weights that hold codes as they are."""
+    given = {"x": x, **weights, **biases}
+    coded = {n: t for n, t in weights.items() if t is not None and t.dtype in CODES}
+    plain = {n: t for n, t in given.items() if n not in coded}
+    cast = dict(zip(plain, checks.one_dtype(op, plain), strict=True)) | coded
+    first = cast["x"]
+    assert first is not None
+    return first, [cast[n] for n in (*weights, *biases)]
+
+
+def typed(codes: Tensor, scale: Tensor) -> Float8Rows:
     """Codes leave the operator as bytes: the format is the device's, which no shape rule knows."""
+    return Float8Rows(codes.view(_format(codes.device)), scale)
+
+
+@constant_in_graphs
+def _format(device: torch.device) -> torch.dtype:
     from liger_multi.reference.float8.rows import format_of
 
-    return Float8Rows(codes.view(format_of(codes.device)), scale)
+    return format_of(device)
 
 
-def _fitting(x: Tensor, quantized: Float8Rows) -> tuple[Tensor, Tensor]:
+def fitting(
+    op: str, x: Tensor, quantized: Float8Rows | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Codes of x as bytes, and scales; or neither."""
+    if quantized is None:
+        return None, None
     if not isinstance(quantized, Float8Rows):
-        raise TypeError(
-            f"linear_float8: quantized must be Float8Rows, got {checks.describe(quantized)}"
-        )
+        raise TypeError(f"{op}: quantized must be Float8Rows, got {checks.describe(quantized)}")
     codes, scale = quantized
     if codes.dtype not in CODES or codes.shape != x.shape or scale.shape != x.shape[:-1]:
         checks.refuse(
-            "linear_float8",
+            op,
             f"quantized must hold E4M3 codes {tuple(x.shape)} and scales {tuple(x.shape[:-1])}",
             f"{checks.describe(codes)} and {checks.describe(scale)}",
         )

@@ -1,5 +1,6 @@
 """Contract of ``lora_mlp``."""
 
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -11,6 +12,14 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.linear import linear_of_mode
+from liger_multi.ops.linear_float8 import (
+    CODES,
+    Float8Rows,
+    fitting,
+    linear_float8,
+    one_dtype_but_codes,
+    weight_scales_fit,
+)
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -20,9 +29,13 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a"
 op = Op(
     "lora_mlp",
     family="adapters",
-    rows=("x", "y", "dy", "gate", "up"),
-    replicated=[f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b")],
-    bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
+    rows=("x", "y", "dy", "gate", "up", "codes", "codes_scale"),
+    replicated=[
+        f"{layer}_{part}"
+        for layer in LAYERS
+        for part in ("weight", "weight_scale", "bias", "a", "b")
+    ],
+    bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
 )
 
 
@@ -33,6 +46,8 @@ def forward(
     up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
     gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
     gate_scale: float, up_scale: float, down_scale: float, activation: str,
+    gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     lead = x.shape[:-1]
@@ -42,7 +57,8 @@ def forward(
 
 op.backward(
     reads="dy x gate_weight up_weight down_weight gate_a gate_b up_a up_b down_a down_b gate up "
-    "gate_scale up_scale down_scale activation",
+    "gate_scale up_scale down_scale activation gate_weight_scale up_weight_scale "
+    "down_weight_scale",
     returns="dx dgate_a dgate_b dup_a dup_b ddown_a ddown_b",
 )
 
@@ -53,7 +69,9 @@ def lora_mlp(
     up_b: Tensor | None = None, down_a: Tensor | None = None, down_b: Tensor | None = None, *,
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     gate_scale: float = 1.0, up_scale: float = 1.0, down_scale: float = 1.0,
-    activation: str = "silu",
+    activation: str = "silu", gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    quantized: Float8Rows | None = None,
 ) -> Tensor:  # fmt: skip
     """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
 
@@ -61,18 +79,21 @@ def lora_mlp(
         With ``layer(x) = x @ weight.T + bias + scale (x @ a.T) @ b.T``, where a layer without a and
         b has none of the last term: ``y = down(act(gate(x)) * up(x))``. The weights and biases are
         frozen: backward makes the gradients of a and b by GEMMs with r columns or rows, and of x
-        in one buffer; it computes ``x @ a.T`` and ``act(gate) * up`` again.
+        in one buffer; it computes ``x @ a.T`` and ``act(gate) * up`` again. A weight in FP8 is
+        multiplied as in ``linear_float8``, with x (and the product) rounded once for all.
 
     Shapes:
         x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
         ``(D, F)``, biases as in ``gated_mlp``; gate_a and up_a ``(r, H)``, gate_b and up_b
         ``(F, r)``, down_a ``(r, F)``, down_b ``(D, r)``, each with an r of its own; y ``(..., D)``,
-        contiguous.
+        contiguous. Scales of weights in FP8 ``(F,)`` and ``(D,)``; quantized, if x has been
+        rounded before: codes ``(..., H)`` and scale ``(...)``.
 
     Dtypes:
         In: x, weights and biases of one floating dtype, adapters of one, which may be wider; any
-        under autocast, which then sets the dtype of all. Inside: as ``gated_mlp`` and
-        ``lora_update``. Out: that of x.
+        under autocast, which then sets the dtype of all. With its scale (fp32), a weight holds
+        codes (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3). Inside: as ``gated_mlp``,
+        ``linear_float8`` and ``lora_update``. Out: that of x.
 
     Memory:
         Kept for backward: x, gate and up. PEFT's layers around an activation keep the activation
@@ -80,7 +101,8 @@ def lora_mlp(
         of the adapters.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
+        TypeError: An argument is not a floating-point tensor, dtypes differ in another way, or
+            codes and scales of a weight do not come together.
         ValueError: Shapes do not fit together, mixed devices, unknown activation, an a without its
             b, or a weight that requires a gradient.
 
@@ -90,6 +112,7 @@ def lora_mlp(
     """
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    own = (gate_weight_scale, up_weight_scale, down_weight_scale)
     pairs = {"gate": (gate_a, gate_b), "up": (up_a, up_b), "down": (down_a, down_b)}
     thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
     checks.floating("lora_mlp", x=x, **weights, **biases, **thin, optional=_OPTIONAL)
@@ -98,6 +121,7 @@ def lora_mlp(
     for name, bias in biases.items():
         rows = f"{name.removesuffix('bias')}weight"
         checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
+    weight_scales_fit("lora_mlp", weights, own)
     instead = "gated_mlp, or the layers themselves with lora_update"
     frozen("lora_mlp", {**weights, **biases}, instead)
     adapted: list[Tensor | None] = []
@@ -112,34 +136,45 @@ def lora_mlp(
             fit("lora_mlp", source, out, a, b, f"{name}_")
             _, a, b = adapter_dtypes("lora_mlp", {"x": x}, a, b, f"{name}_")
         adapted += [a, b]
-    x, *wide = checks.one_dtype("lora_mlp", {"x": x, **weights, **biases})  # type: ignore[assignment]
+    x, wide = one_dtype_but_codes("lora_mlp", x, weights, biases)
     scales = tuple(
         checks.number("lora_mlp", f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
     )
+    coded = fitting("lora_mlp", x, quantized)
     if checks.in_checkpoint():
-        return _in_steps(x, wide, adapted, scales, activation)
-    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation)  # type: ignore[no-any-return]
+        return _in_steps(x, wide, adapted, scales, activation, own, quantized)
+    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)  # type: ignore[no-any-return]
 
 
 def _in_steps(
     x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
-    activation: str,
+    activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
 ) -> Tensor:  # fmt: skip
     """The same as steps of their own, of which checkpointing does not compute the last again."""
     from liger_multi.ops import geglu, swiglu
 
-    def layer(i: int, x: Tensor) -> Tensor:
+    def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
         weight = wide[i]
         assert weight is not None
-        y = linear_of_mode(x, weight, wide[3 + i])
+        if own[i] is None:
+            y = linear_of_mode(x, weight, wide[3 + i])
+        else:
+            y, rows = linear_float8(
+                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
+            )
         a, b = thin[2 * i], thin[2 * i + 1]
-        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i])
+        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i]), rows
 
-    gate, up = layer(0, x), layer(1, x)
+    gate, rows = layer(0, x, rows)
+    up, _ = layer(1, x, rows)
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate=approximate)
-    return layer(2, inner)
+    how = {} if approximate is None else {"approximate": approximate}
+    act: Any = swiglu if approximate is None else geglu
+    if own[2] is None:
+        return layer(2, act(gate, up, **how), None)[0]
+    inner, rows = act(gate, up, **how, quantize="float8_e4m3")
+    return layer(2, inner, rows)[0]
 
 
 def _case(
@@ -166,6 +201,19 @@ def _bias(inner: int, out: int) -> dict[str, T]:
     return {name: T((size,), scale=0.3, grad=False) for name, size in sizes.items()}
 
 
+def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The same tensors in fp32, of which the weights of some layers are codes with scales.
+
+    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
+    """
+    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
+    for name in (f"{layer}_weight" for layer in names):
+        rows, columns = made[name].shape
+        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return made
+
+
 _FROZEN: Any = {f"{layer}_{part}": True for layer in LAYERS for part in "ab"}
 _SCALES = {"gate_scale": 2.0, "up_scale": 0.5, "down_scale": 1.5}
 SAMPLES = (
@@ -181,8 +229,14 @@ SAMPLES = (
     Sample("sliced", _case((6,), 16, 24, 4) | {"x": T((6, 16), layout="sliced")}),
     Sample("frozen-x", _case((6,), 16, 24, 4, x=True)),
     Sample("frozen-a", _case((6,), 16, 24, 4, gate_a=True, up_a=True, down_a=True)),
+    Sample("float8", in_float8(_case((2, 5), 16, 32, 4), *LAYERS), _SCALES),
+    Sample("float8-biases", in_float8(_case((6,), 16, 24, 2) | _bias(24, 16), *LAYERS)),
+    Sample("float8-only-up", in_float8(_case((6,), 16, 24, 4), "up"), {"activation": "gelu"}),
+    Sample("float8-only-gate-adapted", in_float8(_case((6,), 16, 24, 4, ("gate",)), "down")),
     Sample("past-65535-rows", _case((65537,), 4, 4, 2, **_FROZEN), size="thin"),
     Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),
     Sample("8192x4096x14336-r16-fp32", _case((8192,), 4096, 14336, 16, dtype=torch.float32),
+           _SCALES, size="bench"),
+    Sample("8192x4096x14336-r16-float8", in_float8(_case((8192,), 4096, 14336, 16), *LAYERS),
            _SCALES, size="bench"),
 )  # fmt: skip

@@ -9,6 +9,13 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.linear_float8 import (
+    Float8Rows,
+    fitting,
+    one_dtype_but_codes,
+    weight_scales_fit,
+)
+from liger_multi.ops.lora_mlp import in_float8
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -18,9 +25,9 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "
 op = Op(
     "lora_qkv",
     family="adapters",
-    rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS)),
-    replicated=_OPTIONAL,
-    bitwise=bitwise(BY_OUR_GEMM, "x q k v low", 1),
+    rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS), "codes", "codes_scale"),
+    replicated=(*_OPTIONAL, *(f"{layer}_weight_scale" for layer in LAYERS)),
+    bitwise=bitwise(BY_OUR_GEMM, "x q k v low codes codes_scale", 1),
 )
 
 
@@ -38,7 +45,8 @@ def forward(
     q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
     v_a: Optional[Tensor], v_b: Optional[Tensor], q_bias: Optional[Tensor],
     k_bias: Optional[Tensor], v_bias: Optional[Tensor], q_scale: float, k_scale: float,
-    v_scale: float,
+    v_scale: float, q_weight_scale: Optional[Tensor], k_weight_scale: Optional[Tensor],
+    v_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
 
@@ -62,7 +70,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 op.backward(
     reads="dq dk dv x q_weight k_weight v_weight q_a q_b k_a k_b v_a v_b low q_scale k_scale "
-    "v_scale",
+    "v_scale q_weight_scale k_weight_scale v_weight_scale",
     returns="dx dq_a dq_b dk_a dk_b dv_a dv_b",
     rule=_gradients,
 )
@@ -74,6 +82,8 @@ def lora_qkv(
     k_a: Tensor | None = None, k_b: Tensor | None = None, v_a: Tensor | None = None,
     v_b: Tensor | None = None, *, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
     v_bias: Tensor | None = None, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None, k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None, quantized: Float8Rows | None = None,
 ) -> LoraQKVOutput:  # fmt: skip
     """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
 
@@ -82,23 +92,28 @@ def lora_qkv(
         for a layer without a and b; a layer without a weight is absent. The weights and biases are
         frozen. Backward sums the gradient of x in one buffer, ``dq @ q_weight + dk @ k_weight + dv
         @ v_weight`` and, as one GEMM, ``scale (dy @ b) @ a`` of all layers; the gradients of all
-        a are one GEMM as well, ``(dy @ b).T @ x``.
+        a are one GEMM as well, ``(dy @ b).T @ x``. A weight in FP8 is multiplied as in
+        ``linear_float8``, with x rounded once for all.
 
     Shapes:
         x ``(..., H)`` with any strides; of each layer, with an F and an r of its own, weight
-        ``(F, H)``, bias ``(F,)``, a ``(r, H)``, b ``(F, r)``; q, k and v ``(..., F)``, contiguous.
+        ``(F, H)``, bias ``(F,)``, a ``(r, H)``, b ``(F, r)``, and ``(F,)`` of a weight in FP8 its
+        scale; quantized, if x has been rounded before: codes ``(..., H)`` and scale ``(...)``. q,
+        k and v ``(..., F)``, contiguous.
 
     Dtypes:
         In: x, weights and biases of one floating dtype, all adapters of one, which may be wider;
-        any under autocast, which then sets the dtype of all. Inside: as ``lora_update``. Out: that
-        of x.
+        any under autocast, which then sets the dtype of all. With its scale (fp32), a weight holds
+        codes (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3). Inside: as ``linear_float8`` and
+        ``lora_update``. Out: that of x.
 
     Memory:
         Kept for backward: x, once, and ``x @ a.T`` of all layers, in the dtype of a. PEFT's layers
         keep a copy of x in the dtype of a each.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
+        TypeError: An argument is not a floating-point tensor, dtypes differ in another way, or
+            codes and scales of a weight do not come together.
         ValueError: Shapes do not fit together, mixed devices, no weight, an a without its b, parts
             of an absent layer, or a weight that requires a gradient.
 
@@ -127,15 +142,18 @@ def lora_qkv(
             adapted[f"{name}_a"], adapted[f"{name}_b"] = a, b
     if all(weight is None for weight in weights.values()):
         raise ValueError("lora_qkv: at least one of q_weight, k_weight and v_weight is needed")
+    own = (q_weight_scale, k_weight_scale, v_weight_scale)
+    weight_scales_fit("lora_qkv", weights, own)
     frozen("lora_qkv", {**weights, **biases}, "the layers themselves with lora_update")
-    x, *wide = checks.one_dtype("lora_qkv", {"x": x, **weights, **biases})  # type: ignore[assignment]
+    rows = fitting("lora_qkv", x, quantized)
+    x, wide = one_dtype_but_codes("lora_qkv", x, weights, biases)
     if any(a is not None for a in adapted.values()):
         checks.one_dtype("lora_qkv", {n: a for n, a in adapted.items() if a is not None})
     scales = tuple(
         checks.number("lora_qkv", f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (q_scale, k_scale, v_scale), strict=True)
     )
-    made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales)
+    made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
 
@@ -192,8 +210,12 @@ SAMPLES = (
     Sample("sliced", _case((6,), 8, _RANK_4) | {"x": T((6, 8), layout="sliced")}),
     Sample("frozen-x", _case((6,), 8, _RANK_4, frozen=["x"])),
     Sample("only-b-of-k", _case((6,), 8, _RANK_4, frozen=["x", "q_a", "q_b", "k_a"])),
+    Sample("float8", in_float8(_case((2, 3), 16, _RANK_4), *LAYERS), _EQUAL),
+    Sample("float8-k-plain", in_float8(_case((6,), 8, _RANK_2) | _bias("q", "k"), "q", "v")),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
     Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),
     Sample("8192x4096-r16-fp32", _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32), _EQUAL,
            size="bench"),
+    Sample("8192x4096-r16-float8", in_float8(_case((8192,), 4096, _RANK_16, _LLAMA), *LAYERS),
+           _EQUAL, size="bench"),
 )  # fmt: skip

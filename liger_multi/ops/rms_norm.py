@@ -8,6 +8,14 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import (
+    OUTPUTS,
+    SHAPES,
+    QuantizedOutput,
+    coded_samples,
+    either,
+    with_codes,
+)
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -34,13 +42,15 @@ def forward(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
 
 
-op.backward(reads="dy x weight rstd offset casting", returns="dx dweight")
+BACKWARD: dict[str, Any] = {"reads": "dy x weight rstd offset casting", "returns": "dx dweight"}
+op.backward(**BACKWARD)
+quantized_op = with_codes(op, **BACKWARD)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor:  # fmt: skip
+    casting: str = "llama", quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """Root-mean-square normalization over the last axis.
 
     Math:
@@ -51,6 +61,9 @@ def rms_norm(
 
     Shapes:
         x ``(..., H)`` with any strides, weight ``(H,)`` or None; y ``(..., H)``, contiguous.
+        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
+        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
+        gradient.
 
     Dtypes:
         In: any floating dtype. Inside: fp32 (fp64 for fp64). Out: that of x; with ``llama`` the
@@ -62,7 +75,7 @@ def rms_norm(
     Raises:
         TypeError: An argument is not a floating-point tensor.
         ValueError: The width of weight differs from that of x, mixed devices, unknown casting, a
-            weight under ``factor``.
+            weight under ``factor``; outputs without y where a gradient is needed.
 
     Source:
         Zhang and Sennrich 2019 (arXiv:1910.07467); transformers ``LlamaRMSNorm``, ``Olmo2RMSNorm``,
@@ -76,8 +89,8 @@ def rms_norm(
     checks.one_of("rms_norm", "casting", casting, (*CASTINGS, FACTOR))
     if casting == FACTOR and weight is not None:
         checks.refuse("rms_norm", "casting 'factor' is that of norms without weight", weight)
-    result: Tensor = op(x, weight, *numbers("rms_norm", eps, offset), casting)
-    return result
+    given = (x, weight, *numbers("rms_norm", eps, offset), casting)
+    return either(op, quantized_op, quantize, outputs, *given)
 
 
 def numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
@@ -106,3 +119,7 @@ SAMPLES = (
     *each_frozen(_given(6, 64), "weight x"),
     *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )
+QUANTIZED_SAMPLES = coded_samples(
+    _given, SHAPES, "8192x4096 16384x2048",
+    {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
+)  # fmt: skip

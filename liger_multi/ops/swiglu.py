@@ -1,11 +1,21 @@
 """Contract of ``swiglu``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import BOTH, FP32_UP, LARGE, MLPS, gate_and_up, multipliers, pair
+from liger_multi.ops._float8 import (
+    OUTPUTS,
+    SHAPES,
+    QuantizedOutput,
+    coded_samples,
+    either,
+    with_codes,
+)
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.testing.samples import Sample
 
@@ -26,12 +36,18 @@ def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: f
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-op.backward(reads="dy gate up gate_multiplier down_multiplier", returns="dgate dup")
+BACKWARD: dict[str, Any] = {
+    "reads": "dy gate up gate_multiplier down_multiplier",
+    "returns": "dgate dup",
+}
+op.backward(**BACKWARD)
+quantized_op = with_codes(op, **BACKWARD)
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> Tensor:
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """Gated activation of an MLP: ``silu(gate) * up``.
 
     Math:
@@ -40,6 +56,9 @@ def swiglu(
 
     Shapes:
         gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
+        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
+        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
+        gradient.
 
     Dtypes:
         In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
@@ -50,14 +69,14 @@ def swiglu(
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or a multiplier no number.
-        ValueError: Shapes or devices differ.
+        ValueError: Shapes or devices differ; outputs without y where a gradient is needed.
 
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``FalconH1MLP``.
     """
     gate_and_up("swiglu", gate, up)
-    result: Tensor = op(gate, up, *multipliers("swiglu", gate_multiplier, down_multiplier))
-    return result
+    given = (gate, up, *multipliers("swiglu", gate_multiplier, down_multiplier))
+    return either(op, quantized_op, quantize, outputs, *given)
 
 
 FALCON = {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.5}
@@ -73,3 +92,4 @@ SAMPLES = (
     *bench(pair, MLPS),
     Sample("8192x12288 multipliers", pair(8192, 12288), FALCON, size="bench"),
 )
+QUANTIZED_SAMPLES = coded_samples(pair, SHAPES, "8192x14336", {"odd-width": BOTH})

@@ -80,7 +80,7 @@ def call(op: str, tensors: Named, options: Mapping[str, Any], **order: Order) ->
         written: Any = OPS[op].inplace
         arguments[written] = arguments[written] * 1
     with use(**order):  # type: ignore[arg-type]
-        return getattr(ops, op.removesuffix("_inplace"))(**arguments, **options)
+        return getattr(ops, samples.public(op))(**arguments, **options)
 
 
 def outputs(result: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -88,7 +88,7 @@ def outputs(result: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     if isinstance(result, Tensor):
         return {"result": result}, {}
     names = getattr(result, "_fields", None) or [f"output{i}" for i in range(len(result))]
-    pairs = {n: t for n, t in zip(names, result, strict=True) if t is not None}
+    pairs = {n: t for n, t in zip(names, result, strict=True) if isinstance(t, Tensor)}
     if "loss" in pairs:  # of a loss, nothing else is differentiable
         return {"result": pairs.pop("loss")}, pairs
     smooth = {n: t for n, t in pairs.items() if t.is_floating_point()}
@@ -197,6 +197,22 @@ def _gradient_errors(
     return errors
 
 
+def _code_errors(op: str, made: Any, tensors: Named, sample: Sample) -> dict[str, float]:
+    """Bytes of codes and scales that are not those of the result rounded by itself."""
+    found = getattr(made, "quantized", None)
+    if found is None:
+        return {}
+    y = made.y
+    if y is None:
+        y = call(op, tensors, {**sample.options, "outputs": ("y", "quantized")}).y
+    y = y.detach()
+    with use(linear_float8=REFERENCE):
+        layer = ops.linear_float8(y, y.new_zeros(1, y.shape[-1]), return_quantized=True)
+    pairs = zip(found, layer.quantized, strict=True)
+    bits = ([t.reshape(-1).view(torch.uint8) for t in pair] for pair in pairs)
+    return dict(zip(("codes", "scale"), (float((a != b).sum()) for a, b in bits), strict=True))
+
+
 def _run_backward_by(op: str, backend: Order, result: Named) -> None:
     """Let another backend run backward: forward recorded the configuration it was called in."""
     node: Any = next(iter(result.values())).grad_fn
@@ -234,13 +250,14 @@ def compare(
     right = exact(op, sample.name, dtype, device)
     tensors = sample.make(device, dtype)
     before = {n: t.detach().clone() for n, t in tensors.items()}
-    result, beside = outputs(call(op, tensors, sample.options, **{op: forward}))
+    made = call(op, tensors, sample.options, **{op: forward})
+    result, beside = outputs(made)
     named = f"outputs: {sorted(result)}, {sorted(right.result)}"
     _require(set(result) == set(right.result), named)
     _require(set(right.beside) <= set(beside), f"beside them: {sorted(beside)}")
     if backward is not None:
         _run_backward_by(op, backward, result)
-    errors = {}
+    errors = _code_errors(op, made, tensors, sample)
     for name, wanted in right.result.items():
         got = result[name].detach().to(wanted.device)
         errors[name] = excess(got, wanted.detach(), _coarser(dtype, got.dtype))

@@ -119,9 +119,20 @@ class Sample:
         return max(math.prod(t.shape) for t in self.tensors.values())
 
 
+FORMS = {"_inplace": "INPLACE_SAMPLES", "_quantized": "QUANTIZED_SAMPLES"}
+"""Endings of operators that an option of a public function chooses, and where their samples are."""
+
+
+def public(op: str) -> str:
+    """The public function that calls an operator."""
+    for ending in FORMS:
+        op = op.removesuffix(ending)
+    return op
+
+
 def of(op: str) -> tuple[Sample, ...]:
-    """The samples of an operator, from its contract, which an in-place form shares."""
-    name = op.removesuffix("_inplace")
+    """The samples of an operator, from its contract, which its other forms share."""
+    name = public(op)
     contract = importlib.import_module(f"liger_multi.ops.{name}")
-    found: tuple[Sample, ...] = contract.SAMPLES if op == name else contract.INPLACE_SAMPLES
+    found: tuple[Sample, ...] = getattr(contract, FORMS.get(op[len(name) :], "SAMPLES"))
     return found

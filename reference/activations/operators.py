@@ -18,6 +18,8 @@ from liger_multi.reference.activations.pointwise import pointwise
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.common.strict import linear, matmul
+from liger_multi.reference.float8.quantized import with_codes
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, rows_of
 
 
 class SwiGLU:
@@ -139,8 +141,23 @@ class Activation(Protocol):
         """The gradients of gate and up, and the product, which may stand in ``dproduct``."""
 
 
+class CodedActivation(Activation, Protocol):
+    """The same for an MLP whose last weight may be held in FP8."""
+
+    def coded(
+        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+    ) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+
+
 class ReferenceActivation:
     """The activation in plain PyTorch."""
+
+    @staticmethod
+    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+        y = gated.forward(gate, up, activation)
+        return y if wanted else y.new_empty(0), rows_of(y, None, PLAIN)
 
     product = staticmethod(gated.forward)
     gradients = staticmethod(gated.gradients_and_product)
@@ -233,8 +250,10 @@ relu_squared = Implementation(
 
 OPERATORS = {
     "swiglu": SwiGLU,
+    "swiglu_quantized": with_codes(SwiGLU),
     "swiglu_packed": PackedSwiGLU,
     "geglu": GEGLU,
+    "geglu_quantized": with_codes(GEGLU),
     "geglu_packed": PackedGEGLU,
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,

@@ -22,10 +22,18 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.reference.activations.operators import Activation, ReferenceActivation
+from liger_multi.reference.activations.operators import CodedActivation, ReferenceActivation
 from liger_multi.reference.common.chunking import as_rows, has_out_dtype, row_blocks
 from liger_multi.reference.common.implementation import Implementation
-from liger_multi.reference.common.strict import addmm, apart, linear, matmul, multiply, product
+from liger_multi.reference.common.strict import addmm, apart, matmul, multiply, product
+from liger_multi.reference.float8.frozen import (
+    Weight,
+    frozen_gradient,
+    frozen_linear,
+    held,
+    shared_rows,
+)
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, Quantizer
 
 # --- thin products ---
 
@@ -49,10 +57,13 @@ class LowRank:
 
     Args:
         split: How a backend makes the parts of a thin matrix.
+        to: How a backend rounds rows to FP8, for wide weights that are held in it.
     """
 
-    def __init__(self, split: Callable[[Tensor, Sequence[int], int], Tensor] = split) -> None:
-        self._split = split
+    def __init__(
+        self, split: Callable[[Tensor, Sequence[int], int], Tensor] = split, to: Quantizer = PLAIN
+    ) -> None:
+        self._split, self.to = split, to
 
     def narrow(self, wide: Tensor, thin: Tensor) -> Tensor:
         """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
@@ -190,20 +201,25 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
         v_weight: Optional[Tensor], q_a: Optional[Tensor], q_b: Optional[Tensor],
         k_a: Optional[Tensor], k_b: Optional[Tensor], v_a: Optional[Tensor], v_b: Optional[Tensor],
         q_bias: Optional[Tensor], k_bias: Optional[Tensor], v_bias: Optional[Tensor],
-        q_scale: float, k_scale: float, v_scale: float,
+        q_scale: float, k_scale: float, v_scale: float, q_weight_scale: Optional[Tensor],
+        k_weight_scale: Optional[Tensor], v_weight_scale: Optional[Tensor],
+        codes: Optional[Tensor], codes_scale: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         rows, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
+        own = (q_weight_scale, k_weight_scale, v_weight_scale)
+        wide = _held((q_weight, k_weight, v_weight), own)
+        left = shared_rows(x, codes, codes_scale, thin.to, *wide)
         given = [t for t in a if t is not None] or [rows.new_empty(0, rows.shape[1])]
         low = thin.narrow(rows, torch.cat(given).t())
         layers = zip(
-            (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias), (q_b, k_b, v_b),
+            wide, (q_bias, k_bias, v_bias), (q_b, k_b, v_b),
             _columns(low, a), (q_scale, k_scale, v_scale), strict=True,
         )  # fmt: skip
         made = []
-        for weight, bias, b, own, scale in layers:
-            y = rows.new_empty(0) if weight is None else linear(rows, weight, bias)
+        for weight, bias, b, part, scale in layers:
+            y = rows.new_empty(0) if weight is None else frozen_linear(rows, weight, bias, left)
             if b is not None:
-                thin.add_(y, own, b.t(), scale)
+                thin.add_(y, part, b.t(), scale)
             made.append(y if weight is None else y.view(*lead, y.shape[1]))
         return (*made, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
 
@@ -212,7 +228,9 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
         q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
         q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
         v_a: Optional[Tensor], v_b: Optional[Tensor], low: Tensor,
-        q_scale: float, k_scale: float, v_scale: float, needs_x: bool, needs_q_a: bool,
+        q_scale: float, k_scale: float, v_scale: float, q_weight_scale: Optional[Tensor],
+        k_weight_scale: Optional[Tensor], v_weight_scale: Optional[Tensor], needs_x: bool,
+        needs_q_a: bool,
         needs_q_b: bool, needs_k_a: bool, needs_k_b: bool, needs_v_a: bool, needs_v_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         rows, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
@@ -225,7 +243,8 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
             else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if wanted else own)
             for a, b, scale, own, dy in parts
         ]  # fmt: skip
-        dx, weights = x.new_empty(0), (q_weight, k_weight, v_weight)
+        own = (q_weight_scale, k_weight_scale, v_weight_scale)
+        dx, weights = x.new_empty(0), _held((q_weight, k_weight, v_weight), own)
         if needs_x:
             dx = _common_input_gradient(thin, upstream, weights, [a for a in adapters if a]).view(
                 x.shape
@@ -247,14 +266,14 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
 
 
 def _common_input_gradient(
-    thin: LowRank, upstream: Sequence[Optional[Tensor]], weights: Sequence[Optional[Tensor]],
+    thin: LowRank, upstream: Sequence[Optional[Tensor]], weights: Sequence[Optional[Weight]],
     adapters: Sequence[Reached],
 ) -> Tensor:  # fmt: skip
     """The sum of all layers' gradients of x; adapters of one scale add to it together."""
     dx: Tensor | None = None
     for dy, weight in zip(upstream, weights, strict=True):
         if dy is not None and weight is not None:
-            dx = matmul(dy, weight, dx)
+            dx = frozen_gradient(dy, weight, thin.to, dx)
     assert dx is not None
     for scale in dict.fromkeys(one.scale for one in adapters):
         same = [one for one in adapters if one.scale == scale]
@@ -272,6 +291,13 @@ def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -
     return [part * one.scale for part, one in zip(own, adapters, strict=True)]
 
 
+def _held(
+    weights: Sequence[Optional[Tensor]], scales: Sequence[Optional[Tensor]]
+) -> list[Optional[Weight]]:
+    pairs = zip(weights, scales, strict=True)
+    return [None if weight is None else held(weight, scale) for weight, scale in pairs]
+
+
 def _columns(low: Tensor, a: Sequence[Optional[Tensor]]) -> tuple[Tensor, ...]:
     return torch.split(low, [0 if t is None else t.shape[0] for t in a], 1)
 
@@ -283,7 +309,7 @@ lora_qkv = Implementation(*implement_lora_qkv(LowRank()))
 
 
 def implement_lora_mlp(
-    kernels: Activation, thin: LowRank
+    kernels: CodedActivation, thin: LowRank
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation and thin products."""
 
@@ -293,12 +319,21 @@ def implement_lora_mlp(
         up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
         gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
         gate_scale: float, up_scale: float, down_scale: float, activation: str,
+        gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows, lead = as_rows(x), x.shape[:-1]
-        gate = adapted_layer(thin, rows, gate_weight, gate_bias, gate_a, gate_b, gate_scale)
-        up = adapted_layer(thin, rows, up_weight, up_bias, up_a, up_b, up_scale)
-        inner = kernels.product(gate, up, activation)
-        y = adapted_layer(thin, inner, down_weight, down_bias, down_a, down_b, down_scale)
+        first, second = held(gate_weight, gate_weight_scale), held(up_weight, up_weight_scale)
+        left = shared_rows(x, codes, codes_scale, thin.to, first, second)
+        gate = adapted_layer(thin, rows, first, gate_bias, gate_a, gate_b, gate_scale, left)
+        up = adapted_layer(thin, rows, second, up_bias, up_a, up_b, up_scale, left)
+        third, left = held(down_weight, down_weight_scale), None
+        if isinstance(third, Float8Rows):
+            inner, left = kernels.coded(gate, up, activation, down_a is not None)
+        else:
+            inner = kernels.product(gate, up, activation)
+        y = adapted_layer(thin, inner, third, down_bias, down_a, down_b, down_scale, left)
         return tuple(t.view(*lead, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
 
     def backward(
@@ -306,21 +341,24 @@ def implement_lora_mlp(
         gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
         up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
         gate: Tensor, up: Tensor, gate_scale: float, up_scale: float, down_scale: float,
-        activation: str, needs_x: bool, needs_gate_a: bool, needs_gate_b: bool, needs_up_a: bool,
+        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], needs_x: bool, needs_gate_a: bool,
+        needs_gate_b: bool, needs_up_a: bool,
         needs_up_b: bool, needs_down_a: bool, needs_down_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         rows, upstream = as_rows(x), as_rows(dy)
-        dinner, low = input_gradient(thin, upstream, down_weight, down_a, down_b, down_scale)
+        wide = held(down_weight, down_weight_scale)
+        dinner, low = input_gradient(thin, upstream, wide, down_a, down_b, down_scale)
         dgate, dup, inner = kernels.gradients(dinner, as_rows(gate), as_rows(up), activation)
         needs = (needs_down_a, needs_down_b)
         ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
         del inner, dinner
-        dx, low = input_gradient(
-            thin, dgate, gate_weight, gate_a, gate_b, gate_scale, None, needs_x
-        )
+        wide = held(gate_weight, gate_weight_scale)
+        dx, low = input_gradient(thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x)
         needs = (needs_gate_a, needs_gate_b)
         dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
-        dx, low = input_gradient(thin, dup, up_weight, up_a, up_b, up_scale, dx, needs_x)
+        wide = held(up_weight, up_weight_scale)
+        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x)
         dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
@@ -328,25 +366,25 @@ def implement_lora_mlp(
 
 
 def adapted_layer(
-    thin: LowRank, rows: Tensor, weight: Tensor, bias: Optional[Tensor], a: Optional[Tensor],
-    b: Optional[Tensor], scale: float,
+    thin: LowRank, rows: Tensor, weight: Weight, bias: Optional[Tensor], a: Optional[Tensor],
+    b: Optional[Tensor], scale: float, left: Optional[Float8Rows] = None,
 ) -> Tensor:  # fmt: skip
-    """A linear layer's output, with what its adapter adds."""
-    y = linear(rows, weight, bias)
+    """A linear layer's output, with what its adapter adds; ``left`` are its rows in FP8."""
+    y = frozen_linear(rows, weight, bias, left)
     if a is None or b is None:
         return y
     return thin.add_(y, thin.narrow(rows, a.t()), b.t(), scale)
 
 
 def input_gradient(
-    thin: LowRank, dy: Tensor, weight: Tensor, a: Optional[Tensor], b: Optional[Tensor],
+    thin: LowRank, dy: Tensor, weight: Weight, a: Optional[Tensor], b: Optional[Tensor],
     scale: float, into: Tensor | None = None, needed: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of a layer's input, added to ``into``, and ``dy @ b``."""
     low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
     if not needed:
         return dy.new_empty(0), low
-    dx = matmul(dy, weight, into)
+    dx = frozen_gradient(dy, weight, thin.to, into)
     return (dx if a is None else thin.add_(dx, low, a, scale)), low
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
 from liger_multi.reference.common.strict import by_rows
+from liger_multi.reference.float8.quantized import with_codes
 from liger_multi.reference.norms import rms_norm
 
 
@@ -525,12 +526,15 @@ class DynamicTanh:
 
 
 OPERATORS = {
+    "rms_norm_quantized": rms_norm.quantized,
     "fused_add_rms_norm": FusedAddRMSNorm,
+    "fused_add_rms_norm_quantized": with_codes(FusedAddRMSNorm, visible=2),
     "fused_scaled_add_rms_norm": FusedScaledAddRMSNorm,
     "gated_rms_norm": GatedRMSNorm,
     "modulated_rms_norm": ModulatedRMSNorm,
     "poly_norm": PolyNorm,
     "layer_norm": LayerNorm,
+    "layer_norm_quantized": with_codes(LayerNorm),
     "group_norm": GroupNorm,
     "dyt": DynamicTanh,
 }

@@ -14,10 +14,11 @@ import liger_multi
 from benchmarks import store
 from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
+from liger_multi.dispatch.op import OPS
 from liger_multi.memory import estimate, measure
-from liger_multi.memory.recorder import Recorder
+from liger_multi.memory.recorder import Recorder, stored
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
-from liger_multi.memory.simulation import MetaImplementations, on_meta
+from liger_multi.memory.simulation import MetaImplementations, Simulation, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
 
 
@@ -50,6 +51,78 @@ def test_within_ten_percent_of_a_measured_step(case):
     assert next(model.parameters()).device.type == "cpu"
     again = case.estimated("cpu")
     assert (again.peak_bytes, again.title) == (found.peak_bytes, found.title)
+
+
+FLOAT8 = {
+    "trained": (False, {"smallest": 0}),
+    "frozen": (True, {"smallest": 0, "frozen": True}),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
+    """A base that is held in codes costs a byte per weight, and four per row."""
+    lora, options = FLOAT8[name]
+    if lora:
+        pytest.importorskip("peft")
+    case = Case("dense", 4, 128, "bfloat16", lora=lora)
+    model, patched = case.build("cpu"), {"linear_float8": options}
+    found = estimate(
+        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched
+    )
+    liger_multi.patch(model, **patched)
+    optimizer, step = case.step(model)
+    for _ in range(2):  # norms hand out codes from the second step on
+        step()
+    held = [t for p in model.parameters() for t in stored(p)]
+    states = [t for s in optimizer.state.values() for t in s.values()]
+    with measure("cpu", known=[*held, *model.buffers(), *states]) as peak:
+        step()
+    assert found.parts["parameters"] == sum(t.nbytes for t in held)
+    assert found.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.1)
+    if lora:
+        coded = [p for p in model.parameters() if len(stored(p)) == 2]
+        saved = sum(p.numel() - 4 * p.shape[0] for p in coded)
+        assert len(coded) > 7
+        plain = case.build("cpu").parameters()
+        assert found.parts["parameters"] == sum(p.nbytes for p in plain) - saved
+
+
+def test_what_layers_in_float8_keep_on_a_card():
+    """Scales of weights until backward, and the codes of the last input that was rounded."""
+    model = model_of()
+    layers = [m for n, m in model.named_modules() if "layers" in n and hasattr(m, "in_features")]
+    found = []
+    for on in (False, {"smallest": 0}):
+        patched = {"linear_float8": on, "swiglu": {"whole": False}}
+        options = {"dtype": "bfloat16", "optimizer": "sgd", "device": "cuda", "patched": patched}
+        found.append(estimate(model, 4, 128, **options))
+    plain, eight = found
+    assert eight.static_bytes == plain.static_bytes
+    kept = sum(4 * m.out_features for m in layers) + 4 * 128 * (layers[-1].in_features + 4)
+    assert eight.peak_bytes - plain.peak_bytes == kept
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_codes_of_a_card_live_during_a_gemm(held):
+    """Of x and a weight beside the output; of the gradient and the weight beside that of x."""
+    op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(out, width, dtype=torch.bfloat16, device="meta")
+    scale = torch.empty(out, device="meta") if held else None
+    recorder = Simulation("cuda", None, torch.nn.Module(), None, 1)
+    with recorder.surroundings():
+        recorder.ours(op.fwd, (x, weight, None, scale, None, None, True, False))
+        forward = max(itertools.accumulate(size for _, size in recorder.events))
+        dy, own = x.new_empty(rows, out), torch.empty(out, device="meta")
+        before = len(recorder.events)
+        recorder.ours(op.bwd, (dy, None, weight, scale, own, x.dtype, True, False, False))
+    events = [size for _, size in recorder.events]
+    beside = 4 * rows if held else weight.nbytes + out * width  # scales of x come with the output
+    assert forward == x.nbytes + rows * (width + 2 * out) + beside
+    gradient = max(itertools.accumulate(events[before:]))
+    beside = weight.nbytes if held else 0  # which forward had not to read
+    assert gradient == rows * (out + 2 * width) + out * width + beside
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "gqa"])

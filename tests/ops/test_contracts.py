@@ -145,10 +145,12 @@ def test_compiled_equals_eager(device, op, sample):
         pytest.skip("the permission is not used under a compiler; its functional form is compiled")
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda **t: getattr(ops, op)(**t, **sample.options), fullgraph=True, backend="aot_eager"
+        lambda **t: getattr(ops, samples.public(op))(**t, **sample.options),
+        fullgraph=True,
+        backend="aot_eager",
     )
     results = []
-    for run in (lambda **t: getattr(ops, op)(**t, **sample.options), compiled):
+    for run in (lambda **t: getattr(ops, samples.public(op))(**t, **sample.options), compiled):
         tensors = sample.make(device, torch.float32)
         result, _ = outputs(run(**tensors))
         ones = {n: torch.ones_like(t) for n, t in result.items()}

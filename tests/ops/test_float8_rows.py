@@ -1,12 +1,15 @@
-"""Rows in FP8: scales, codes, and the layer that multiplies with them."""
+"""Rows in FP8: scales, codes, the layer that multiplies with them, and what hands codes out."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
+import liger_multi
 from liger_multi import ops
 from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
+from tests import harness
 
 OCP, FNUZ = CODES
 MOST = {OCP: 448.0, FNUZ: 240.0}
@@ -200,3 +203,102 @@ def test_outliers_of_aligned_gate_and_up_weights():
     dy = torch.randn_like(y)
     dx, right = (torch.autograd.grad(one, inner, dy, retain_graph=True)[0] for one in (y, exact))
     assert (dx - right).norm() / right.norm() < 0.06
+
+
+# --- codes of norms and gated activations ---
+
+W = torch.linspace(-2, 2, 32)
+CODED = {
+    "rms_norm": lambda x, **how: ops.rms_norm(x, W.to(x.dtype), **how),
+    "fused_add_rms_norm": lambda x, **how: ops.fused_add_rms_norm(x, x, W.to(x.dtype), **how),
+    "layer_norm": lambda x, **how: ops.layer_norm(x, W.to(x.dtype), W.to(x.dtype), **how),
+    "swiglu": lambda x, **how: ops.swiglu(x, 300 * x, **how),
+    "geglu": lambda x, **how: ops.geglu(x, 300 * x, **how),
+}
+every_coded = pytest.mark.parametrize("name", CODED)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+KIND = {"quantize": "float8_e4m3"}
+
+
+@pytest.fixture(params=CODES, ids=str)
+def format(request, monkeypatch):
+    """Either format as that of the device."""
+    names = ["reference.float8.rows"] + ["backends.triton.float8.rows"] * harness.interpreted()
+    for name in names:
+        found = importlib.import_module(f"liger_multi.{name}")
+        monkeypatch.setattr(found, "format_of", lambda device: request.param)
+    return request.param
+
+
+def kernels():
+    """Interpreted kernels where they are under test, else what the device has."""
+    names = [name for one in CODED for name in (one, f"{one}_quantized")]
+    return liger_multi.use(**dict.fromkeys(names, "triton") if harness.interpreted() else {})
+
+
+@every_coded
+@every_dtype
+def test_codes_are_those_of_the_rounded_result(name, dtype, format):
+    """Zero rows, rows of one outlier, rows of tiny numbers, and rows that are not finite."""
+    x = torch.randn(7, 32) * torch.tensor([1, 0, 1e-4, 30, 1, 1, 1])[:, None]
+    x[3, 5], x[4, 1], x[5, 2] = 900.0, math.inf, math.nan
+    with kernels():
+        made = CODED[name](x.to(dtype), **KIND)
+        plain = CODED[name](x.to(dtype))
+    y = getattr(plain, "y", plain)
+    assert torch.equal(made.y.view(torch.uint8), y.view(torch.uint8))
+    right = rows(y, None, format)
+    assert made.quantized.codes.dtype == format
+    assert torch.equal(made.quantized.codes.view(torch.uint8), right.codes.view(torch.uint8))
+    assert torch.equal(made.quantized.scale.nan_to_num(-1), right.scale.nan_to_num(-1))
+    assert not made.quantized.codes.requires_grad
+    assert made.quantized.scale.isnan().tolist()[4:6] == [True, True]
+
+
+@every_coded
+def test_codes_alone_are_the_same_codes(name):
+    x = torch.randn(3, 4, 32, dtype=torch.bfloat16)
+    with kernels():
+        both = CODED[name](x, **KIND)
+        alone = CODED[name](x, **KIND, outputs=("quantized",))
+    assert alone.y is None
+    assert torch.equal(*(m.quantized.codes.view(torch.uint8) for m in (both, alone)))
+    assert torch.equal(both.quantized.scale, alone.quantized.scale)
+    if name == "fused_add_rms_norm":
+        assert torch.equal(both.new_residual, alone.new_residual)
+
+
+@every_coded
+def test_gradients_are_those_of_the_plain_call(name):
+    x = torch.randn(3, 32, requires_grad=True)
+    found = []
+    for how in ({}, KIND):
+        made = CODED[name](x, **how)
+        y = getattr(made, "y", made)
+        found.append(torch.autograd.grad(y, x, torch.ones_like(y))[0])
+    assert torch.equal(*found)
+
+
+def test_a_layer_takes_the_codes_of_a_norm():
+    x, w = torch.randn(5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    made = ops.rms_norm(x, **KIND)
+    layer = ops.linear_float8(made.y, w, quantized=made.quantized)
+    assert torch.equal(layer, ops.linear_float8(ops.rms_norm(x), w))
+
+
+WRONG = {
+    "another format": ({"quantize": "float8_e5m2"}, ValueError, "float8_e5m2"),
+    "no codes": ({**KIND, "outputs": ("y",)}, ValueError, "must name 'quantized'"),
+    "unknown output": ({**KIND, "outputs": ("z",)}, ValueError, "'z'"),
+    "not a tuple": ({**KIND, "outputs": "y"}, TypeError, "tuple of names"),
+    "outputs of nothing": ({"outputs": ("quantized",)}, ValueError, "where quantize is given"),
+    "codes with a gradient": ({**KIND, "outputs": ("quantized",)}, ValueError, "have no gradient"),
+}
+
+
+@every_coded
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_requests_are_refused_by_name(name, case):
+    how, error, text = WRONG[case]
+    with pytest.raises(error, match=f"{name}.*{text}"):
+        CODED[name](torch.randn(2, 32, requires_grad=True), **how)

@@ -51,7 +51,7 @@ def test_a_formula_has_the_signature_of_the_public_function(op):
             (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
         ]
 
-    assert arguments(FORMULAS[op]) == arguments(getattr(ops, op.removesuffix("_inplace")))
+    assert arguments(FORMULAS[op]) == arguments(getattr(ops, samples.public(op)))
 
 
 def test_the_benchmark_times_the_formula_unless_a_reason_is_given():

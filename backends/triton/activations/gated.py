@@ -96,6 +96,19 @@ def _slope(x, p, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated_product(
+    gate, up, gate_multiplier, down_multiplier, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """act(gate) * up in fp32; the activation is rounded to DTYPE, that of gate."""
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, DTYPE).to(tl.float32)
+    y = round_to(gate * _share(gate, ACTIVATION), DTYPE).to(tl.float32) * up
+    if down_multiplier is not None:
+        y *= down_multiplier
+    return y
+
+
+@triton.jit
 def _gated_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
     down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
@@ -111,12 +124,8 @@ def _gated_forward_kernel(
     mask = col < cols
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
-    if gate_multiplier is not None:
-        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
-    act = round_to(gate * _share(gate, ACTIVATION), gate_ptr.dtype.element_ty).to(tl.float32)
-    y = act * up
-    if down_multiplier is not None:
-        y *= down_multiplier
+    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    y = gated_product(gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION)
     tl.store(y_ptr + row * y_stride + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 

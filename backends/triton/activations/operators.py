@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi.backends.triton.activations import gated
+from liger_multi.backends.triton.activations import gated, gated_rows
 from liger_multi.backends.triton.activations.gated import GELU, multipliers
 from liger_multi.backends.triton.activations.pointwise import pointwise
+from liger_multi.backends.triton.float8.rows import code_room
 from liger_multi.reference.activations.operators import Linear, implement_gated_mlp
 from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.float8.rows import Float8Rows, format_of
 
 
 class SwiGLU:
@@ -38,6 +40,20 @@ class SwiGLU:
         """Gradients of gate and up; one that nobody needs is an empty tensor."""
         by = multipliers(gate_multiplier, down_multiplier)
         return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)
+
+
+class SwiGLUQuantized:
+    """SwiGLU whose rows leave in FP8 too; the kernel stands in gated_rows.py."""
+
+    @staticmethod
+    def forward(
+        gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float, writes_y: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """silu(gate) * up where it is wanted, its codes and scales."""
+        by = multipliers(gate_multiplier, down_multiplier)
+        return gated_rows.forward("swiglu", "silu", gate, up, by, code_room(gate, writes_y))
+
+    backward = staticmethod(SwiGLU.backward)
 
 
 class PackedSwiGLU:
@@ -72,6 +88,20 @@ class GEGLU:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up; one that nobody needs is an empty tensor."""
         return gated.backward("geglu", GELU[approximate], dy, gate, up, needs_gate, needs_up)
+
+
+class GEGLUQuantized:
+    """GEGLU whose rows leave in FP8 too; the kernel stands in gated_rows.py."""
+
+    @staticmethod
+    def forward(
+        gate: Tensor, up: Tensor, approximate: str, writes_y: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """gelu(gate) * up where it is wanted, its codes and scales."""
+        room = code_room(gate, writes_y)
+        return gated_rows.forward("geglu", GELU[approximate], gate, up, gated.NONE, room)
+
+    backward = staticmethod(GEGLU.backward)
 
 
 class PackedGEGLU:
@@ -135,6 +165,13 @@ class TritonActivation:
         return gated.forward("gated_mlp", activation, gate, up)
 
     @staticmethod
+    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+        room = code_room(gate, wanted)
+        y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
+        return y, Float8Rows(codes.view(format_of(gate.device)), scale)
+
+    @staticmethod
     def gradients(
         dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,8 +203,10 @@ relu_squared = Implementation(*pointwise("relu_squared", _value, _slope))
 
 OPERATORS = {
     "swiglu": SwiGLU,
+    "swiglu_quantized": SwiGLUQuantized,
     "swiglu_packed": PackedSwiGLU,
     "geglu": GEGLU,
+    "geglu_quantized": GEGLUQuantized,
     "geglu_packed": PackedGEGLU,
     "swiglu_clamped": ClampedSwiGLU,
     "swiglu_clamped_packed": PackedClampedSwiGLU,

@@ -25,6 +25,7 @@ from liger_multi.backends.triton.common.rows import (
     power_of_2,
     warps,
 )
+from liger_multi.backends.triton.float8.rows import TritonQuantizer
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.adapters import operators as reference
 from liger_multi.reference.adapters.operators import (
@@ -106,13 +107,15 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
 
 # --- operators ---
 
-lora_update = Implementation(*implement_lora_update(LowRank(split)))
+THIN = LowRank(split, TritonQuantizer())
+
+lora_update = Implementation(*implement_lora_update(THIN))
 
 
-lora_qkv = Implementation(*implement_lora_qkv(LowRank(split)))
+lora_qkv = Implementation(*implement_lora_qkv(THIN))
 
 
-lora_mlp = Implementation(*implement_lora_mlp(TritonActivation(), LowRank(split)))
+lora_mlp = Implementation(*implement_lora_mlp(TritonActivation(), THIN))
 
 
 OPERATORS = {

@@ -80,3 +80,15 @@ def row_scale(largest, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
     scale = tl.where(bad, 0x7FC00000, bits)
     inverse = tl.where(bad, 0x7FC00000, (254 << 23) - bits)
     return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def coded_rows(y, BIAS: tl.constexpr):
+    """Codes and scales of rows that a program holds: (rows, columns) in fp32, zeros past their end.
+
+    BIAS tells the format of E4M3: 7, whose largest number is 1.75 * 2^8, or 8, with 1.875 * 2^7.
+    """
+    LARGEST: tl.constexpr = 0x600000 if BIAS == 7 else 0x700000
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale, inverse = row_scale(tl.max(bits, axis=1), LARGEST, 15 - BIAS)
+    return float8_row_code(y * inverse[:, None], 3, BIAS), scale

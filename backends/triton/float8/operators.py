@@ -10,7 +10,7 @@ _forward, _backward = implement_linear_float8(TritonQuantizer())
 class LinearFloat8:
     """Rows are rounded alone, but the vendor chooses a GEMM by their number."""
 
-    BITWISE = bitwise(BY_GEMM, "x y x_codes x_scale", 1)
+    BITWISE = bitwise(BY_GEMM, "x y x_codes x_scale codes codes_scale", 1)
     forward = staticmethod(_forward)
     backward = staticmethod(_backward)
 

@@ -7,7 +7,7 @@ the reference's. What is not finite has the largest bits of all, and makes scale
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     assume_rows,
     cdiv,
+    empty_contiguous,
     load_or,
     tile_rows,
     warps,
@@ -28,11 +29,12 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.backends.triton.norms.row_config import forward_config
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.float8 import LARGEST
-from liger_multi.reference.float8.rows import PLAIN, Float8Rows
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, format_of
 
 # tiles of a program that reads numbers of columns: of a bf16 row these are twice the bytes, and
 # kept them at 2.1 of 3.0 TB/s (H100, 8192 x 14336, 2026-11)
 STEPS = 4
+WIDEST_CODED = 8192  # columns; wider, a norm that also makes codes spills on sm90 (triton 3.9)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,76 @@ def _across_kernel(
     tl.store(out_ptr + (first_col.to(tl.int64) * rows + first_row) + at, tl.trans(code), mask=mask)
 
 
+def _quantize_into(
+    codes: Tensor, scale: Tensor, x: Tensor, columns: Optional[Tensor], format: torch.dtype
+) -> None:
+    """Fill codes (as bytes) and scales of the rows of a matrix."""
+    (x, stride), (rows, cols) = with_stride(x), x.shape
+    k = launch_config("float8_rows", forward_config, x.device, rows=rows, cols=cols)
+    tensors = (x, columns, codes, scale, stride)
+    if k.block >= cols:
+        steps = 1 if columns is None else STEPS
+        launch(
+            _quantize_rows_kernel, cdiv(rows, k.rows * steps), (*tensors, rows, cols),
+            (*constants_of(format), k.rows, k.block, steps), k.num_warps,
+        )  # fmt: skip
+    else:
+        launch(
+            _quantize_wide_rows_kernel, rows, (*tensors, cols),
+            (*constants_of(format), k.block), k.num_warps,
+        )  # fmt: skip
+
+
+class CodeRoom(NamedTuple):
+    """Where a kernel writes codes of its result, and whether it writes the result too.
+
+    Attributes:
+        codes: Bytes, with the shape of the result; None where no codes are wanted.
+        scale: fp32, one per row.
+        bias: Of the exponent of the format, which names it to kernels; 0 for no codes.
+        writes: Whether the result is wanted.
+    """
+
+    codes: Optional[Tensor] = None
+    scale: Optional[Tensor] = None
+    bias: int = 0
+    writes: bool = True
+
+    def inside(self, cols: int, block: int) -> CodeRoom:
+        """The room that a norm fills from registers: none where a row has too many columns."""
+        return self if cols <= block <= WIDEST_CODED else NO_CODES
+
+    def wanted(self, y: Tensor) -> Tensor:
+        """The result, or an empty tensor where it is not wanted."""
+        return y if self.writes else y.new_empty(0)
+
+    def made(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result as far as it is wanted, codes and scales."""
+        assert self.codes is not None
+        assert self.scale is not None
+        return self.wanted(y), self.codes, self.scale
+
+    def fill(self, y: Tensor) -> None:
+        """Round a result in a pass of its own."""
+        if self.codes is None or self.scale is None:
+            return
+        cols, format = y.shape[-1], format_of(y.device)
+        if y.numel():
+            _quantize_into(self.codes, self.scale, y.view(-1, cols), None, format)
+        elif self.scale.numel():  # rows of no columns
+            self.scale.copy_(PLAIN.rows(y.view(self.scale.numel(), 0), None, format).scale)
+
+
+NO_CODES = CodeRoom()
+
+
+def code_room(x: Tensor, writes: bool) -> CodeRoom:
+    """Room for codes of a result with the shape of ``x``."""
+    codes = empty_contiguous(x, torch.uint8)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return CodeRoom(codes, scale, FORMATS[format_of(x.device)][1], writes)
+
+
 class TritonQuantizer:
     """Codes by kernels; the same bits as the reference's."""
 
@@ -152,22 +224,9 @@ class TritonQuantizer:
         """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
         if not x.numel():
             return PLAIN.rows(x, columns, format)
-        (x, stride), (rows, cols) = with_stride(x), x.shape
-        codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
-        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        k = launch_config("float8_rows", forward_config, x.device, rows=rows, cols=cols)
-        tensors = (x, columns, codes, scale, stride)
-        if k.block >= cols:
-            steps = 1 if columns is None else STEPS
-            launch(
-                _quantize_rows_kernel, cdiv(rows, k.rows * steps), (*tensors, rows, cols),
-                (*constants_of(format), k.rows, k.block, steps), k.num_warps,
-            )  # fmt: skip
-        else:
-            launch(
-                _quantize_wide_rows_kernel, rows, (*tensors, cols),
-                (*constants_of(format), k.block), k.num_warps,
-            )  # fmt: skip
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        _quantize_into(codes, scale, x, columns, format)
         return Float8Rows(codes.view(format), scale)
 
     @staticmethod

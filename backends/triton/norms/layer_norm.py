@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.common.float8 import coded_rows
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     assume_cols,
@@ -32,6 +33,7 @@ from liger_multi.backends.triton.common.rows import (
     sum_all_partials,
     with_stride,
 )
+from liger_multi.backends.triton.float8.rows import NO_CODES, CodeRoom
 from liger_multi.backends.triton.norms.row_config import (
     BackwardConfig,
     backward_config,
@@ -42,13 +44,15 @@ from liger_multi.dispatch.launch import launch_config
 
 @triton.jit
 def _layer_norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, rows, cols, per_col,
-    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, codes_ptr, scale_ptr, x_stride, rows,
+    cols, per_col, eps, BIAS: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Layer norm of rows that fit into registers.
 
-    Program: ROWS whole rows; reads x, weight and bias, writes mean, rstd and y. The variance is
-    taken around the mean, from registers.
+    Program: ROWS whole rows; reads x, weight and bias, writes mean, rstd, and y where WRITES. The
+    variance is taken around the mean, from registers. With BIAS, that of an FP8 format, it also
+    writes codes and scales of y as it is rounded.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -69,7 +73,13 @@ def _layer_norm_forward_kernel(
     tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
     y = centered * rstd[:, None] * weight[None, :] + bias[None, :]
     y_offset = row[:, None] * cols + col[None, :]
-    tl.store(y_ptr + first * cols + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    y = round_to(y, y_ptr.dtype.element_ty)
+    if WRITES:
+        tl.store(y_ptr + first * cols + y_offset, y, mask=mask)
+    if BIAS:
+        code, scale = coded_rows(y.to(tl.float32), BIAS)
+        tl.store(codes_ptr + first * cols + y_offset, code, mask=mask)
+        tl.store(scale_ptr + first + row, scale, mask=row_mask)
 
 
 @triton.jit
@@ -237,25 +247,40 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize the last axis; return y, mean and rstd (fp32)."""
-    y, shape, cols = empty_contiguous(x), [*x.shape[:-1]], x.shape[-1]
+    return normalize(x, weight, bias, eps, NO_CODES)
+
+
+def normalize(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, room: CodeRoom
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with codes of y where there is room; y is empty where it is not wanted."""
+    shape, cols = [*x.shape[:-1]], x.shape[-1]
     mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column
-        return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
-    x, stride = with_stride(x)
+        y = empty_contiguous(x)
+        room.fill(y)
+        return room.wanted(y), mean.fill_(float("nan")), rstd.fill_(float("nan"))
+    given, (x, stride) = x, with_stride(x)
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
     k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
+    inside = room.inside(cols, k.block)
+    y = empty_contiguous(given) if inside.writes else x.new_empty(0)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
             _layer_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, stride, rows, cols, 1.0 / cols, eps), (k.rows, k.block), k.num_warps,
+            (*tensors, inside.codes, inside.scale, stride, rows, cols, 1.0 / cols, eps),
+            (inside.bias, inside.writes, k.rows, k.block), k.num_warps,
         )  # fmt: skip
     else:
         launch(
             _layer_norm_forward_wide_kernel, rows, (*tensors, stride, cols, 1.0 / cols, eps),
             (k.block,), k.num_warps,
         )  # fmt: skip
+    if inside is not room:
+        room.fill(y)
+        y = room.wanted(y)
     return y, mean, rstd
 
 

@@ -1,6 +1,6 @@
-"""RMSNorms of a sum, in the order of a pre-norm block: of two tensors, plain or scaled.
+"""RMSNorms of a sum, in the order of a pre-norm block, and norms that also write FP8 codes.
 
-Both run the kernels of rms_norm.py; the scaled sum has a forward of its own.
+All run the kernels of rms_norm.py and layer_norm.py; the scaled sum has a forward of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from liger_multi.backends.triton.common.rows import (
     cdiv,
     round_to,
 )
+from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.norms import layer_norm, rms_norm
 from liger_multi.backends.triton.norms.rms_norm import (
     _load_weight,
     _normalized,
@@ -218,7 +220,62 @@ class FusedScaledAddRMSNorm:
         return dx, dresidual.to(residual_dtype), dweight
 
 
+# --- with FP8 codes of the result ---
+
+
+class RMSNormQuantized:
+    """RMSNorm that also rounds its rows to FP8, from registers."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
+        writes_y: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Y where it is wanted, its codes and scales, and rstd (fp32)."""
+        room = code_room(x, writes_y)
+        y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)
+        return *room.made(y), rstd
+
+    backward = staticmethod(rms_norm.backward)
+
+
+class FusedAddRMSNormQuantized:
+    """Sum of two tensors and its RMSNorm, which also rounds its rows to FP8, from registers."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+        casting: str, writes_y: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Y where it is wanted, the sum, codes and scales of y, and rstd (fp32)."""
+        room = code_room(x, writes_y)
+        name = "fused_add_rms_norm"
+        y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, room)
+        first, codes, scale = room.made(y)
+        return first, s, codes, scale, rstd
+
+    backward = staticmethod(FusedAddRMSNorm.backward)
+
+
+class LayerNormQuantized:
+    """Layer norm that also rounds its rows to FP8, from registers."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, writes_y: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Y where it is wanted, its codes and scales, mean and rstd (fp32)."""
+        room = code_room(x, writes_y)
+        y, mean, rstd = layer_norm.normalize(x, weight, bias, eps, room)
+        return *room.made(y), mean, rstd
+
+    backward = staticmethod(layer_norm.backward)
+
+
 OPERATORS = {
+    "rms_norm_quantized": RMSNormQuantized,
+    "layer_norm_quantized": LayerNormQuantized,
+    "fused_add_rms_norm_quantized": FusedAddRMSNormQuantized,
     "fused_add_rms_norm": FusedAddRMSNorm,
     "fused_scaled_add_rms_norm": FusedScaledAddRMSNorm,
 }

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.common.float8 import coded_rows
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     assume_cols,
@@ -32,6 +33,7 @@ from liger_multi.backends.triton.common.rows import (
     sum_partials,
     with_stride,
 )
+from liger_multi.backends.triton.float8.rows import NO_CODES, CodeRoom
 from liger_multi.backends.triton.norms.row_config import (
     BackwardConfig,
     backward_config,
@@ -85,14 +87,16 @@ def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _rms_norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, rows, cols,
-    eps, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, codes_ptr, scale_ptr, x_stride,
+    residual_stride, rows, cols, eps, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    ROUND: tl.constexpr, BIAS: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of rows that fit into registers, of x or of x + residual.
 
     Program: ROWS whole rows; reads x, residual and weight, writes s (the sum, where there is one),
-    rstd and y.
+    rstd, and y where WRITES. With BIAS, that of an FP8 format, it also writes codes and scales of
+    y as it is rounded.
     """
     like_ptr = x_ptr if s_ptr is None else s_ptr
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -115,7 +119,13 @@ def _rms_norm_forward_kernel(
     rstd = tl.rsqrt(tl.sum(s * s, axis=1) / cols + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
     y = _normalized(s, rstd[:, None], like_ptr.dtype.element_ty, ROUND) * weight[None, :]
-    tl.store(y_ptr + first * cols + y_offset, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    y = round_to(y, y_ptr.dtype.element_ty)
+    if WRITES:
+        tl.store(y_ptr + first * cols + y_offset, y, mask=mask)
+    if BIAS:
+        code, scale = coded_rows(y.to(tl.float32), BIAS)
+        tl.store(codes_ptr + first * cols + y_offset, code, mask=mask)
+        tl.store(scale_ptr + first + row, scale, mask=row_mask)
 
 
 @triton.jit
@@ -291,36 +301,47 @@ def _rounds(casting: str, weight: Optional[Tensor]) -> int:
 
 def normalize(
     name: str, x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str,
+    offset: float, casting: str, room: CodeRoom = NO_CODES,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32)."""
+    """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32).
+
+    With room for codes, those of y are written too; y is empty where it is not wanted.
+    """
     kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rounds = _rounds(casting, weight)
     dtype = torch.promote_types(kind, weight.dtype) if weight is not None and rounds else kind
     *lead, cols = x.shape
-    y, rstd = empty_contiguous(x, dtype), x.new_empty(lead, dtype=torch.float32)
+    rstd = x.new_empty(lead, dtype=torch.float32)
     s = None if residual is None else empty_contiguous(x, kind)
     if x.numel() == 0:
-        return y, x if s is None else s, rstd.fill_(float("nan"))  # the mean of no column
-    x, x_stride = with_stride(x)
+        y = empty_contiguous(x, dtype)
+        room.fill(y)
+        return room.wanted(y), x if s is None else s, rstd.fill_(float("nan"))  # no column's mean
+    given, (x, x_stride) = x, with_stride(x)
     residual, residual_stride = (None, 0) if residual is None else with_stride(residual)
     weight = None if weight is None else weight.contiguous()
     rows = x.numel() // cols
     k = launch_config(f"{name}.forward", forward_config, x.device, rows=rows, cols=cols)
     constants = (offset, casting == "gemma", rounds)
-    tensors = (x, residual, weight, y, s, rstd)
     strides = (x_stride, residual_stride)
+    inside = room.inside(cols, k.block)
+    y = empty_contiguous(given, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
+    tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
         launch(
-            _rms_norm_forward_kernel, cdiv(rows, k.rows), (*tensors, *strides, rows, cols, eps),
-            (*constants, k.rows, k.block), k.num_warps,
+            _rms_norm_forward_kernel, cdiv(rows, k.rows),
+            (*tensors, inside.codes, inside.scale, *strides, rows, cols, eps),
+            (*constants, inside.bias, inside.writes, k.rows, k.block), k.num_warps,
         )  # fmt: skip
     else:
         launch(
             _rms_norm_forward_wide_kernel, rows, (*tensors, *strides, cols, eps),
             (*constants, k.block), k.num_warps,
         )  # fmt: skip
-    return y, x if s is None else s, rstd
+    if inside is not room:
+        room.fill(y)
+        y = room.wanted(y)
+    return y, given if s is None else s, rstd
 
 
 def gradients(

@@ -33,6 +33,7 @@ from liger_multi.patching.recognize.signature import (
     is_plain_linear,
     is_watched,
 )
+from liger_multi.patching.replace.float8 import bare_float8, shared_codes, wide_parts
 from liger_multi.patching.replace.rotary import FusedRotary
 from liger_multi.patching.replace.swap import (
     Patched,
@@ -116,9 +117,11 @@ def _rests(drop: nn.Dropout) -> bool:
 
 
 def one_adapter(layer: Any) -> Adapter | None:
-    """The adapter of a LoRA layer whose base is bare and frozen; None for any other layer."""
+    """The adapter of a LoRA layer whose base is bare and frozen, in 16 bits or FP8; else None."""
     base = getattr(layer, "base_layer", None)
-    if base is None or not looks_like_lora(layer) or is_watched(layer) or not is_plain_linear(base):
+    if base is None or not looks_like_lora(layer) or is_watched(layer):
+        return None
+    if not is_plain_linear(base) and not bare_float8(base):
         return None
     # FSDP and nn.DataParallel put tensors that are no parameters there
     if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
@@ -267,11 +270,14 @@ def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
     from liger_multi.ops import lora_qkv
 
     given: dict[str, Any] = {}
+    scales = []
     for slot, (layer, adapter) in zip(_SLOTS, found, strict=False):
-        base = layer.base_layer
-        given |= {f"{slot}_weight": base.weight, f"{slot}_bias": base.bias}
+        weight, scale = wide_parts(layer.base_layer)
+        scales.append(scale)
+        given |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
+        given |= {f"{slot}_weight_scale": scale}
         given |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
-    return lora_qkv(x, **given)  # type: ignore[return-value]
+    return lora_qkv(x, **given, quantized=shared_codes(x, scales))  # type: ignore[return-value]
 
 
 def share(module: nn.Module, wanted: bool) -> bool:

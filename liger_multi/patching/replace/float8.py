@@ -3,12 +3,18 @@
 Layers of one input, such as q, k and v, follow each other. The first of them rounds it, and the
 codes are kept for the next, in one place per thread: for the very tensor, unwritten since. The next
 input that is rounded takes the place, so that no codes outlive the layer after theirs.
+
+A norm or a gated activation can write the codes itself, which saves that pass. Which of them should
+is learned from what happens: where a layer rounds the very output of a module, the module hands out
+codes from its next call on, for as long as somebody takes them. Codes have the bits that the layer
+would round to, so results do not depend on what was learned. Graphs of a compiler round.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
+from liger_multi.dispatch.primitive import automatic
 from liger_multi.errors import PatchError
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Float8Options
-from liger_multi.patching.recognize.signature import PLAIN, code_holds
+from liger_multi.patching.recognize.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.replace.float8_weight import Float8Weight, freeze, held, thaw
 from liger_multi.patching.replace.linear import linear_refusal
 from liger_multi.patching.replace.swap import Patched, original
@@ -27,13 +34,20 @@ from liger_multi.patching.replace.swap import Patched, original
 # --- codes of the last input ---
 
 
+class _Use:
+    """Whether the codes that a module handed out last were taken."""
+
+    taken = True
+
+
 class _Last(threading.local):
-    """The last input that was rounded by this thread, its version then, and its codes."""
+    """The last input that this thread has codes of, its version then, the codes, and their use."""
 
     x: weakref.ref[Tensor] | None = None
     version = 0
     dtype: torch.dtype | None = None
     rows: Any = None
+    use: _Use | None = None
 
 
 _last = _Last()
@@ -41,7 +55,7 @@ _last = _Last()
 
 def _drop(dead: weakref.ref[Tensor]) -> None:
     if _last.x is dead:
-        _last.x = _last.rows = None
+        _last.x = _last.rows = _last.use = None
 
 
 def codes_of(x: Tensor) -> Any:
@@ -51,13 +65,72 @@ def codes_of(x: Tensor) -> Any:
     """
     known = not x.is_inference() and _last.x is not None and _last.x() is x
     now = (x._version, autocast_dtype(x.device.type)) if known else None
-    return _last.rows if now == (_last.version, _last.dtype) else None
+    if now != (_last.version, _last.dtype):
+        return None
+    if _last.use is not None:
+        _last.use.taken = True
+    return _last.rows
 
 
-def remember(x: Tensor, rows: Any) -> None:
+def remember(x: Tensor, rows: Any, use: _Use | None = None) -> None:
     """Keep the codes of a tensor until another one is rounded, or it is gone."""
     _last.x, _last.version = weakref.ref(x, _drop), x._version
-    _last.dtype, _last.rows = autocast_dtype(x.device.type), rows
+    _last.dtype, _last.rows, _last.use = autocast_dtype(x.device.type), rows, use
+
+
+# --- codes that other modules hand out ---
+
+CODED = ("rms_norm", "layer_norm", "swiglu", "geglu")
+"""Operators of patched modules that can write codes of their result."""
+
+
+class _Output(threading.local):
+    """The last output of this thread that could have been handed out with codes, and its module."""
+
+    y: weakref.ref[Tensor] | None = None
+    version = 0
+    module: weakref.ref[nn.Module] | None = None
+
+
+_output = _Output()
+_uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
+_process = {"rounds": False}  # also set by layers that were copied or loaded
+
+
+def hands_out(op: str) -> bool:
+    """Whether layers of this process round their inputs, and an operator could do it for them."""
+    return not torch.compiler.is_compiling() and _process["rounds"] and op in CODED
+
+
+def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
+    """What an operator gives to a module, with codes where a layer rounded the last result.
+
+    Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
+    which compare the calls of a recomputation with those of forward.
+    """
+    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+        return cast(Tensor, call())
+    use = _uses.get(module)
+    if use is not None and use.taken and automatic(op):
+        use.taken = False
+        y, rows = call(quantize="float8_e4m3")
+        if autocast_dtype(y.device.type) in (None, y.dtype):
+            remember(y, rows, use)
+        return cast(Tensor, y)
+    _uses.pop(module, None)
+    made = cast(Tensor, call())
+    _output.y, _output.version = weakref.ref(made), made._version
+    _output.module = weakref.ref(module)
+    return made
+
+
+def _ask(x: Tensor) -> None:
+    """Have the module whose output this is hand out codes from its next call on."""
+    _process["rounds"] = True
+    found = _output.y is not None and _output.y() is x and x._version == _output.version
+    module = _output.module() if found and _output.module is not None else None
+    if module is not None and autocast_dtype(x.device.type) in (None, x.dtype):
+        _uses[module] = _Use()
 
 
 # --- layers ---
@@ -96,6 +169,7 @@ class Float8Linear(Patched):
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
+        _process["rounds"] = True
         if settings.stored:
             freeze(module, settings.options.originals)
         else:
@@ -147,6 +221,8 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
     known = codes_of(x)
+    if known is None:
+        _ask(x)
     if autocast_dtype(x.device.type) is not None:
         y, rows = linear_float8(
             x, weight, layer.bias, weight_scale=scale, quantized=known, return_quantized=True
@@ -157,6 +233,36 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     if known is None and not x.is_inference():
         remember(x, rows)
     return cast(Tensor, y)
+
+
+# --- weights in FP8 of operators that take several layers ---
+
+
+def bare_float8(layer: nn.Module | None) -> bool:
+    """Whether a layer does nothing but multiply by a frozen weight that is kept in FP8."""
+    kind = type(layer)
+    if layer is None or not issubclass(kind, Float8Linear) or held(layer) is None:
+        return False
+    options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+    bias = layer._parameters.get("bias")
+    plain = bias is None or type(bias) in PLAIN
+    return plain and options.backend is None and code_holds(kind) and not is_watched(layer)
+
+
+def wide_parts(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight of a layer as operators take it: with its scales, where it is kept in FP8."""
+    weight = layer.weight
+    return (weight.codes, weight.scale) if isinstance(weight, Float8Weight) else (weight, None)
+
+
+def shared_codes(x: Tensor, scales: Sequence[Tensor | None]) -> Any:
+    """Codes of the input of layers, if a module handed them out; it is asked to otherwise."""
+    if torch.compiler.is_compiling() or all(scale is None for scale in scales):
+        return None
+    known = codes_of(x)
+    if known is None:
+        _ask(x)
+    return known
 
 
 # --- which layers ---

@@ -51,7 +51,8 @@ class Float8Weight(Tensor):
     @classmethod
     def of(cls, weight: Tensor, keep: bool) -> Float8Weight:
         """The weight in FP8; ``keep``: with a copy of itself on the CPU."""
-        original = weight.detach().to("cpu", copy=True) if keep else None
+        kept = keep and not weight.is_meta
+        original = weight.detach().to("cpu", copy=True) if kept else None
         return cls(*_quantized(weight), weight.dtype, original)
 
     def dequantized(self) -> Tensor:

@@ -25,6 +25,13 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.float8 import (
+    bare_float8,
+    handed_out,
+    hands_out,
+    shared_codes,
+    wide_parts,
+)
 from liger_multi.patching.replace.quantized_experts import Stack, in_groups, stacked
 from liger_multi.patching.replace.swap import Patched, original
 
@@ -110,7 +117,11 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         options.update(kind.packed)
         inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
     else:
-        inner = getattr(ops, kind.op)(gate(x), getattr(module, names.up)(x), **options)
+        operator, given = getattr(ops, kind.op), (gate(x), getattr(module, names.up)(x))
+        if hands_out(kind.op):
+            inner = handed_out(module, kind.op, functools.partial(operator, *given, **options))
+        else:
+            inner = operator(*given, **options)
     inner = _dropped(module, inner, settings.inner)
     inner = _for(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
@@ -154,9 +165,10 @@ def _with_adapters(
 
     pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
     scales = [1.0 if a is None else a.scale for a in thin]
+    weights, own = zip(*map(wide_parts, layers), strict=True)
     return lora_mlp(
         x,
-        *(layer.weight for layer in layers),
+        *weights,
         *(t for pair in pairs for t in pair),
         gate_bias=layers[0].bias,
         up_bias=layers[1].bias,
@@ -165,6 +177,10 @@ def _with_adapters(
         up_scale=scales[1],
         down_scale=scales[2],
         activation=activation,
+        gate_weight_scale=own[0],
+        up_weight_scale=own[1],
+        down_weight_scale=own[2],
+        quantized=shared_codes(x, own[:2]),
     )
 
 
@@ -203,8 +219,9 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     found = []
     for name in names.all:
         layer: Any = module._modules[name]
-        adapter = None if is_plain_linear(layer) else one_adapter(layer)
-        if adapter is None and not (is_plain_linear(layer) and _frozen(layer)):
+        bare = is_plain_linear(layer) or bare_float8(layer)
+        adapter = None if bare else one_adapter(layer)
+        if adapter is None and not (bare and _frozen(layer)):
             return None
         found.append(adapter)
     return found if any(found) else None

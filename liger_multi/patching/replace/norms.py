@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from liger_multi.patching.recognize.signature import (
     code_holds,
     holds,
 )
+from liger_multi.patching.replace.float8 import handed_out, hands_out
 from liger_multi.patching.replace.swap import Patched, original
 
 
@@ -126,6 +128,10 @@ def apply_norm(
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
     if kind.axis == -1:  # turning nothing would cost the host some microseconds
-        return cast(Tensor, getattr(ops, kind.op)(*first, *given, *eps, **options))
+        operator = getattr(ops, kind.op)
+        if hands_out(kind.op):
+            call = functools.partial(operator, *first, *given, *eps, **options)
+            return handed_out(module, kind.op, call)
+        return cast(Tensor, operator(*first, *given, *eps, **options))
     y = cast(Tensor, getattr(ops, kind.op)(x.movedim(kind.axis, -1), *given, *eps, **options))
     return y.movedim(-1, kind.axis)

@@ -14,6 +14,7 @@ from typing import Any
 
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing.formulas import attention, linear_attention, losses, mlp, norms, sparse
+from liger_multi.testing.samples import public
 
 Formula = Callable[..., Any]
 _FAMILIES = (attention, linear_attention, losses, mlp, norms, sparse)
@@ -21,7 +22,7 @@ _FAMILIES = (attention, linear_attention, losses, mlp, norms, sparse)
 
 def find(op: str) -> Formula | None:
     """The formula of an operator: from its contract, or from a family by its name."""
-    name = op.removesuffix("_inplace")
+    name = public(op)
     stated: Formula | None = getattr(
         importlib.import_module(f"liger_multi.ops.{name}"), "formula", None
     )
@@ -29,4 +30,4 @@ def find(op: str) -> Formula | None:
 
 
 FORMULAS: dict[str, Formula] = {op: f for op in operators() if (f := find(op)) is not None}
-"""Formulas by operator; one that writes to its input has the formula of the one that does not."""
+"""Formulas by operator; forms that an option chooses have the formula of the public function."""

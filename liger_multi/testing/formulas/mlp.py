@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.ops import LoraQKVOutput
+from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
+from liger_multi.testing.formulas.float8 import either, rounded
 
 # --- gated activations, and an MLP of them ---
 
@@ -21,9 +23,14 @@ APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> Tensor:
+    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """``silu(gate_multiplier * gate) * up * down_multiplier``."""
+    return either(_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs)
+
+
+def _swiglu(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     if gate_multiplier == down_multiplier == 1.0:
         return F.silu(gate) * up
     return F.silu(gate * gate_multiplier) * up * down_multiplier
@@ -34,7 +41,7 @@ def swiglu_packed(
 ) -> Tensor:
     """SwiGLU of the first and the second half of the last axis."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return swiglu(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return _swiglu(gate, up, gate_multiplier, down_multiplier)
 
 
 def swiglu_clamped(
@@ -58,15 +65,18 @@ def swiglu_clamped_packed(
     return swiglu_clamped(*pair, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor, approximate: str = "tanh", *, quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """``gelu(gate) * up``."""
-    return F.gelu(gate, approximate=approximate) * up
+    return either(F.gelu(gate, approximate=approximate) * up, quantize, outputs)
 
 
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """GeGLU of the first and the second half of the last axis."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return geglu(gate, up, approximate)
+    return F.gelu(gate, approximate=approximate) * up
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -77,8 +87,8 @@ def relu_squared(x: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` by the name of an MLP's activation."""
     if activation in APPROXIMATIONS:
-        return geglu(gate, up, APPROXIMATIONS[activation])
-    return swiglu(gate, up)
+        return F.gelu(gate, approximate=APPROXIMATIONS[activation]) * up
+    return _swiglu(gate, up, 1.0, 1.0)
 
 
 def gated_mlp(
@@ -105,28 +115,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 # --- linear layers in FP8 ---
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes as numbers, and the power-of-two scale of every row."""
-    padded = F.pad(x.detach().abs(), (0, 1))  # a row of no columns has a largest element, 0
-    largest = padded.amax(-1, keepdim=True).clamp_min(2.0**-100)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / 448.0)))
-    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype), scale
-
-
 class _LinearFloat8(torch.autograd.Function):
     """Both rounded products; rounding itself has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        codes, own = _rounded(weight) if scale is None else (weight.to(x.dtype), scale[:, None])
+        codes, own = rounded(weight) if scale is None else (weight.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
-        rows, rows_scale = _rounded(x)
+        rows, rows_scale = rounded(x)
         return F.linear(rows, codes) * rows_scale * own.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         (dy,), (x, codes, scale) = upstream, ctx.saved_tensors
-        rows, rows_scale = _rounded(dy * scale.squeeze(1))
+        rows, rows_scale = rounded(dy * scale.squeeze(1))
         dweight = torch.atleast_2d(dy).flatten(0, -2).t() @ torch.atleast_2d(x).flatten(0, -2)
         return (rows @ codes) * rows_scale, dweight, None
 
@@ -150,9 +152,13 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
 
 def _layer(
-    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None, scale: float
-) -> Tensor:
-    base = F.linear(x, weight, bias)
+    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
+    scale: float, weight_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if weight_scale is None:
+        base = F.linear(x, weight, bias)
+    else:
+        base = linear_float8(x, weight, bias, weight_scale=weight_scale)
     return base if a is None or b is None else lora_update(base, x, a, b, scale=scale)
 
 
@@ -175,12 +181,16 @@ def lora_mlp(
     up_scale: float = 1.0,
     down_scale: float = 1.0,
     activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    quantized: Any = None,
 ) -> Tensor:
-    """A gated MLP, each of whose layers may have an adapter."""
-    gate = _layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale)
-    up = _layer(x, up_weight, up_a, up_b, up_bias, up_scale)
+    """A gated MLP, each of whose layers may have an adapter, and a weight in FP8."""
+    gate = _layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale, gate_weight_scale)
+    up = _layer(x, up_weight, up_a, up_b, up_bias, up_scale, up_weight_scale)
     inner = gated(gate, up, activation)
-    return _layer(inner, down_weight, down_a, down_b, down_bias, down_scale)
+    return _layer(inner, down_weight, down_a, down_b, down_bias, down_scale, down_weight_scale)
 
 
 def lora_qkv(
@@ -201,12 +211,22 @@ def lora_qkv(
     q_scale: float = 1.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Any = None,
 ) -> LoraQKVOutput:
     """The projections of attention; None for one without a weight."""
     return LoraQKVOutput(
-        None if q_weight is None else _layer(x, q_weight, q_a, q_b, q_bias, q_scale),
-        None if k_weight is None else _layer(x, k_weight, k_a, k_b, k_bias, k_scale),
-        None if v_weight is None else _layer(x, v_weight, v_a, v_b, v_bias, v_scale),
+        None
+        if q_weight is None
+        else _layer(x, q_weight, q_a, q_b, q_bias, q_scale, q_weight_scale),
+        None
+        if k_weight is None
+        else _layer(x, k_weight, k_a, k_b, k_bias, k_scale, k_weight_scale),
+        None
+        if v_weight is None
+        else _layer(x, v_weight, v_a, v_b, v_bias, v_scale, v_weight_scale),
     )
 
 

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.ops import FusedAddRMSNormOutput
+from liger_multi.ops import FusedAddRMSNormOutput, QuantizedAddRMSNormOutput
+from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops.hyper_connections import HyperCoefficients
+from liger_multi.testing.formulas.float8 import coded, either
 
 # --- what formulas share ---
 
@@ -50,8 +52,14 @@ def rms_norm(
     *,
     offset: float = 0.0,
     casting: str = "llama",
-) -> Tensor:
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
     """``x / sqrt(mean(x^2) + eps) * (weight + offset)``."""
+    return either(_rms(x, weight, eps, offset), quantize, outputs)
+
+
+def _rms(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     return weighted(rms_normalized(wide(x), eps).to(x.dtype), weight, offset)
 
 
@@ -63,10 +71,16 @@ def fused_add_rms_norm(
     *,
     offset: float = 0.0,
     casting: str = "llama",
-) -> FusedAddRMSNormOutput:
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput:
     """The norm of ``x + residual``, and that sum."""
     total = x + residual
-    return FusedAddRMSNormOutput(rms_norm(total, weight, eps, offset=offset), total)
+    y = _rms(total, weight, eps, offset)
+    if quantize is None:
+        return FusedAddRMSNormOutput(y, total)
+    first, rows = coded(y, outputs)
+    return QuantizedAddRMSNormOutput(first, total, rows)
 
 
 def fused_scaled_add_rms_norm(
@@ -83,17 +97,19 @@ def fused_scaled_add_rms_norm(
     """The norm of ``x_scale * x + residual_scale * residual``, and that sum."""
     kept = residual if residual_scale == 1.0 else residual * residual_scale
     total = kept + x * x_scale
-    return FusedAddRMSNormOutput(rms_norm(total, weight, eps, offset=offset), total)
+    y = _rms(total, weight, eps, offset)
+    return FusedAddRMSNormOutput(y, total)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:  # fmt: skip
     """``(x - mean) / sqrt(variance + eps) * weight + bias``."""
     centered = wide(x) - wide(x).mean(-1, keepdim=True)
     y = rms_normalized(centered, eps)
     y = y if weight is None else y * weight
-    return (y if bias is None else y + bias).to(x.dtype)
+    return either((y if bias is None else y + bias).to(x.dtype), quantize, outputs)
 
 
 def gated_rms_norm(
@@ -131,7 +147,7 @@ def modulated_rms_norm(
 ) -> Tensor:
     """``rms_norm(x) * (1 + scale) + shift``; a row of scale serves equally many rows of x."""
     scale = _per_row(x, scale)
-    y = rms_norm(x, weight, eps, offset=offset) * (1 + scale)
+    y = _rms(x, weight, eps, offset) * (1 + scale)
     return y if shift is None else y + _per_row(x, shift)
 
 

@@ -1,0 +1,154 @@
+"""What operators share that hand out FP8 codes of their result: the operator, checks and samples.
+
+Behind ``quantize=`` stands an operator of its own, so that calls without it cost what they did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.op import Op
+from liger_multi.ops._samples import bench, frozen
+from liger_multi.ops.linear_float8 import Float8Rows, typed
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+QUANTIZE = ("float8_e4m3",)
+OUTPUTS = ("y", "quantized")
+
+
+class QuantizedOutput(NamedTuple):
+    """A result and its rows in FP8, as ``linear_float8`` rounds them.
+
+    Attributes:
+        y: The result; None where ``outputs`` does not name it.
+        quantized: Codes and scales of its rows, for ``linear_float8(..., quantized=)``; without a
+            gradient.
+    """
+
+    y: Tensor | None
+    quantized: Float8Rows
+
+
+def with_codes(plain: Op, **backward: Any) -> Op:
+    """The operator that also rounds the first output of ``plain``.
+
+    Its forward takes whether that output is wanted too (else it is empty), and returns codes and
+    scales after the visible outputs of ``plain``. Its backward is that of ``plain``.
+
+    Args:
+        plain: The operator, declared.
+        backward: How its backward was declared.
+    """
+    batched = {**plain.bitwise.batched, "codes": 0, "codes_scale": 0}
+    op = Op(
+        f"{plain.name}_quantized", family=plain.family,
+        rows=(*plain.rows, "codes", "codes_scale"), replicated=plain.replicated,
+        bitwise=replace(plain.bitwise, batched=batched),
+    )  # fmt: skip
+    count = len(plain.fwd.returns) - len(plain.residuals)
+    visible = (*plain.fwd.returns[:count], "codes", "codes_scale")
+    fake = _shapes(plain.fwd.fake, plain.fwd.signature, count, len(plain.fwd.returns) + 2)
+    op.forward(
+        returns=" ".join((*visible, *plain.residuals)), residuals=" ".join(plain.residuals),
+        non_differentiable="codes codes_scale",
+    )(fake)  # fmt: skip
+    op.backward(**backward)
+    return op
+
+
+def _shapes(
+    plain: Callable[..., Any], signature: inspect.Signature, visible: int, returns: int
+) -> Callable[..., Any]:
+    """The shape rule: that of ``plain``, with codes (as bytes) and scales."""
+
+    def fake(*args: Any, **named: Any) -> Any:
+        """Shape rule."""
+        given = made.bind(*args, **named).arguments
+        keeps = given.pop("writes_y")
+        outs = plain(**given)
+        y, *rest = (outs,) if isinstance(outs, Tensor) else outs
+        codes = y.new_empty(y.shape, dtype=torch.uint8)
+        scale = y.new_empty(y.shape[:-1], dtype=torch.float32)
+        first = y if keeps else y.new_empty(0)
+        return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
+
+    last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
+    made = inspect.Signature(
+        [*signature.parameters.values(), last],
+        return_annotation=tuple[tuple(Tensor for _ in range(returns))],  # type: ignore[misc]
+    )
+    fake.__signature__ = made  # type: ignore[attr-defined]
+    return fake
+
+
+def quantized(
+    op: Op, quantize: object, outputs: object, *given: Any
+) -> tuple[Tensor | None, list[Tensor], Float8Rows]:
+    """Call an operator of :func:`with_codes`: y where it is wanted, what follows it, its codes."""
+    name = op.name.removesuffix("_quantized")
+    checks.one_of(name, "quantize", quantize, QUANTIZE)
+    wanted = checks.names(name, outputs, OUTPUTS).split(",")
+    if "quantized" not in wanted:
+        checks.refuse(name, "outputs must name 'quantized' where quantize is given", outputs)
+    keeps = "y" in wanted
+    needed = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    if needed and not keeps and torch.is_grad_enabled():
+        checks.refuse(
+            name, "codes have no gradient: outputs must name 'y' too where an input requires one",
+            f"{outputs!r} and {checks.describe(needed[0])} that requires a gradient",
+        )  # fmt: skip
+    y, *rest, codes, scale = op(*given, keeps)
+    return y if keeps else None, rest, typed(codes, scale)
+
+
+def either(
+    plain: Op, coded: Op, quantize: object, outputs: object, *given: Any
+) -> Tensor | QuantizedOutput:
+    """Call an operator of one output, or with ``quantize`` the one that rounds it too."""
+    if quantize is not None:
+        y, _, rows = quantized(coded, quantize, outputs, *given)
+        return QuantizedOutput(y, rows)
+    only_quantized(plain.name, outputs)
+    result: Tensor = plain(*given)
+    return result
+
+
+def only_quantized(name: str, outputs: object) -> None:
+    """Refuse ``outputs`` without ``quantize``."""
+    if outputs != OUTPUTS:
+        checks.refuse(name, f"outputs chooses among {OUTPUTS} where quantize is given", outputs)
+
+
+def coded_samples(
+    given: Callable[..., dict[str, T]], shapes: Mapping[str, Sequence[int]], sizes: str,
+    options: Mapping[str, Mapping[str, Any]] = {},
+) -> tuple[Sample, ...]:  # fmt: skip
+    """Samples of an operator with codes: shapes by name, options of some of them, real sizes."""
+    quantize = {"quantize": QUANTIZE[0]}
+    some = [
+        Sample(
+            name, given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
+            {**options.get(name, {}), **quantize}, path=name if name.startswith("wide") else "",
+        )
+        for name, shape in shapes.items()
+    ]  # fmt: skip
+    tensors = given(3, 5, 48)
+    alone = Sample(
+        "codes-alone", frozen(tensors, *tensors), {**quantize, "outputs": ("quantized",)}, "thin"
+    )
+    return (*some, alone, *bench(given, sizes, quantize))
+
+
+SHAPES = {
+    "rows": (2, 3, 24), "odd-width": (4, 37), "one-axis": (31,), "one-row": (1, 200),
+    "no-rows": (0, 16), "no-columns": (3, 0), "sliced": (4, 24), "wide": (2, 16500),
+    "wide-norm": (2, 8200),
+}  # fmt: skip

@@ -1,0 +1,43 @@
+"""Operators that also hand out the rows of their result in FP8, made of those that do not."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
+
+
+def coded(y: Tensor, writes_y: bool, to: Quantizer = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
+    """A result, empty where it is not wanted, its codes as bytes, and their scales."""
+    rows = rows_of(y, None, to)
+    codes = rows.codes.view(torch.uint8).view(y.shape)
+    return y if writes_y else y.new_empty(0), codes, rows.scale.view(y.shape[:-1])
+
+
+def with_codes(plain: Any, visible: int = 1) -> Implementation:
+    """An operator that rounds the first output of ``plain`` too, and has its backward.
+
+    Args:
+        plain: Forward and backward.
+        visible: The number of visible outputs of ``plain``, which codes and scales follow.
+    """
+    signature = inspect.signature(plain.forward, eval_str=True)
+    made = signature.return_annotation
+    count = 1 if made is Tensor else len(made.__args__)
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *given, writes_y = args
+        outs = plain.forward(*given)
+        y, *rest = (outs,) if isinstance(outs, Tensor) else outs
+        first, codes, scale = coded(y, writes_y)
+        return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
+
+    last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*signature.parameters.values(), last],
+        return_annotation=tuple[tuple(Tensor for _ in range(count + 2))],  # type: ignore[misc]
+    )
+    return Implementation(forward, plain.backward)
