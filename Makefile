@@ -163,7 +163,7 @@ test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four
 	$(ADAPTED) \
 	exit $$failed
 
-test-trainers: $(ENV)  ## trainers with a switch for Liger-Kernel, each in an environment of its own (NAME=trl)
+test-trainers: $(ENV)  ## trainers with these operators, each in an environment of its own (NAME=trl)
 	$(RUN) -m ci.trainers $(NAME) $(ARGS)
 NAME ?=
 

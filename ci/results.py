@@ -74,13 +74,17 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
 
 
-def commit() -> str:
-    """The commit of this checkout, or of ``COMMIT`` where it came without git."""
+def commit(*beside: str) -> str:
+    """The commit of this checkout, or of ``COMMIT`` where it came without git.
+
+    ``+`` after it stands for changes outside of ``benchmarks`` and the paths ``beside`` it.
+    """
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
     try:
         head = _git("rev-parse", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", ".", ":!benchmarks") else "")
+        but = [f":!{path}" for path in ("benchmarks", *beside)]
+        return head + ("+" if _git("status", "--porcelain", "--", ".", *but) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

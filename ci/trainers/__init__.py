@@ -1,9 +1,9 @@
-"""Trainers with a switch for Liger-Kernel, run with it against the import names of this library.
+"""Trainers, run with the switch that brings in this library's operators and without.
 
 ``trainers.yaml`` is the table: what is installed, how the trainer is started, its switch, and the
 runs. ``python -m ci.trainers NAME`` builds the trainer's environment and runs each of them without
-the switch and, with the import names served, with it. Both have to log the same numbers, and
-operators of ours have to have been called. Nothing of a trainer is changed.
+the switch and, with the import names of Liger-Kernel served, with it. Both have to log the same
+numbers, and operators of ours have to have been called. Nothing of a trainer is changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class Run:
         module: What is started, as ``python -m`` does.
         calls: The operators that have to be called with the switch.
         options: Beside those of the trainer; names of folders stand in braces, as in ``{model}``:
-            model, teacher, data, out, code, package, and before.
+            model, words, teacher, data, out, code, package, and before. An empty list leaves the
+            flag alone.
         arguments: What stands before the options on the command line.
         switch: Options in place of the trainer's own switch, such as those of a plugin of ours.
         resumes: The run whose checkpoint, made without the switch, is in ``{before}``; this one
             continues it with the switch, and its numbers have to be the same.
+        processes: How many ``torchrun`` starts, which talk by gloo; the first one's calls count.
     """
 
     module: str
@@ -41,6 +43,7 @@ class Run:
     arguments: tuple[str, ...] = ()
     switch: Mapping[str, Any] = field(default_factory=dict)
     resumes: str = ""
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,15 @@ class Trainer:
         switch: Options that turn Liger-Kernel on.
         runs: By name.
         options: Of all runs.
-        written: How options are handed over: ``flags``, or a file named ``yaml``.
+        written: How options are handed over: ``flags``, ``assignments``, or a file named ``yaml``.
         without_dependencies: Requirements that are installed by themselves, whatever Python they
             ask for.
         removed: Packages that are uninstalled again: parts for images and sound of another PyTorch.
         empty: Modules that are imported and never used on a CPU; files without content.
         environment: Variables.
         torch: The requirement of PyTorch.
+        printed: A regular expression for a line of its log that has the numbers of a step, with
+            groups named ``step`` and as in ``trainer_state.json``, which others write.
         not_run: What could not be run, and its message.
     """
 
@@ -72,6 +77,7 @@ class Trainer:
     empty: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     torch: str = "torch==2.13.0"
+    printed: str = ""
     not_run: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,15 @@ from ci.trainers import RESULTS, ROOT, Trainer, trainers
 from ci.trainers.driver import Bench, RunError, compared, environment, versions
 
 
-def ran(name: str, trainer: Trainer, folder: Path, only: list[str]) -> tuple[dict[str, Any], int]:
+def provenance() -> dict[str, str]:
+    """Of a run: its day, and the commit; ``+`` after that stands for other changes than results."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": now.date().isoformat(), "commit": commit("ci/trainers/results.json")}
+
+
+def ran(
+    name: str, trainer: Trainer, folder: Path, only: list[str], head: dict[str, str]
+) -> tuple[dict[str, Any], int]:
     """Run a trainer; what is kept, and how many runs failed."""
     python = environment(folder / "environment", trainer)
     bench = Bench(python, trainer, folder)
@@ -23,14 +31,12 @@ def ran(name: str, trainer: Trainer, folder: Path, only: list[str]) -> tuple[dic
         if only and title not in only:
             continue
         try:
-            kept[title] = compared(bench, title, run)
+            kept[title] = {**head, **compared(bench, title, run)}
             print(f"{name}, {title}: {kept[title]}", flush=True)
         except RunError as error:
             failures += 1
             print(f"{name}, {title}: FAILED\n{error}", flush=True)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    head = {"date": now.date().isoformat(), "commit": commit()}
-    return {**head, "versions": versions(python, trainer), "runs": kept}, failures
+    return {"versions": versions(python, trainer), "runs": kept}, failures
 
 
 def store(name: str, trainer: Trainer, kept: dict[str, Any]) -> None:
@@ -54,9 +60,12 @@ def main() -> int:
     unknown = sorted({*given.names} - {*table})
     if unknown:
         parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join(table)}")
+    head = provenance()
+    if given.store and head["commit"].endswith("+"):
+        parser.error(f"--store keeps the commit that ran; there are changes on {head['commit']}")
     failed = 0
     for name in given.names or [n for n, trainer in table.items() if trainer.runs]:
-        kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only)
+        kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only, head)
         failed += failures
         if given.store and not failures:
             store(name, table[name], kept)

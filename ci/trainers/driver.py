@@ -23,6 +23,7 @@ TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}
 """Numbers are compared as the trainer logs them; some round to four digits."""
 LOGGED = re.compile(r"^(loss|grad_norm|eval_loss)$")
 SECONDS = 900
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 QUIET = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true",
@@ -116,6 +117,14 @@ def flags(options: Mapping[str, Any]) -> Iterator[str]:
         yield from map(str, given) if isinstance(given, list) else [str(given)]
 
 
+def assignments(options: Mapping[str, Any]) -> Iterator[str]:
+    """Options as ``name=value``."""
+    yield from (f"{name}={given}" for name, given in options.items())
+
+
+ON_COMMAND_LINE = {"flags": flags, "assignments": assignments}
+
+
 class Bench:
     """Runs of one trainer, in a folder of their own."""
 
@@ -141,7 +150,7 @@ class Bench:
         out = self.place(name, switched)
         shutil.rmtree(out, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        places = {name: self.folder / name for name in ("model", "teacher", "data")}
+        places = {name: self.folder / name for name in ("model", "words", "teacher", "data")}
         places |= {"out": out, "code": Path(__file__).parent, "package": ROOT / "liger_multi"}
         places["before"] = self.place(run.resumes, False) if run.resumes else out
         every = {**self.trainer.options, **run.options}
@@ -150,12 +159,23 @@ class Bench:
         calls = out.with_suffix(".calls.json")
         command = ["ci.trainers.launch", str(calls) if switched else "-", run.module]
         command += [*run.arguments, *self._options(filled(every, places), out)]
+        if run.processes > 1:
+            command = [*TORCHRUN, str(run.processes), "-m", *command]
         self._started(command, out.with_suffix(".log"))
-        return curve(out), json.loads(calls.read_text(encoding="utf-8")) if switched else {}
+        found = self.curve(name, switched)
+        return found, json.loads(calls.read_text(encoding="utf-8")) if switched else {}
+
+    def curve(self, name: str, switched: bool) -> Curve:
+        """What a run logged."""
+        out = self.place(name, switched)
+        if not self.trainer.printed:
+            return curve(out)
+        return printed(out.with_suffix(".log"), self.trainer.printed)
 
     def _options(self, options: dict[str, Any], out: Path) -> list[str]:
-        if self.trainer.written == "flags":
-            return [*flags(options)]
+        written = ON_COMMAND_LINE.get(self.trainer.written)
+        if written:
+            return [*written(options)]
         file = out.with_suffix(".yaml")
         file.write_text(yaml.safe_dump(options), encoding="utf-8")
         return [str(file)]
@@ -176,6 +196,32 @@ def curve(out: Path) -> Curve:
         raise RunError(f"no trainer_state.json below {out}")
     history = max(states, key=lambda state: len(state["log_history"]))["log_history"]
     return {(row["step"], name): row[name] for row in history for name in row if LOGGED.match(name)}
+
+
+def printed(log: Path, pattern: str) -> Curve:
+    """What a trainer printed, where the pattern is found in a line.
+
+    Raises:
+        RunError: It is found nowhere.
+    """
+    rows = [one.groupdict() for one in re.finditer(pattern, log.read_text(encoding="utf-8"))]
+    if not rows:
+        raise RunError(f"no {pattern} in {log}")
+    return {
+        (int(row["step"]), name): float(row[name]) for row in rows for name in row if name != "step"
+    }
+
+
+def continued(stock: Curve, ours: Curve) -> Curve:
+    """What a resumed run, which prints the steps after its checkpoint, is compared with.
+
+    Raises:
+        RunError: It started at the first step.
+    """
+    first = min(step for step, _ in ours)
+    if first == min(step for step, _ in stock):
+        raise RunError(f"resumed at step {first}, which is the first")
+    return {at: value for at, value in stock.items() if at[0] >= first}
 
 
 # --- the comparison ---
@@ -207,10 +253,10 @@ def compared(bench: Bench, name: str, run: Run) -> dict[str, Any]:
     Raises:
         RunError: The numbers differ, or an operator of the table was not called.
     """
-    stock = (
-        curve(bench.place(run.resumes, False)) if run.resumes else bench.run(name, run, False)[0]
-    )
+    stock = bench.curve(run.resumes, False) if run.resumes else bench.run(name, run, False)[0]
     ours, calls = bench.run(name, run, True)
+    if run.resumes and bench.trainer.printed:
+        stock = continued(stock, ours)
     missing = sorted({*run.calls} - {*calls})
     if missing:
         raise RunError(f"{', '.join(missing)} never called; called were {', '.join(sorted(calls))}")

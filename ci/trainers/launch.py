@@ -1,15 +1,16 @@
 """Start a trainer as a user does: ``python -m ci.trainers.launch CALLS MODULE ARGUMENTS``.
 
 With a file for ``CALLS`` the import names of Liger-Kernel are served first, and how often each
-operator was called is written there as JSON. With ``-`` the trainer starts as it is. Nothing else
-happens to it. Calls within a patch, which tries operators on modules to recognize them, do not
-count.
+operator was called is written there as JSON, by the first of several processes. With ``-`` the
+trainer starts as it is. Nothing else happens to it. Calls within a patch, which tries operators on
+modules to recognize them, do not count.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
 import sys
 from collections import Counter
@@ -61,7 +62,7 @@ def main(file: str, module: str, *arguments: str) -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        if calls is not None:
+        if calls is not None and os.environ.get("RANK", "0") == "0":
             Path(file).write_text(json.dumps(+calls), encoding="utf-8")
 
 

@@ -74,11 +74,16 @@ FORMATS: dict[str, Callable[[Dialogue], dict[str, Any]]] = {
     "labels": lambda d: {
         "prompt": _asked(d), "completion": _answered(d, "answer"), "label": d["liked"],
     },
+    "text": lambda d: {"text": f"{d['question']} {d['answer']}"},
     "alpaca": _alpaca,
     "alpaca_pairs": lambda d: {**_alpaca(d), "chosen": d["answer"], "rejected": d["other"]},
     "alpaca_labels": lambda d: {**_alpaca(d), "kto_tag": d["liked"]},
     "message_pairs": lambda d: {"messages": _whole(d), "rejected_response": d["other"]},
     "message_labels": lambda d: {"messages": _whole(d), "label": d["liked"]},
+    "conversation_pairs": lambda d: {"chosen": _whole(d), "rejected": _whole(d, "other")},
+    "plain_labels": lambda d: {
+        "prompt": d["question"], "completion": d["answer"], "label": d["liked"],
+    },
     "dialogue_pairs": lambda d: {
         "messages": _asked(d), "chosen": _said("assistant", d["answer"]),
         "rejected": _said("assistant", d["other"]),
@@ -139,15 +144,24 @@ def model(seed: int) -> Any:
 
 
 def write(folder: Path) -> None:
-    """Models, their tokenizer and data below a folder."""
+    """Models, their tokenizer, one without a chat template, and data below a folder."""
+    from datasets import Dataset
+
     for seed, name in enumerate(("model", "teacher")):
         model(seed).save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
+    words = folder / "words"
+    words.mkdir(parents=True, exist_ok=True)
+    tokenizer().backend_tokenizer.save(str(words / "tokenizer.json"))
+    said = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (words / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
     for name, row in FORMATS.items():
         place = folder / "data" / name
         place.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row(d)) for d in dialogues()]
         (place / "train.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    chats = [FORMATS["messages"](d) for d in dialogues()]
+    Dataset.from_list(chats).to_parquet(folder / "data" / "messages.parquet")
     (folder / "data" / "dataset_info.json").write_text(json.dumps(CATALOGUE), encoding="utf-8")
 
 

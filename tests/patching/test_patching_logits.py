@@ -343,6 +343,19 @@ def test_every_optimizer_is_noticed(models, fused):
         out.logits.sum()
 
 
+def test_a_model_moves_after_a_step_where_parameters_are_swapped(models):
+    """``Module.to`` swaps DTensors, such as those of FSDP2, and refuses weak references."""
+    ours = models[1]
+    ours(input_ids=IDS, labels=IDS).loss.backward()
+    torch.optim.Adam(ours.parameters()).step()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        ours.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert ours(input_ids=IDS).logits.dtype == torch.float64
+
+
 def test_touching_after_the_hidden_states_changed_raises():
     head = patched_head(bias=True)
     hidden = torch.randn(2, 3, 8)

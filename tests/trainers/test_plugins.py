@@ -2,9 +2,12 @@
 
 import importlib
 import sys
+from dataclasses import dataclass, fields
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
@@ -109,3 +112,128 @@ def test_llamafactory_starts_with_the_names_served(imported):
     finally:
         alias.uninstall()
     assert seen == [True]
+
+
+# --- verl ---
+
+
+def test_verl_serves_the_names_when_it_imports_the_module(imported):
+    try:
+        imported("verl")
+        assert alias.installed()
+    finally:
+        alias.uninstall()
+
+
+# --- torchtitan ---
+
+
+def configured(base, **names):
+    """A class of torchtitan's kind: made of its ``Config``, which has the fields."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        loss_fn: object = None
+
+    return type(base.__name__, (base,), {"Config": Config, **names})
+
+
+def derive(source, target, **changes):
+    return target(**{f.name: getattr(source, f.name) for f in fields(source)} | changes)
+
+
+def override(*, target, exact=False, description):
+    def decorate(factory):
+        factory.claims = (target, exact)
+        return factory
+
+    return decorate
+
+
+@pytest.fixture
+def torchtitan(imported):
+    class Wrapper:
+        def __init__(self, config):
+            self.lm_head = None
+
+    wrapper, entropy = configured(Wrapper), configured(object)
+    rotary = configured(object)
+    return imported(
+        "torchtitan",
+        torchtitan__components__loss={"ChunkedLossWrapper": wrapper, "CrossEntropyLoss": entropy},
+        torchtitan__config={"derive": derive, "override": override},
+        torchtitan__models__common={"RMSNorm": configured(nn.RMSNorm)},
+        torchtitan__models__common__feed_forward={"FeedForward": configured(nn.Module)},
+        torchtitan__models__common__rope={
+            "RoPE": rotary, "ComplexRoPE": configured(rotary), "CosSinRoPE": configured(rotary),
+        },
+    )  # fmt: skip
+
+
+def test_torchtitan_norms_and_mlps_compute_the_same(torchtitan):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8)
+    norm = torchtitan.FusedRMSNorm(8, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    torch.testing.assert_close(norm(x), nn.RMSNorm.forward(norm, x))
+    mlp = torchtitan.FusedFeedForward()
+    mlp.w1, mlp.w2, mlp.w3 = nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+    torch.testing.assert_close(mlp(x), mlp.w2(nn.functional.silu(mlp.w1(x)) * mlp.w3(x)))
+
+
+def test_torchtitan_rotates_the_same(torchtitan):
+    torch.manual_seed(0)
+    q, k, angles = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randn(1, 3, 1, 4)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    for x, y in zip((q, k), torchtitan.FusedComplexRoPE.apply_rotary_emb(q, k, turn), strict=True):
+        pairs = torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn
+        torch.testing.assert_close(y, torch.view_as_real(pairs).flatten(-2))
+    full = torch.cat([angles, angles], -1)
+    cache = torch.cat([full.cos(), full.sin()], -1)
+    for x, y in zip((q, k), torchtitan.FusedCosSinRoPE.apply_rotary_emb(q, k, cache), strict=True):
+        turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        torch.testing.assert_close(y, x * full.cos() + turned * full.sin())
+
+
+def test_torchtitan_loss_is_that_of_the_head_within_its_hooks(torchtitan):
+    torch.manual_seed(0)
+    wrapper = sys.modules["torchtitan.components.loss"].ChunkedLossWrapper
+    loss = torchtitan.FusedLoss(torchtitan.FusedLoss.Config(chunk=2))
+    head = loss.lm_head = nn.Linear(4, 7)
+    seen = []
+    head.register_forward_hook(lambda *_: seen.append("called"))
+    hidden, labels = torch.randn(2, 5, 4, requires_grad=True), torch.randint(7, (2, 5))
+    labels[0, 1] = -100
+    wanted = nn.functional.cross_entropy(
+        nn.functional.linear(hidden, head.weight, head.bias).flatten(0, 1), labels.flatten(),
+        reduction="sum",
+    )  # fmt: skip
+    found, metrics = loss(hidden, labels)
+    assert (metrics, seen) == ({}, ["called"])
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(loss(hidden, labels, torch.tensor(9.0))[0], wanted / 9)
+    (ours,), (stock,) = (torch.autograd.grad(one, head.weight) for one in (found, wanted))
+    torch.testing.assert_close(ours, stock)
+    assert head(hidden).shape == (2, 5, 7), "the head is a head again"
+    head.out_features = 14
+    with pytest.raises(PatchError, match="the whole vocabulary of 14 classes"):
+        loss(hidden, labels)
+    assert issubclass(torchtitan.FusedLoss, wrapper)
+
+
+def test_torchtitan_overrides_keep_the_configuration(torchtitan):
+    losses = sys.modules["torchtitan.components.loss"]
+    given = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
+    made = torchtitan.loss(given, chunk=3)
+    assert (made.chunk, made.loss_fn) == (3, given.loss_fn)
+    with pytest.raises(PatchError, match="computes CrossEntropyLoss; got"):
+        torchtitan.loss(losses.ChunkedLossWrapper.Config(loss_fn=object()))
+    for base, ours in torchtitan._ROTARY.items():
+        assert type(torchtitan.rope(base())) is ours
+    other = torchtitan.RoPE.Config()
+    assert torchtitan.rope(other) is other
+    assert type(torchtitan.rms_norm(torchtitan.RMSNorm.Config())) is torchtitan.FusedRMSNorm.Config
+    made = torchtitan.swiglu(torchtitan.FeedForward.Config())
+    assert type(made) is torchtitan.FusedFeedForward.Config
+    for factory in (torchtitan.rms_norm, torchtitan.swiglu, torchtitan.loss):
+        assert factory.claims[1], "subclasses compute something else"

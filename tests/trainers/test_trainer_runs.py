@@ -107,6 +107,8 @@ def test_a_launched_module_imports_the_names_and_its_calls_count(tmp_path):
     )
     command = [sys.executable, "-m", "ci.trainers.launch", "calls.json", "toy", "--x", "1"]
     path = f"{ROOT}:{tmp_path}"
+    subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path, "RANK": "1"})
+    assert not (tmp_path / "calls.json").exists()
     subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path})
     assert json.loads((tmp_path / "calls.json").read_text()) == {"softmax": 1}
 
@@ -143,9 +145,10 @@ def test_the_setting_is_the_same_every_time():
 
 
 def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
-    kept = {"date": "2026-01-02", "versions": {"trl": "1.2", "torch": "3.4"},
-            "runs": {"SFT": {"difference": 3e-7, "calls": {"rope": 8}},
-                     "DPO": {"difference": 5e-6, "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
+    kept = {"versions": {"trl": "1.2", "torch": "3.4"},
+            "runs": {"SFT": {"date": "2026-01-01", "difference": 3e-7, "calls": {"rope": 8}},
+                     "DPO": {"date": "2026-01-02", "difference": 5e-6,
+                             "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
     file = tmp_path / "trainers.json"
     file.write_text(json.dumps({"trl": kept}))
     row = Trainer(install=(), switch={}, runs={}, not_run={"GRPO": "no engine"})
@@ -171,11 +174,58 @@ def test_every_run_of_the_table_was_kept():
 def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
     row = Trainer(install=(), switch={}, runs={n: Run("m", ()) for n in ("a", "b")})
-    command.store("x", row, {"date": "1", "runs": {"b": 1, "gone": 2}})
-    command.store("x", row, {"date": "2", "runs": {"a": 3}})
+    command.store("x", row, {"versions": 1, "runs": {"b": 1, "gone": 2}})
+    command.store("x", row, {"versions": 2, "runs": {"a": 3}})
     kept = json.loads((tmp_path / "results.json").read_text())
-    assert kept == {"x": {"date": "2", "runs": {"a": 3, "b": 1}}}
+    assert kept == {"x": {"versions": 2, "runs": {"a": 3, "b": 1}}}
     assert [*kept["x"]["runs"]] == ["a", "b"]
+
+
+def test_a_run_has_the_commit_that_ran_and_changes_are_not_stored(monkeypatch, capsys):
+    monkeypatch.setattr(command, "commit", lambda *beside: f"abc without {beside[0]}")
+    assert command.provenance()["commit"] == "abc without ci/trainers/results.json"
+    monkeypatch.setattr(command, "commit", lambda *beside: "abc+")
+    monkeypatch.setattr(sys, "argv", ["ci.trainers", "trl", "--store"])
+    monkeypatch.setattr(command, "ran", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "there are changes on abc+" in capsys.readouterr().err
+    found = {"steps": 4}
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "environment", lambda *_: "python")
+    monkeypatch.setattr(command, "Bench", lambda *_: None)
+    monkeypatch.setattr(command, "compared", lambda *_: found)
+    monkeypatch.setattr(command, "versions", lambda *_: {})
+    row = Trainer(install=(), switch={}, runs={"a": Run("m", ())})
+    kept, failures = command.ran("x", row, ROOT, [], {"commit": "abc", "date": "1"})
+    assert failures == 0
+    assert kept["runs"] == {"a": {"commit": "abc", "date": "1", "steps": 4}}
+
+
+def test_numbers_are_read_from_what_a_trainer_prints(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("step:  1  loss:  2.5 x\nother\nstep:  2  loss:  1e-3 x\n")
+    pattern = r"step: +(?P<step>\d+) +loss: +(?P<loss>\S+)"
+    assert driver.printed(log, pattern) == {(1, "loss"): 2.5, (2, "loss"): 1e-3}
+    with pytest.raises(driver.RunError, match="no nothing in"):
+        driver.printed(log, "nothing")
+
+
+def test_a_resumed_run_that_prints_is_compared_after_its_checkpoint():
+    ours = {(2, "loss"): 1.0}
+    assert driver.continued(STOCK, ours) == ours
+    with pytest.raises(driver.RunError, match="resumed at step 1, which is the first"):
+        driver.continued(STOCK, STOCK)
+
+
+def test_options_are_written_as_the_trainer_reads_them(tmp_path, monkeypatch):
+    assert [*driver.flags({"a": [], "b": [1, 2]})] == ["--a", "--b", "1", "2"]
+    made, started = bench(tmp_path, monkeypatch, written="assignments", printed="x")
+    monkeypatch.setattr(driver, "printed", lambda log, pattern: {(1, pattern): str(log)})
+    found, _ = made.run("a", Run("m", (), options={"b.c": False}, processes=2), False)
+    assert found == {(1, "x"): f"{tmp_path}/runs/a/stock.log"}
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    assert started[1] == [*torchrun, "ci.trainers.launch", "-", "m", "b.c=False"]
 
 
 def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.config import use
@@ -30,8 +29,11 @@ from liger_multi.patching.replace.swap import Patched, buried
 
 # --- versions of parameters ---
 
-_counts: Any = WeakIdKeyDictionary()
-_last: Any = WeakIdKeyDictionary()
+# By ``id``: a parameter with a weak reference cannot be swapped, which is how ``Module.to`` moves
+# DTensors. A later tensor with the same id is no trouble: both are compared with values of its own
+# time, a count for equality and a number of autograd with a larger one.
+_counts: dict[int, int] = {}
+_last: dict[int, int] = {}
 _lock = threading.Lock()
 _hooked = False
 
@@ -47,11 +49,11 @@ def count_optimizer_steps() -> None:
 
 def watch_version(parameter: Tensor) -> None:
     """Count the optimizer steps that change ``parameter``."""
-    if parameter in _counts:
+    if id(parameter) in _counts:
         return
     count_optimizer_steps()
     with _lock:
-        _counts[parameter] = 0
+        _counts[id(parameter)] = 0
 
 
 def stepped_since(parameter: Tensor, made: Tensor) -> bool:
@@ -60,7 +62,7 @@ def stepped_since(parameter: Tensor, made: Tensor) -> bool:
     The order is that of autograd's numbers, so ``made`` needs a history.
     """
     number = None if made.grad_fn is None else made.grad_fn._sequence_nr()
-    return number is not None and _last.get(parameter, -1) > number
+    return number is not None and _last.get(id(parameter), -1) > number
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -68,14 +70,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _last[parameter] = number
-                if parameter in _counts:
-                    _counts[parameter] += 1
+                _last[id(parameter)] = number
+                if id(parameter) in _counts:
+                    _counts[id(parameter)] += 1
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """A value that changes when ``tensor`` is written."""
-    return (-1 if tensor.is_inference() else tensor._version), _counts.get(tensor, 0)
+    return (-1 if tensor.is_inference() else tensor._version), _counts.get(id(tensor), 0)
 
 
 # --- deferred logits ---
