@@ -308,6 +308,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"encoder_cross_output_size": 2 * HIDDEN},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1, 1), "num_res_blocks": 1},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": (1,) * 7},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "qwen4_exp_text": {
