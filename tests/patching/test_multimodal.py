@@ -39,7 +39,7 @@ DEAD = {
     # its pooling head is not called
     "gemma3": r"vision_tower\.head\.",
     # the last layer is not read
-    "llava_next": r"vision_tower\.(post_layernorm|encoder\.layers\.1\.)",
+    "llava_next": r"vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.1\.)",
     # added behind the last layer that other tokens see
     "qwen3_vl": r"deepstack_merger_list\.1\.",
     # fixed
