@@ -270,6 +270,17 @@ Layers without positions call no rotary function. Modules that a patch leaves al
 [below](#skipped-modules).
 
 """
+TEXT_ONLY = {
+    "emu3": "its tokenizer of images makes more tokens than the text of a tiny model takes",
+    "gemma3n": "its tower needs images of 256 x 256 pixels",
+    "gemma4_unified": "no small configuration of its embedders was found",
+    "granite_docling": "its router of tiles has no small configuration yet",
+    "phi4_multimodal": "its adapters of images and sound have no small configuration yet",
+    "unlimited_ocr": "its grids of patches have no small configuration yet",
+    "vibevoice": "its towers of sound take seconds of samples, and its loss needs a diffusion step",
+    "vibevoice_asr": "its towers of sound take seconds of samples",
+}
+"""Why types ran without the other inputs that they take."""
 NOTE = {
     "fused_linear_cross_entropy": "head",
     "swiglu": "mlp",
@@ -437,6 +448,7 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
     beside = sum(bool({*o.get("inputs", ())} - {"text"}) for o in pairs)
     counted = [o["gradients"] for o in pairs if "gradients" in o]
     alive, every = (sum(one[at] for one in counted) for at in (0, 1))
+    bare = sorted({o["type"] for o in pairs if o["text_only"]})
     return [
         f"* {_totals(pairs)}",
         (
@@ -448,6 +460,7 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
             f"* Of the equal pairs, {text} ran on text only, {towers} have an idle tower. "
             f"In {whole}, every patched module called its operator and every tower ran."
         ),
+        *(f"* {name} ran on text only: {TEXT_ONLY[name]}." for name in bare),
     ]
 
 

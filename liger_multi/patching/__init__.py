@@ -9,7 +9,7 @@ from liger_multi.patching.recognize.kinds import MlpKind, MlpNames, NormKind
 from liger_multi.patching.recognize.registered import Replacement, register, unregister
 from liger_multi.patching.replace.attention import register_attention, unregister_attention
 from liger_multi.patching.replace.experts_interface import register_experts, unregister_experts
-from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.report import Entry, PatchReport, Skipped, Watched
 
 __all__ = [
     "Entry",
@@ -19,6 +19,7 @@ __all__ = [
     "PatchReport",
     "Replacement",
     "Skipped",
+    "Watched",
     "patch",
     "patched",
     "real_logits",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
+
+from liger_multi.patching.watch import Executed, executed, serves
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,19 @@ class Skipped:
 
 @dataclass
 class PatchReport:
-    """The outcome of one patch call: ``entries`` and ``skipped``; ``str`` gives a compact table."""
+    """The outcome of one patch call; ``str`` gives a compact table.
+
+    Attributes:
+        target: The model, or the model type.
+        entries: Modules that run another forward.
+        skipped: Places that were left alone.
+        of_type: Whether it is of models that are built from now on.
+    """
 
     target: str
     entries: list[Entry] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    of_type: bool = False
 
     def count(self, op: str) -> int:
         """Number of modules that run ``op`` after the call."""
@@ -75,6 +88,29 @@ class PatchReport:
         """Table rows (op, modules, reason) of what was left alone."""
         groups = Counter((s.op, _pattern(s.path), s.reason) for s in self.skipped)
         return [(op, f"{n} x {place}", why) for (op, place, why), n in groups.items()]
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[Watched]:
+        """Record in the block which patched modules run, and which call an operator.
+
+        Args:
+            model: The model that was patched. Within the block, call it or what wraps it; parts
+                that were compiled are not seen.
+
+        Raises:
+            ValueError: The report is of a model type, or the model lacks a module of it.
+        """
+        if self.of_type:
+            raise ValueError(f"watch needs the report of one model, got that of {self.target}")
+        entries = [e for e in self.entries if e.status != "restored" and e.op != "packing"]
+        strange = {e.path for e in entries} - {path for path, _ in model.named_modules()}
+        if strange:
+            raise ValueError(
+                f"watch needs the {self.target} that was patched, got a {type(model).__name__} "
+                f"without {min(strange)!r}"
+            )
+        with executed(model) as seen:
+            yield Watched(entries, seen)
 
     def __str__(self) -> str:
         """Plain text, aligned, no colors."""
@@ -104,8 +140,59 @@ class PatchReport:
         return Group(*parts)
 
 
+@dataclass
+class Watched:
+    """What ran in a block of :meth:`PatchReport.watch`; ``str`` gives a compact table.
+
+    Attributes:
+        entries: The patched modules.
+        seen: Paths of all modules that ran, and calls of operators by the module that called them.
+    """
+
+    entries: list[Entry]
+    seen: Executed
+
+    @property
+    def served(self) -> list[Entry]:
+        """Modules that called their operator."""
+        return self._that("called it")
+
+    @property
+    def stock(self) -> list[Entry]:
+        """Modules that ran without: their own forward, or one that had nothing to do for it."""
+        return self._that("ran without")
+
+    @property
+    def idle(self) -> list[Entry]:
+        """Modules that did not run, nor another one for them."""
+        return self._that("did not run")
+
+    def _that(self, state: str) -> list[Entry]:
+        return [e for e in self.entries if self._state(e) == state]
+
+    def _state(self, entry: Entry) -> str:
+        if serves(entry.op, entry.path, self.seen):
+            return "called it"
+        return "ran without" if entry.path in self.seen.ran else "did not run"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Table rows, a number of modules in each state; equal layers share a row."""
+        groups: dict[tuple[str, str], Counter[str]] = {}
+        for e in self.entries:
+            groups.setdefault((e.op, _pattern(e.path)), Counter())[self._state(e)] += 1
+        return [
+            (*where, str(n.total()), *(str(n[state]) for state in _WATCHED[3:]))
+            for where, n in groups.items()
+        ]
+
+    def __str__(self) -> str:
+        """Plain text, aligned, no colors."""
+        return "\n".join(_aligned([_WATCHED, *self.rows()]))
+
+
 _HEADER = ("op", "modules", "now runs", "where", "status")
 _SKIPPED = ("op", "where", "reason")
+_WATCHED = ("op", "where", "modules", "called it", "ran without", "did not run")
 
 
 def _pattern(path: str) -> str:
@@ -123,7 +210,7 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 def promised(model_type: str, enabled: Mapping[str, Any]) -> PatchReport:
     """What models of a type are going to run, by operator with its options."""
-    report = PatchReport(f"models of type {model_type} built from now on")
+    report = PatchReport(f"models of type {model_type} built from now on", of_type=True)
     for op, options in enabled.items():
         report.entries.append(Entry("", op, model_type, op, options.shown()))
     return report

@@ -280,6 +280,17 @@ _GEMMA4: dict[str, Any] = {
     "sliding_window": 8,
     "max_position_embeddings": 128,
 }
+_GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HEAD,
+    "patch_size": multimodal.PATCH,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
 BUILT: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
@@ -297,6 +308,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"encoder_cross_output_size": 2 * HIDDEN},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1, 1), "num_res_blocks": 1},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": (1,) * 7},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "qwen4_exp_text": {
@@ -310,6 +322,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "blip-2": {"num_query_tokens": 4, "image_token_index": 200},
     "instructblip": {"num_query_tokens": 4, "image_token_index": 200},
     "instructblipvideo": {"num_query_tokens": 4, "video_token_index": 200},
+    "kosmos-2.5": {"latent_query_num": 4},
     "step3p7_text": {"sliding_window": 8},
     "step3p5": {"sliding_window": 8},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 203},
@@ -419,7 +432,10 @@ def _gemma4(**more: Any) -> Callable[[], dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "gemma4": _gemma4(hidden_size_per_layer_input=8),
+    "gemma4": lambda: {
+        **_gemma4(hidden_size_per_layer_input=8)(),
+        "vision_config": _GEMMA4_VISION,
+    },
     "gemma4_unified": _gemma4(),
     "gemma4_assistant": _gemma4(vocab_size_per_layer_input=0),
     "gemma4_unified_assistant": _gemma4(),
@@ -554,13 +570,17 @@ def _patches(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
     }
 
 
+def _kosmos_2_5(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
+    place = torch.zeros_like(ids)
+    place[:, : model.config.latent_query_num] = 1
+    seen = _patches(model, ids, normal)["flattened_patches"]
+    size = {"width": torch.tensor([3, 3]), "height": torch.tensor([2, 2])}
+    return {"flattened_patches": seen, "image_embeds_position_mask": place, **size}
+
+
 def _idefics(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
     mask = torch.ones(2, 12, 1, dtype=torch.long)
     return {"pixel_values": normal(2, 1, 3, 32, 32), "image_attention_mask": mask}
-
-
-def _boxes(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
-    return {"bbox": torch.zeros(2, 12, 4)}
 
 
 def _formula(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
@@ -585,10 +605,10 @@ MORE: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
     "Kosmos2ForConditionalGeneration": _kosmos,
+    "Kosmos2_5ForConditionalGeneration": _kosmos_2_5,
     "Pix2StructForConditionalGeneration": _patches,
     "IdeficsForVisionText2Text": _idefics,
     "PPFormulaNetForConditionalGeneration": _formula,
-    "UdopForConditionalGeneration": _boxes,
     "VisionEncoderDecoderModel": _only_image,
     "VoxtralRealtimeForConditionalGeneration": _speech,
 }

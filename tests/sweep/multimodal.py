@@ -121,6 +121,7 @@ _PICTURES = patches("3*temporal_patch_size*patch_size^2", video=False)
 _TILES = {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[30, 60]] * 2}
 _PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
 _BOTH = ("image", "video")
+_ALL = (*_BOTH, "audio")
 _LONG = "2*max_source_positions"
 _SPOKEN = ("input_ids", "attention_mask")
 
@@ -128,6 +129,22 @@ _SPOKEN = ("input_ids", "attention_mask")
 def nested(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of a configuration within another."""
     return {f"{part}.{name}": value for name, value in values.items()}
+
+
+def sound(*sizes: int | str, mask: str = "input_features_mask") -> dict[str, Any]:
+    """Spectra with their bands before their frames, of which none are padding."""
+    return {
+        "input_features": Shape((2, "num_mel_bins", *sizes), "audio_config"),
+        mask: Shape((2, *sizes), "audio_config", fill=1),
+    }
+
+
+_SQUARE = patches("3*patch_size^2")
+_HEARD = {
+    **_QWEN,
+    **sound(48, mask="feature_attention_mask"),
+    "video_second_per_grid": [1.0, 1.0],
+}
 
 
 def _families(table: Mapping[str, Maker]) -> dict[str, Maker]:
@@ -244,20 +261,244 @@ MAKERS: dict[str, Maker] = _families(
                 "image_grid_thw": [[1, 2, 2]] * 2,
             }
         ),
-        "qwen2_audio": Maker(
+        "cosmos3_edge": Maker(
+            _SQUARE,
+            _BOTH,
             {
-                "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
-                "feature_attention_mask": Shape((2, _LONG), "audio_config", fill=1),
+                "image_token_id": 207,
+                "video_token_id": 206,
+                "vision_start_token_id": 205,
+                "vision_end_token_id": 204,
             },
+        ),
+        "minimax_m3_vl": Maker(_QWEN, _BOTH, {"merged_hidden_size": 4 * WIDTH}),
+        "muse_glimmer": Maker(
+            patches("3*patch_temporal*patch_size^2"), _BOTH, {"out_hidden_size": 4 * WIDTH}
+        ),
+        "muse_spark": Maker(
+            {
+                **patches("3*patch_temporal*patch_size^2"),
+                "input_values": Shape((2, 192)),
+                "input_values_mask": Shape((2, 192), fill=1),
+            },
+            _ALL,
+            {
+                "out_hidden_size": 4 * WIDTH,
+                "audio_config.patch_sizes": [4, 2, 2, 2],
+                "audio_config.hidden_sizes": [16, 16, 32, WIDTH],
+                "audio_config.depths": [1] * 4,
+            },
+        ),
+        "dots3_note": Maker(
+            {
+                **_SQUARE,
+                "input_features": Shape((2, 16, 64)),
+                "chunk_sample_lengths": Shape((2,), fill=64 * 160),
+            },
+            _ALL,
+            {
+                "audio_config.feature_size": 16,
+                "audio_config.conv_output_size": 16 * 8,
+                "audio_config.adapter_input_size": WIDTH,
+            },
+        ),
+        "qwen2_5_omni_thinker": Maker(
+            _HEARD,
+            _ALL,
+            {
+                "vision_config.window_size": 32,
+                "vision_config.fullatt_block_indexes": [1],
+                "audio_config.n_window": 8,
+                "audio_config.num_mel_bins": 16,
+                "vision_end_token_id": 202,
+            },
+        ),
+        "qwen3_omni_moe_thinker": Maker(
+            _HEARD,
+            _ALL,
+            {
+                "vision_config.num_position_embeddings": GRID**2,
+                "vision_config.deepstack_visual_indexes": [0, 1],
+                "audio_config.num_mel_bins": 16,
+                "vision_end_token_id": 202,
+                "audio_end_token_id": 201,
+            },
+        ),
+        "molmo2": Maker(
+            {
+                "pixel_values": Shape((2, GRID**2, 3 * PATCH**2)),
+                "image_token_pooling": [
+                    [0, 1, 4, 5],
+                    [2, 3, 6, 7],
+                    [8, 9, 12, 13],
+                    [10, 11, 14, 15],
+                ]
+                * 2,
+                "image_grids": [[2, 2, 0, 0]] * 2,
+                "image_num_crops": [1, 1],
+            },
+            config={
+                "vision_config.num_position_embeddings": GRID**2,
+                "adapter_config.vision_feature_layer": [-1, -2],
+            },
+        ),
+        "nemotron_h_omni": Maker(
+            {
+                "pixel_values": Shape((2 * GRID**2, 3 * PATCH**2)),
+                "image_grid_hw": [[GRID, GRID]] * 2,
+            },
+            config={
+                "image_token_id": 207,
+                "vision_config.patch_dim": 3 * PATCH**2,
+                "vision_config.video_patch_dim": 6 * PATCH**2,
+            },
+        ),
+        "gemma4": Maker(
+            {
+                "pixel_values": Shape((2, GRID**2, 3 * PATCH**2), fill=0.5),
+                "image_position_ids": [[[i // GRID, i % GRID] for i in range(GRID**2)]] * 2,
+            }
+        ),
+        "deepseek_ocr2": Maker(
+            pictures(2, 3, 64, 64),
+            config=nested(
+                "vision_config.sam_config",
+                {
+                    "image_size": 64,
+                    "window_size": 4,
+                    "global_attn_indexes": [1],
+                    "output_channels": 16,
+                    "downsample_channels": [16, WIDTH],
+                },
+            ),
+        ),
+        "granite4_vision": Maker(
+            {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[32, 64]] * 2},
+            config={
+                **_PINPOINTS,
+                "deepstack_layer_map": [[-1, 0]],
+                "spatial_target_layers": [0, 0, 1, 1],
+            },
+            tokens={"image": 14},
+        ),
+        "t5gemma2": Maker(
+            pictures(),
+            config={"encoder.mm_tokens_per_image": 4, "encoder.image_token_index": 210},
+            tokens={"image": 4},
+        ),
+        "video_llava": Maker(
+            {
+                **pictures(name="pixel_values_images"),
+                "pixel_values_videos": Shape((2, 8, 3, SIDE, SIDE)),
+            },
+            _BOTH,
+            {"vision_feature_layer": -1},
+        ),
+        "chameleon": Maker(
+            pictures(),
+            config={
+                "vq_config.num_embeddings": 4,
+                "vq_config.base_channels": 32,
+                "vocabulary_map": {
+                    "<image>": 200,
+                    **{f"IMGIMG{code}Z": 201 + i for i, code in enumerate("ABCD")},
+                },
+                "image_token_id": 200,
+            },
+            tokens={"image": 4},
+        ),
+        "fuyu/FuyuForCausalLM": Maker(
+            {"image_patches": Shape((2, 4, 3 * PATCH**2))}, tokens={"image": 4}
+        ),
+        "inkling_mm_model": Maker(
+            {
+                "pixel_values": Shape((6, 2, PATCH, PATCH, 3)),
+                "audio_input_ids": Shape((2, 5, "n_mel_bins"), "audio_config", fill=3),
+            },
+            ("image", "audio"),
+        ),
+        "modernvbert ultravbert": Maker(pictures(2, 1, 3, SIDE, SIDE)),
+        "fast_vlm": Maker(pictures(2, 3, 64, 64), config={"vision_config.hidden_size": 3072}),
+        "perception_lm": Maker(
+            pictures(2, 1, 3, SIDE, SIDE),
+            config=nested(
+                "vision_config",
+                {
+                    "architecture": "vit_pe_core_large_patch14_336",
+                    "model_args": {
+                        "embed_dim": WIDTH,
+                        "depth": 2,
+                        "num_heads": 4,
+                        "img_size": (SIDE, SIDE),
+                        "patch_size": PATCH,
+                        "global_pool": "",
+                    },
+                },
+            ),
+        ),
+        "udop": Maker({**pictures(), "bbox": Shape((2, 12, 4), fill=0.5)}, ()),
+        "evolla": Maker(
+            {
+                "protein_input_ids": [[5, 6, 7, 8, 9, 10]] * 2,
+                "protein_attention_mask": [[1] * 6] * 2,
+            },
+            (),
+        ),
+        "granite_speech granite_speech_plus": Maker(
+            {"input_features": Shape((2, 30, 16))},
+            ("audio",),
+            {
+                "encoder_config.input_dim": 16,
+                "encoder_config.context_size": 8,
+                "window_size": 15,
+            },
+        ),
+        "musicflamingo": Maker(
+            sound(_LONG),
+            ("audio",),
+            {
+                "audio_config.max_source_positions": 16,
+                "audio_start_token_id": 209,
+                "audio_end_token_id": 208,
+            },
+            tokens={"audio": 8},
+        ),
+        "moss_transcribe_diarize": Maker(
+            {**sound(_LONG), "padding_mask": Shape((2, 5120), fill=1)},
+            ("audio",),
+            {"audio_config.max_source_positions": 16},
+            tokens={"audio": 4},
+        ),
+        "nemo_speechlm": Maker(
+            {
+                "input_features": Shape((2, 64, "num_mel_bins"), "audio_config.asr_config"),
+                "input_features_mask": Shape((2, 64), fill=1),
+            },
+            ("audio",),
+        ),
+        "qwen3_asr": Maker(sound(200), ("audio",)),
+        "fun_asr_nano": Maker(
+            {
+                "input_features": Shape((2, 12, "num_mel_bins*num_stacked_frames"), "audio_config"),
+                "input_features_mask": Shape((2, 12), fill=1),
+            },
+            ("audio",),
+        ),
+        "moonshine": Maker(
+            {"input_values": Shape((2, 8000))},
+            (),
+            {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+            without=_SPOKEN,
+        ),
+        "speech-encoder-decoder": Maker({"input_values": Shape((2, 8000))}, (), without=_SPOKEN),
+        "qwen2_audio": Maker(
+            sound(_LONG, mask="feature_attention_mask"),
             ("audio",),
             {"audio_config.max_source_positions": 16},
             tokens={"audio": 8},
         ),
         "audioflamingo3": Maker(
-            {
-                "input_features": Shape((2, "num_mel_bins", _LONG), "audio_config"),
-                "input_features_mask": Shape((2, _LONG), "audio_config", fill=1),
-            },
+            sound(_LONG),
             ("audio",),
             {"audio_config.max_source_positions": 16},
         ),

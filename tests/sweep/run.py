@@ -1,11 +1,7 @@
-"""One training step, stock and patched, of one pair, each in a process of its own.
-
-What a step executed: which modules ran, and which operators each of them called.
-"""
+"""One training step, stock and patched, of one pair, each in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
@@ -23,66 +19,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from liger_multi.patching.watch import Executed, executed, serves
 from tests import comparing
 from tests.sweep import multimodal
 from tests.sweep.cases import Pair, build, inputs
 
 # --- what a step executed ---
-
-
-@dataclass
-class Executed:
-    """What ran in a block.
-
-    Attributes:
-        ran: Paths of the modules whose forward returned.
-        called: Operators by the path of the module whose forward called them; calls in the forward
-            of a submodule are those of the submodule, and None stands for calls outside of all.
-    """
-
-    ran: set[str] = field(default_factory=set)
-    called: dict[str | None, Counter[str]] = field(default_factory=dict)
-
-    @property
-    def calls(self) -> Counter[str]:
-        """Calls by operator."""
-        return sum(self.called.values(), Counter())
-
-
-@contextlib.contextmanager
-def executed(model: nn.Module) -> Iterator[Executed]:
-    """Record what the modules of a model do in the block, without a hook on any of them.
-
-    Patched modules fall back where somebody hooks them or replaces ``nn.Module.__call__``. So the
-    record is taken one level below that, and of operators where all of them are dispatched.
-    """
-    from liger_multi.dispatch.op import Op
-
-    paths = {id(module): path for path, module in model.named_modules()}
-    found, inside = Executed(), list[str | None]()
-    forward, dispatch = nn.Module._call_impl, Op.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = paths.get(id(module))
-        inside.append(path)
-        try:
-            result = forward(module, *args, **kwargs)
-        finally:
-            inside.pop()
-        if path is not None:
-            found.ran.add(path)
-        return result
-
-    def count(op: Op, *args: Any) -> Any:
-        where = inside[-1] if inside else None
-        found.called.setdefault(where, Counter())[op.name] += 1
-        return dispatch(op, *args)
-
-    nn.Module._call_impl, Op.__call__ = call, count  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        nn.Module._call_impl, Op.__call__ = forward, dispatch  # type: ignore[method-assign]
 
 
 def counts(report: Any, model: nn.Module, seen: Executed, batch: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +35,7 @@ def counts(report: Any, model: nn.Module, seen: Executed, batch: dict[str, Any])
     for entry in report.entries:
         if entry.path in seen.ran:
             ran[entry.op] += 1
-            if seen.called.get(entry.path):
+            if serves(entry.op, entry.path, seen):
                 served[entry.op] += 1
             else:
                 stock[entry.op, _starred(entry.path), entry.stock] += 1

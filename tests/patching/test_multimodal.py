@@ -1,0 +1,317 @@
+"""Multimodal models with true inputs: loss and every gradient as unpatched, as they are trained."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import functools
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+transformers = pytest.importorskip("transformers")
+
+from liger_multi.dispatch.op import OPS, inline_ops
+from liger_multi.patching import patch, unpatch
+from tests.comparing import assert_same_gradients, gradients, largest, resolution
+from tests.models import Graphs, assert_same_training
+from tests.sweep.cases import build, inputs, registered
+from tests.sweep.multimodal import given
+from tests.sweep.run import executed
+
+TOWERS = {
+    "gemma3": ("vision_tower", "image"),
+    "idefics3": ("vision_model", "image"),
+    "internvl": ("vision_tower", "image"),
+    "llava_next": ("vision_tower", "image"),
+    "mllama": ("vision_model", "image"),
+    "paligemma": ("vision_tower", "image"),
+    "qwen2_5_vl": ("visual", "image"),
+    "qwen2_audio": ("audio_tower", "audio"),
+    "qwen2_vl": ("visual", "image"),
+    "qwen3_vl": ("visual", "image"),
+    "whisper": ("encoder", "audio"),
+}
+"""By type the name of the tower within ``model``, and what it takes."""
+DEAD = {
+    # its pooling head is not called
+    "gemma3": r"vision_tower\.head\.",
+    # the last layer is not read
+    "llava_next": r"vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.1\.)",
+    # added behind the last layer that other tokens see
+    "qwen3_vl": r"deepstack_merger_list\.1\.",
+    # fixed
+    "qwen2_audio": r"audio_tower\.embed_positions",
+    "whisper": r"encoder\.embed_positions",
+}
+"""Parameters that the loss of a tiny model does not reach."""
+STORED = {("mllama", True)}
+"""Parts, towers or the rest, whose layers transformers does not checkpoint."""
+CANCELS = r"\bk_proj\.bias"  # the softmax does not see what is added to all scores
+every = pytest.mark.parametrize("kind", TOWERS)
+
+
+@functools.cache
+def _model(kind):
+    pairs = [p for p in registered() if p.type == kind and p.cls.endswith("ConditionalGeneration")]
+    model = build(pairs[0])
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(drawn * (parameter[0].numel()) ** -0.5)
+            elif parameter.numel() > 1:
+                parameter.add_(drawn * 0.2)
+            else:
+                parameter.fill_(0.8)  # gates are born zero
+    return model, inputs(pairs[0], model)
+
+
+def models(kind):
+    """A model, an equal one, and a batch with everything that they take."""
+    model, batch = _model(kind)
+    return copy.deepcopy(model), copy.deepcopy(model), batch
+
+
+def in_tower(kind, name):
+    return f".{TOWERS[kind][0]}." in f".{name}."
+
+
+def run(batch):
+    return lambda model: model(**batch).loss
+
+
+# --- a step ---
+
+
+@every
+def test_a_step_that_reaches_all_parameters(kind):
+    """The others compare what is too large here to be rounding."""
+    stock, ours, batch = models(kind)
+    assert TOWERS[kind][1] in given(batch)
+    report = patch(ours)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, run(batch))
+    for tower in (True, False):
+        patched = [e.path for e in report.entries if in_tower(kind, e.path) == tower]
+        assert sum(path in seen.called for path in patched) >= 4
+    found = gradients(stock)
+    floor = 20 * resolution(found.values(), torch.finfo(torch.float32).eps)
+    unseen = {n for n, p in stock.named_parameters() if p.grad is None or largest(p.grad) < floor}
+    dead = re.compile(f"{DEAD.get(kind, CANCELS)}|{CANCELS}")
+    assert not [name for name in unseen if not dead.search(name)]
+
+
+@every
+def test_evaluation_after_training_and_without_the_patch(kind):
+    """Then classes and the bits of a step are those of a model that was never patched."""
+    stock, ours, batch = models(kind)
+    patch(ours)
+    for model in (stock, ours):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+        model.eval()
+    with torch.no_grad():
+        wanted, found = stock(**batch), ours(**batch)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        found.logits.float(), wanted.logits.float(), rtol=0, atol=1e-3 * largest(wanted.logits)
+    )
+    unpatch(ours)
+    stock.load_state_dict(ours.state_dict())
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    for model in (stock.train(), ours.train()):
+        model.zero_grad()
+        model(**batch).loss.backward()
+    wanted, found = gradients(stock), gradients(ours)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# --- checkpointing ---
+
+
+@every
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(kind, reentrant):
+    """Equal to unpatched with it; operators of the layers are called once more."""
+    stock, ours, batch = models(kind)
+    patch(ours)
+    before = calls(kind, stock, ours, batch)
+    for model in (stock, ours):
+        checkpoint(model, reentrant)
+    after = calls(kind, stock, ours, batch)
+    for tower in (True, False):
+        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED)
+
+
+def checkpoint(model, reentrant):
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def calls(kind, stock, ours, batch):
+    """Calls of operators in a step that equals the unpatched one: of the tower's, of the rest's."""
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, run(batch))
+    made = {True: 0, False: 0}
+    for path, counted in seen.called.items():
+        made[in_tower(kind, path or "")] += counted.total()
+    return made
+
+
+# --- frozen parts ---
+
+
+class Backward(TorchDispatchMode):
+    """What the backward operators computed of frozen weights.
+
+    Attributes:
+        calls: Calls of backward operators.
+        wasted: Operators and weights whose gradient was computed for nobody.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.frozen = {p.data_ptr(): n for n, p in model.named_parameters() if not p.requires_grad}
+        self.calls, self.wasted = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("liger_multi::").split(".")[0]
+        op = OPS.get(name.removesuffix("_backward"))
+        if op is None or not name.endswith("_backward"):
+            return made
+        self.calls[op.name] += 1
+        outputs = (made,) if isinstance(made, torch.Tensor) else made
+        grads = dict(zip(op.bwd.returns, outputs, strict=True))
+        for param, value in zip(op.bwd.params, args, strict=False):
+            weight = isinstance(value, torch.Tensor) and self.frozen.get(value.data_ptr())
+            if weight and f"d{param}" in grads and grads[f"d{param}"].numel():
+                self.wasted.append((op.name, weight))
+        return made
+
+
+def freeze(kind, model, tower):
+    """Freeze the tower, or all of the model but the tower."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(in_tower(kind, name) != tower)
+
+
+def flops(model, batch):
+    model.zero_grad()
+    with inline_ops(), FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    return counter.get_total_flops()
+
+
+@every
+@pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
+def test_frozen_parts(kind, tower):
+    """No gradients, and none computed: as many products fewer as unpatched, or more."""
+    stock, ours, batch = models(kind)
+    patch(ours, fused_linear_cross_entropy={"compact": False})
+    whole = [flops(model, batch) for model in (stock, ours)]
+    for model in (stock, ours):
+        freeze(kind, model, tower)
+    backward = Backward(ours)
+    with backward:
+        assert_same_training(stock, ours, run(batch))
+    assert backward.calls
+    assert not backward.wasted
+    assert not [n for n in gradients(ours) if in_tower(kind, n) == tower]
+    saved = [
+        before - flops(model, batch) for before, model in zip(whole, (stock, ours), strict=True)
+    ]
+    assert saved[1] >= saved[0] > 0
+
+
+# --- adapters ---
+
+
+def linears(kind, model, tower):
+    """Linear layers within layers of the tower, or of the rest."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and in_tower(kind, path) == tower
+        and model.get_output_embeddings() is not module
+    ]
+
+
+def adapted(model, targets):
+    """Two equal models with adapters that add something."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return made, copy.deepcopy(made)
+
+
+@every
+@pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
+def test_lora(kind, tower):
+    stock, _, batch = models(kind)
+    targets = linears(kind, stock, tower)
+    stock, ours = adapted(stock, targets)
+    report = patch(ours)
+    assert report.count("lora") == len(targets) > 0
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, run(batch))
+    assert seen.calls.keys() & {"lora_mlp", "lora_qkv", "lora_update"}
+    found = gradients(ours)
+    assert found
+    assert all("lora_" in name and in_tower(kind, name) == tower for name in found)
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+@every
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lora_with_checkpointing(kind, reentrant):
+    """On all linear layers; the adapters' operators are called once more."""
+    stock, _, batch = models(kind)
+    stock, ours = adapted(stock, [p for t in (True, False) for p in linears(kind, stock, t)])
+    patch(ours)
+    before = calls(kind, stock, ours, batch)
+    for model in (stock, ours):
+        checkpoint(model, reentrant)
+        if reentrant:  # only inputs with gradients reach layers then
+            model.enable_input_require_grads()
+    after = calls(kind, stock, ours, batch)
+    # transformers marks the inputs of this tower too early: nothing behind them has a gradient
+    unreached = {("qwen3_vl", True)} if reentrant else set()
+    for tower in (True, False):
+        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED | unreached)
+
+
+# --- the compiler ---
+
+
+@every
+def test_compiled(kind):
+    """As many graphs as unpatched, with operators of both parts in them."""
+    stock, ours, batch = models(kind)
+    patch(ours)
+    counts, losses = [], []
+    for model in (stock, ours):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        loss = torch.compile(model, backend=graphs)(**batch).loss
+        loss.backward()
+        counts.append(graphs.count)
+        losses.append(loss.detach())
+    torch._dynamo.reset()
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    assert_same_gradients(gradients(ours), gradients(stock))
+    assert counts[1] <= counts[0]
+    assert any("liger_multi." in target for target in graphs.targets)
