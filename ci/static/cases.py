@@ -47,6 +47,7 @@ from liger_multi.backends.triton.float8.rows import CodeRoom, TritonQuantizer
 from liger_multi.backends.triton.linear_attention import (
     gated_delta_rule,
     kimi_delta_attention,
+    selective_scan,
     ssd_scan,
 )
 from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
@@ -186,6 +187,21 @@ def _ssd_scan(
     given = (x, dt, a, b, b, skip, z, bias, state, first, True, 0.0, math.inf, 256)
     y, final = ssd_scan.forward(*given, everything)
     ssd_scan.backward(y, final if everything else None, *given, *[True] * 9)
+
+
+def _selective_scan(
+    channels: int, states: int, dtype: torch.dtype = BF16, gated: bool = True,
+    everything: bool = False,
+) -> None:  # fmt: skip
+    """With skip, bias and gate, or without; with documents and states, or without."""
+    u, b = _meta(2, 8192, channels, dtype=dtype), _meta(2, 8192, states, dtype=dtype)
+    a, vector = _meta(channels, states, dtype=FP32), _meta(channels, dtype=FP32)
+    state = _meta(2, channels, states, dtype=FP32) if everything else None
+    first = _meta(2, 8192, dtype=torch.int32) if everything else None
+    skip, z, bias = (vector, u, vector) if gated else (None, None, None)
+    given = (u, u, a, b, b, skip, z, bias, state, first, True)
+    y, final = selective_scan.forward(*given, everything)
+    selective_scan.backward(y, final if everything else None, *given, *[True] * 9)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -703,6 +719,15 @@ LAYERS = (
     )),
     Launches("ssd_scan {} groups {}x{} everything", _ssd_scan, ((1, 64, 128),),
              {"everything": True}),
+    Launches("selective_scan 2x8192x{} N{} {}", _selective_scan, (
+        (8192, 16, BF16), (8192, 16, FP32), (4096, 64, BF16), (1024, 256, BF16),
+    )),
+    Launches("selective_scan 2x8192x{} N{} {} plain", _selective_scan, (
+        (8192, 16, BF16),
+    ), {"gated": False}),
+    Launches("selective_scan 2x8192x{} N{} {} everything", _selective_scan, (
+        (8192, 16, BF16), (2048, 4, FP32), (1024, 256, BF16),
+    ), {"everything": True}),
     Launches("kimi_delta_attention {}x{} {}", _delta_rule, (
         (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
     ), {"rule": kimi_delta_attention, "group": 1}),

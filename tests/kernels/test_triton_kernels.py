@@ -2,7 +2,8 @@
 
 multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
 same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
-give. Sums over rows: the same bits on every card of an architecture.
+give. The selective scan: several blocks of channels, and sequences that begin at the edges of
+chunks. Sums over rows: the same bits on every card of an architecture.
 """
 
 import types
@@ -32,9 +33,11 @@ from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
+from liger_multi.backends.triton.linear_attention import selective_scan
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.experts.fused_moe import sorted_pairs
+from liger_multi.reference.linear_attention import selective_scan as scan_reference
 
 # --- multi_token_attention ---
 
@@ -409,3 +412,50 @@ def test_sums_over_rows_of_any_number(shape):
     x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
     made = sum_rows(x.to(DEVICE).t(), torch.float32)
     assert torch.equal(made, x.sum(1).to(DEVICE))
+
+
+# --- selective_scan ---
+
+
+def scanned(length, states, upstream):
+    """All results of forward and backward, of the kernels and of the reference in fp64."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    cols = 37  # some blocks of channels, the last one short
+    rows, pairs = (normal(2, length, cols) for _ in range(3)), (2, length, states)
+    u, delta, z = rows
+    A, state = -normal(cols, states).exp(), normal(2, cols, states)
+    given = (u, delta, A, normal(*pairs), normal(*pairs), normal(cols), z, normal(cols), state)
+    place = torch.arange(length, dtype=torch.int32)
+    first = torch.stack([place // 8 * 8, torch.where(place < 5, 0, 5).int()]).to(DEVICE)
+    dy = normal(2, length, cols) if upstream else None
+    dstate = normal(2, cols, states)
+
+    def run(module, kind):
+        wide = [t.to(kind) for t in given]
+        y, last = module.forward(*wide, first, True, True)
+        grads = (None if dy is None else dy.to(kind), dstate.to(kind))
+        return y, last, *module.backward(*grads, *wide, first, True, *[True] * 9)
+
+    kernels_twice = [run(selective_scan, torch.float32) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*kernels_twice, strict=True))
+    return kernels_twice[0], run(scan_reference, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("length", "states", "upstream"), [(17, 16, True), (8, 3, True), (7, 40, True), (9, 16, False)]
+)
+def test_scans_of_several_blocks_and_chunks(length, states, upstream):
+    """Also a gradient of the last state alone."""
+    for got, exact in zip(*scanned(length, states, upstream), strict=True):
+        scale = float(exact.abs().max())
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-5 * scale)
+
+
+def test_scans_of_too_many_states_are_refused():
+    wide = torch.empty(1, 4, 257)
+    assert selective_scan.supports(wide[..., :256]) is None
+    assert "up to 256 states of a channel (registers), got 257" in selective_scan.supports(wide)
