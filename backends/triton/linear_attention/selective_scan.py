@@ -43,20 +43,20 @@ class ScanConfig:
     num_warps: int
 
 
-def _config(info: DeviceInfo, states: int, chunk: int, kept: int) -> ScanConfig:
-    """Eight states a thread, and at least 16 channels a program.
+def _config(info: DeviceInfo, states: int, chunk: int, kept: int, each: int) -> ScanConfig:
+    """``each`` states a thread, and at least 16 channels a program.
 
     Each program leaves a part of the gradients of B and C. Of few states, a warp is a program: its
     sums pass through no shared memory.
     """
     size = power_of_2(states)
-    block = max(16, min(64, 8 * info.warp_size // size))
+    block = max(16, min(64, each * info.warp_size // size))
     block = min(block, 2048 // size)  # programs of more threads have fewer registers for each
-    return ScanConfig(block, chunk, kept, warps(size * block // 8, info.warp_size))
+    return ScanConfig(block, chunk, kept, warps(size * block // each, info.warp_size))
 
 
 def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
-    """Loads of a chunk wait in registers, as many for B as for a tile of few states.
+    """As many channels as threads where there are 16 states: each computes one step size a token.
 
     Args:
         info: Limits of the device.
@@ -64,7 +64,7 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
         cols: Channels.
         states: Of a channel.
     """
-    return _config(info, states, 8, 4)
+    return _config(info, states, 4, 4, 16)
 
 
 def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
@@ -72,7 +72,7 @@ def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sc
 
     With 4 of them, registers spill up to 88 bytes; with 2, none (sm90, Triton 3.9).
     """
-    return _config(info, states, 8, 2)
+    return _config(info, states, 8, 2, 8)
 
 
 # --- launchers ---
