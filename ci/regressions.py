@@ -131,9 +131,9 @@ CASES = (
             ),
             Break(
                 "`inplace=True` does not advance autograd's version counter",
-                "liger_multi/dispatch/autograd.py",
-                "        increment_version(args[w.overwritten])\n",
-                "        pass\n",
+                "liger_multi/dispatch/flat.py",
+                '        f"_increment_version({op.inplace})" if op.inplace else None,\n',
+                "",
                 (
                     "tests/ops/test_triton_calls.py::test_what_was_overwritten_raises_for_whoever_saved_it",
                     "--backend",

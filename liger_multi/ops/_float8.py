@@ -123,7 +123,7 @@ def either(
 
 def only_quantized(name: str, outputs: object) -> None:
     """Refuse ``outputs`` without ``quantize``."""
-    if outputs != OUTPUTS:
+    if outputs is not OUTPUTS and checks.names(name, outputs, OUTPUTS) != ",".join(OUTPUTS):
         checks.refuse(name, f"outputs chooses among {OUTPUTS} where quantize is given", outputs)
 
 

@@ -161,6 +161,8 @@ def weight_scales_fit(
             if scale is not None:
                 raise ValueError(f"{op}: {name}_scale needs {name} beside it, got None")
             continue
+        if scale is not None:
+            checks.floating(op, optional=(), **{name: weight, f"{name}_scale": scale})
         checks.vector(op, f"{name}_scale", scale, weight.shape[0], f"rows of {name}")
         codes_fit(op, name, weight, scale)
 
