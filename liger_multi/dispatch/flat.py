@@ -240,7 +240,7 @@ def gradients_source(
     smooth = [ups[n] for n in visible if n not in op.non_differentiable]
     if len(ups) > 1 and smooth:  # an input that no upstream gradient reaches has an empty gradient
         lines += [f"if {' or '.join(f'{d} is None' for d in smooth)}:"]
-        lines += [f"    {g} = None if {g}.numel() == 0 else {g}" for g in made.values()]
+        lines += [f"    {g} = None if {g}.shape == (0,) else {g}" for g in made.values()]
     found = []
     for name in params:
         owner = op.same_grad_as.get(name, name)

@@ -73,7 +73,7 @@ class FusedCosSinRoPE(CosSinRoPE):
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves; the cache ``(B or 1, S, 1, 2D)`` holds cosines, then sines."""
+        """Half-split RoPE; the cache ``(B or 1, S, 1, 2D)`` holds cosines, then sines."""
         cos, sin = rope_cache.squeeze(2).chunk(2, dim=-1)
         return ops.rope(query, key, cos, sin, unsqueeze_dim=2, casting="cohere")
 

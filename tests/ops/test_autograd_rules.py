@@ -420,3 +420,12 @@ def test_a_teacher_in_the_memory_of_the_student_is_not_overwritten(op):
     getattr(ops, op)(apart[:6], apart.detach()[6:], **form, inplace=True)
     assert not torch.equal(apart[:6], before[:6])
     assert torch.equal(apart[6:], before[6:])
+
+
+def test_an_empty_input_has_a_gradient_where_one_output_is_unused():
+    """None stands for an input that no upstream gradient reaches, and not for one without rows."""
+    x, residual = (torch.randn(0, 3, 8, requires_grad=True) for _ in range(2))
+    weight = torch.randn(8, requires_grad=True)
+    for out in ops.fused_add_rms_norm(x, residual, weight):
+        grads = torch.autograd.grad(out.sum(), (x, residual), retain_graph=True)
+        assert [g.shape for g in grads] == [x.shape, x.shape]
