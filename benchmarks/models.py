@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
          "tie_word_embeddings": True},
     ),
+    "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
 }  # fmt: skip
 WARM_STEPS = 3
 

@@ -204,23 +204,27 @@ def chunk_pass(
     kernels: Any, args: tuple[Any, ...], formula: Formula, columns: Columns, needs: tuple[bool, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     """Go through the chunks once: the sum, the rows' statistics, and the gradients of the sum."""
-    from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
+    from liger_multi.reference.common.chunking import statistics_dtype
+    from liger_multi.reference.cross_entropy.fused_linear import (
+        Accumulator,
+        Chunks,
+        ChunkSpec,
+        Collected,
+    )
     from liger_multi.reference.cross_entropy.reduction import check_targets
-    from liger_multi.reference.cross_entropy.rows import Objective, RowStats, upstream_of
+    from liger_multi.reference.cross_entropy.rows import Objective, upstream_of
 
     (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
      compact, validate, outputs) = args  # fmt: skip
     check_targets(target, weight.shape[0], ignore_index, validate)
     spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
-    rows = RowStats.empty(
-        target.numel(), spec, outputs, chunks.like, ignored=chunks.drops, loss=False
-    )
+    collected = Collected(chunks, spec, outputs, loss=False)
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
-    total = rows.lse.new_zeros(())
+    total = target.new_zeros((), dtype=statistics_dtype(chunks.kind))
     for place, where, h, t, raw in chunks:
         made = kernels.statistics(raw, t, None, spec, outputs)
-        rows.put(where, made)
+        collected.put(where, made)
         part = {key: column[where] for key, column in columns.items()}
         picked = picked_logits(raw, part["ids"], spec) if "ids" in part else None
         value, slopes, dpicked = _slopes(formula, made, part, t, ignore_index, picked)
@@ -237,6 +241,7 @@ def chunk_pass(
                 dpicked = (dpicked * spec.logit_scale).to(raw.dtype)
                 raw.scatter_add_(1, part["ids"].clamp(min=0), dpicked)
             into.add(place, where, h, raw)
+    rows = collected.rows
     return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), into.gradients
 
 

@@ -211,21 +211,19 @@ class _Kept(torch.autograd.Function):
         args: Any,
         fit: int,
     ) -> tuple[Tensor, ...]:
+        from liger_multi.reference.cross_entropy.fused_linear import Collected
         from liger_multi.reference.cross_entropy.reduction import check_targets
-        from liger_multi.reference.cross_entropy.rows import RowStats
 
         ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
         target, outputs = args[2], args[-1]
         check_targets(target, weight.shape[0], args[4], args[12])
         with torch._C._DisableAutocast(), on_device(hidden):
             chunks = _chunks(args, fit)
-            rows = RowStats.empty(
-                target.numel(), chunks.spec, outputs, chunks.like,
-                ignored=chunks.drops, loss=False,
-            )  # fmt: skip
+            found = Collected(chunks, chunks.spec, outputs, loss=False)
             ctx.kept = chunks.first()
             for _, where, _, t, raw in chunks.over(ctx.kept):
-                rows.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
+                found.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
+            rows = found.rows
         ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)

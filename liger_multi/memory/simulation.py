@@ -423,16 +423,21 @@ class _LossKernels:
         return RowStats.empty(raw.shape[0], objective, outputs, raw)
 
     def statistics_and_gradient_(
-        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Tensor, outputs: str
+        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Any, outputs: str
     ) -> Any:
         return self.statistics(raw, target, weight, objective, outputs)
+
+    def results(self, *args: Any) -> Any:
+        from liger_multi.reference.cross_entropy.reduction import results
+
+        return results(*args)
 
     def gradient_(self, *_: Any) -> None:
         return None
 
     log_prob_gradient_ = gradient_
 
-    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
+    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype, by: Any = None) -> Tensor:
         if factor is None and gradient.dtype == dtype:
             return gradient
         return torch.empty_like(gradient, dtype=dtype)

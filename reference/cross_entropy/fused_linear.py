@@ -29,9 +29,22 @@ from liger_multi.reference.common.float8 import GRADIENT
 from liger_multi.reference.common.retry import divided
 from liger_multi.reference.common.strict import by_rows, multiply
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Head, Rounding, logits_dtype
-from liger_multi.reference.cross_entropy.rows import Objective
+from liger_multi.reference.cross_entropy.reduction import divide
+from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
 # --- chunks of rows ---
+
+THIN = 512  # rows
+
+
+def thin(target: Tensor) -> bool:
+    """Whether a device gains nothing by fewer rows.
+
+    The products of so few rows take the time in which the weight is read, and the wait for their
+    count takes longer than that.
+    """
+    return target.device.type != "cpu" and target.numel() <= THIN
+
 
 SCALES = (
     'a head in FP8 has no independent rows, which deterministic="rows" asks for: one scale serves '
@@ -82,7 +95,7 @@ class Chunks:
             if by_rows():
                 raise ValueError(SCALES)
             self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
-        self.drops = plan.compact and not capturing(hidden.device)
+        self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
         self.like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
         every, size = target.numel(), self.like.element_size()
@@ -133,6 +146,32 @@ class Chunks:
         else:
             multiply(h, self.weight.t(), self.bias, raw)
         return place, where, h, self.target[where], raw
+
+
+class Collected:
+    """Statistics of all rows, put together from chunks; one chunk of all rows is taken as it is."""
+
+    def __init__(
+        self, chunks: Chunks, objective: Objective, outputs: str, *, loss: bool = True
+    ) -> None:
+        self.chunks, self.options = chunks, (objective, outputs)
+        self.loss = loss
+        self.whole: RowStats | None = None
+
+    @functools.cached_property
+    def rows(self) -> RowStats:
+        """The statistics; room for them until all chunks are through."""
+        if self.whole is not None:
+            return self.whole
+        count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
+        return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
+
+    def put(self, where: Tensor | slice, made: RowStats) -> None:
+        """Take those of one chunk."""
+        if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
+            self.whole = made
+        else:
+            self.rows.put(where, made)
 
 
 # --- gradients of a head ---
@@ -190,12 +229,16 @@ class Accumulator:
         return multiply(graw, self.chunks.weight, None, out)
 
 
-def scale_to(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` computed in fp32 and rounded once to ``dtype``, in one pass.
+def scale_to(
+    gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, by: Tensor | None = None
+) -> Tensor:
+    """``gradient * factor / by[1]`` computed in fp32 and rounded once to ``dtype``, in one pass.
 
     The factor has one axis, because a tensor without axes would be rounded to the gradient's dtype
     first.
     """
-    if factor is None:
+    if factor is None or not gradient.numel():
         return gradient.to(dtype)
+    if by is not None:
+        factor = divide(factor, by[1])
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))

@@ -21,6 +21,7 @@ from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,
     Chunks,
     ChunkSpec,
+    Collected,
     Gradients,
     scale_to,
 )
@@ -31,17 +32,18 @@ class ReferenceRows:
     """Row kernels in plain PyTorch."""
 
     statistics = staticmethod(rows_of.statistics)
+    results = staticmethod(reduction_of.results)
     scale = staticmethod(scale_to)
     rounding: ClassVar[Rounding] = PLAIN
 
     @staticmethod
     def statistics_and_gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, scales: Tensor,
-        outputs: str,
+        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective,
+        scales: Tensor | None, outputs: str,
     ) -> RowStats:  # fmt: skip
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
-        by = (scales[0], scales[1])
+        by = rows_of.pair(scales, rows.lse)
         rows_of.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
         return rows
 
@@ -75,9 +77,13 @@ def implement_fused_linear_cross_entropy(
         plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
-        by = reduction_of.denominators(target, class_weight, ignore_index, reduction, chunks.kind)
-        scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
-        rows = RowStats.empty(target.numel(), spec, outputs, chunks.like, ignored=chunks.drops)
+        scales = None
+        if class_weight is not None and reduction == "mean":  # to a mean of one
+            by = reduction_of.denominators(
+                target, class_weight, ignore_index, reduction, chunks.kind
+            )
+            scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
+        found = Collected(chunks, spec, outputs)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
             if any(needs):
@@ -85,8 +91,8 @@ def implement_fused_linear_cross_entropy(
                 into.add(place, where, h, raw)
             else:
                 made = kernels.statistics(raw, t, class_weight, spec, outputs)
-            rows.put(where, made)
-        results = reduction_of.reduced(rows, target, spec, reduction, by, outputs)
+            found.put(where, made)
+        *results, by = kernels.results(found.rows, target, class_weight, spec, reduction, outputs)
         return (*results, *into.gradients, by)  # type: ignore[return-value]
 
     @retried
@@ -113,10 +119,11 @@ def implement_fused_linear_cross_entropy(
                 into.add(place, where, h, raw)
             gradients = into.gradients
         else:
-            factor = reduction_of.divide(dloss, denominators[1])
+            factor = dloss
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
         return tuple(
-            kernels.scale(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True)
+            kernels.scale(g, factor, kind, denominators)
+            for g, kind in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 
     return forward, backward

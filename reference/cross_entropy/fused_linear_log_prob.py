@@ -18,6 +18,7 @@ from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,
     Chunks,
     ChunkSpec,
+    Collected,
     scale_to,
 )
 from liger_multi.reference.cross_entropy.reduction import check_targets
@@ -46,6 +47,9 @@ class LogProbKernels(Protocol):
     ) -> None:
         """Overwrite ``raw`` by its gradient."""
 
+    def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """A gradient times a factor of one element (None: one), rounded once to ``dtype``."""
+
 
 class ReferenceRows:
     """Row kernels in plain PyTorch."""
@@ -72,10 +76,10 @@ def implement_fused_linear_log_prob(
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
-        like, count = chunks.like, target.numel()
-        rows = RowStats.empty(count, spec, outputs, like, ignored=chunks.drops, loss=False)
+        found = Collected(chunks, spec, outputs, loss=False)
         for _, where, _, t, raw in chunks:
-            rows.put(where, kernels.statistics(raw, t, None, spec, outputs))
+            found.put(where, kernels.statistics(raw, t, None, spec, outputs))
+        rows = found.rows
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
 
     @retried
@@ -100,7 +104,8 @@ def implement_fused_linear_log_prob(
             kernels.log_prob_gradient_(raw, t, lse[where].contiguous(), spec, upstream.at(where))
             into.add(place, where, h, raw)
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return tuple(scale_to(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
+        scale = kernels.scale
+        return tuple(scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
 
     forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
     return forward, backward

@@ -51,6 +51,16 @@ def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]
     return (dloss, dloss) if reduction == "none" else (divide(dloss, by[0]), divide(dloss, by[1]))
 
 
+def results(
+    rows: RowStats, target: Tensor, weight: Tensor | None, objective: Objective, reduction: str,
+    outputs: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The outputs of the contract, and the divisors behind them."""
+    ignored, kind = objective.ignore_index, rows.ce.dtype
+    by = denominators(target, weight, ignored, reduction, kind)
+    return (*reduced(rows, target, objective, reduction, by, outputs), by)
+
+
 def reduced(
     rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
 ) -> tuple[Tensor, ...]:

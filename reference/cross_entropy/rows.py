@@ -93,10 +93,13 @@ class RowKernels(Protocol):
         target: Tensor,
         weight: Tensor | None,
         objective: Objective,
-        scales: Tensor,
+        scales: Tensor | None,
         outputs: str,
     ) -> RowStats:
-        """The same; ``raw`` becomes the gradient of ``ce * scales[0] + zl * scales[1]``."""
+        """The same; ``raw`` becomes the gradient of ``ce * scales[0] + zl * scales[1]``.
+
+        Without scales, of ``ce + zl``.
+        """
 
     def gradient_(
         self,
@@ -109,8 +112,28 @@ class RowKernels(Protocol):
     ) -> None:
         """Overwrite ``raw`` by its gradient; ``dloss`` has one value a row."""
 
-    def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A gradient times a factor of one element (None: one), rounded once to ``dtype``."""
+    def results(
+        self,
+        rows: RowStats,
+        target: Tensor,
+        weight: Tensor | None,
+        objective: Objective,
+        reduction: str,
+        outputs: str,
+    ) -> tuple[Tensor, ...]:
+        """The outputs of the contract from the statistics of all rows, and the divisors."""
+
+    def scale(
+        self,
+        gradient: Tensor,
+        factor: Tensor | None,
+        dtype: torch.dtype,
+        by: Tensor | None = None,
+    ) -> Tensor:
+        """A gradient times a factor of one element (None: one), rounded once to ``dtype``.
+
+        With ``by`` the factor is divided by the second of its elements; 0 where that is 0.
+        """
 
 
 # --- cross entropy ---
@@ -163,6 +186,14 @@ def statistics(
         z = scaled(raw[block], objective)
         rows.put(block, _block_statistics(z, target[block], weight, objective, outputs))
     return rows
+
+
+def pair(scales: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of ``ce`` and ``zl``; without scales, two ones beside ``like``."""
+    if scales is not None:
+        return scales[0], scales[1]
+    one = like.new_ones(())
+    return one, one
 
 
 def gradient_into(

@@ -99,7 +99,7 @@ FP16_GAIN = 16.0  # probabilities of a class are small for fp16
 
 
 def forward_and_backward(
-    name: str, kernels: DivergenceKernels
+    name: str, kernels: DivergenceKernels, scaled: Callable[..., Tensor] = scale_to
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract ``name`` over a backend's row kernels."""
 
@@ -167,6 +167,6 @@ def forward_and_backward(
                 into.add(place, where, h, raw)
             gradients = into.gradients
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        return tuple(scale_to(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
+        return tuple(scaled(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
 
     return forward, backward

@@ -17,7 +17,8 @@ from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
 from liger_multi.reference.common.float8 import GRADIENT
-from liger_multi.reference.cross_entropy import float8
+from liger_multi.reference.cross_entropy import float8, fused_linear, reduction
+from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
 
@@ -535,3 +536,36 @@ def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, c
     launches = [n for n in between if n not in ("squeeze", "new_empty", "empty", "slice", "t")]
     poison = launches[:1] == ["fill_"]  # the suite's, of the empty buffer
     assert launches[poison:] == ["index"]  # of the hidden states
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
+    """The wait for their number would take longer than the products of those that are ignored."""
+    hidden, weight, target = head(dtype=torch.float32)
+    target[::3] = -100
+
+    def run():
+        if op == "log_prob":
+            loss = fused_linear_log_prob(hidden, weight, target).log_prob.sum()
+        elif op == "jsd":
+            teacher = (hidden.detach() + 0.1, weight.detach())
+            loss = fused_linear_jsd(hidden, weight, *teacher, target)
+        else:
+            loss = fused_linear_cross_entropy(hidden, weight, target)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    right = run()
+    monkeypatch.setattr(fused_linear, "thin", lambda target: True)
+    for module in (reduction, loop):
+        monkeypatch.setattr(module, "check_targets", lambda *_: None)  # a CPU looks at once
+    with torch.autograd.set_multithreading_enabled(False):
+        seen = calls_of(lambda: right and run())
+    assert not {"nonzero", "_local_scalar_dense", "index_copy_"}.intersection(seen)
+    for own, other in zip(run(), right, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_which_rows_are_few():
+    assert fused_linear.thin(torch.empty(512, device="meta"))
+    assert not fused_linear.thin(torch.empty(513, device="meta"))
+    assert not fused_linear.thin(torch.empty(1))

@@ -43,7 +43,14 @@ from liger_multi.reference.cross_entropy.fused_linear_log_prob import (
     implement_fused_linear_log_prob,
 )
 from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream, needs_argmax
+from liger_multi.reference.cross_entropy.reduction import results
+from liger_multi.reference.cross_entropy.rows import (
+    Objective,
+    RowStats,
+    Upstream,
+    needs_argmax,
+    pair,
+)
 
 # --- kernels and launchers ---
 
@@ -291,6 +298,7 @@ class AscendRows:
     """Row kernels of losses over a vocabulary."""
 
     statistics = staticmethod(statistics)
+    results = staticmethod(results)
     scale = staticmethod(scale_to)
     rounding: Rounding = PLAIN
 
@@ -311,11 +319,11 @@ class AscendRows:
     @staticmethod
     def statistics_and_gradient_(
         raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
-        scales: Tensor, outputs: str,
+        scales: Optional[Tensor], outputs: str,
     ) -> RowStats:  # fmt: skip
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = statistics(raw, target, weight, objective, outputs)
-        by = (scales[0], scales[1])
+        by = pair(scales, rows.lse)
         AscendRows.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
         return rows
 

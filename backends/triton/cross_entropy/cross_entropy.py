@@ -340,8 +340,8 @@ def _cross_entropy_forward_kernel(
     Reads the target and its logit, then the row in one pass, or in three where the anchor was no
     good (maximum, then the sums again). Writes ce, and those of zl, lse, log_prob, entropy and
     argmax that have a pointer.
-    GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``;
-    INVERSE: by their inverses, with 0 for 0.
+    GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``, if
+    there are any; INVERSE: by their inverses, with 0 for 0.
     An ignored row gives zeros and the argmax -1. A target that is no class never becomes an
     address: the row gets a NaN loss and a zero gradient.
     """
@@ -388,11 +388,14 @@ def _cross_entropy_forward_kernel(
     entropy = log_total - spread / total
     if GRADIENT:
         if inside:
-            ce_scale = tl.load(scales_ptr)
-            zl_scale = tl.load(scales_ptr + 1)
-            if INVERSE:
-                ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
-                zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
+            ce_scale = 1.0
+            zl_scale = 1.0
+            if scales_ptr is not None:
+                ce_scale = tl.load(scales_ptr)
+                zl_scale = tl.load(scales_ptr + 1)
+                if INVERSE:
+                    ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
+                    zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
                 row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
                 ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
@@ -466,8 +469,10 @@ def _launch_rows(
     total: Optional[Tensor],
     options: Objective,
     rows: RowStats,
-    scales: Optional[Tensor],
-    add_zl: bool,
+    scales: Optional[Tensor] = None,
+    add_zl: bool = False,
+    *,
+    gradient: bool = False,
     inverse: bool = False,
 ) -> None:
     count, cols = logits.shape
@@ -482,7 +487,7 @@ def _launch_rows(
         _cross_entropy_forward_kernel, count,
         (logits, target, weight, total, scales, *(filled(r) for r in rows), logits.stride(0),
          target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, add_zl, scales is not None, inverse, k.block, k.unroll),
+        (options.label_smoothing, add_zl, gradient, inverse, k.block, k.unroll),
         k.num_warps,
     )  # fmt: skip
 
@@ -492,12 +497,12 @@ def statistics(
 ) -> None:
     """Fill ``rows`` with the statistics of logits whose columns are adjacent."""
     total = weight_sum(weight, options)
-    _launch_rows(logits, target, weight, total, options, rows, None, False)
+    _launch_rows(logits, target, weight, total, options, rows)
 
 
 def loss_and_gradient_(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats,
-    scales: Tensor, *, add_zl: bool = False, inverse: bool = False,
+    scales: Optional[Tensor], *, add_zl: bool = False, inverse: bool = False,
 ) -> None:  # fmt: skip
     """Fill ``rows``, then overwrite raw logits with the gradient, in one launch.
 
@@ -507,12 +512,15 @@ def loss_and_gradient_(
         weight: (V,) contiguous class weights.
         options: The objective.
         rows: Buffers of the statistics; empty tensors are skipped.
-        scales: Two fp32 elements, the gradient is that of ``scales[0] * ce + scales[1] * zl``.
+        scales: Two fp32 elements, the gradient is that of ``scales[0] * ce + scales[1] * zl``;
+            None for two ones.
         add_zl: Add ``zl`` to ``ce`` in ``rows``.
         inverse: ``scales`` are divisors; 0 means no gradient.
     """
     total = weight_sum(weight, options)
-    _launch_rows(logits, target, weight, total, options, rows, scales, add_zl, inverse)
+    _launch_rows(
+        logits, target, weight, total, options, rows, scales, add_zl, gradient=True, inverse=inverse
+    )
 
 
 def gradient_into(
@@ -556,7 +564,7 @@ def forward(
     rows = RowStats.empty(count, options, outputs, logits)
     total = weight_sum(weight, options)
     add_zl = reduction == "none" and z_loss_weight != 0.0
-    _launch_rows(_columns(logits), target, weight, total, options, rows, None, add_zl)
+    _launch_rows(_columns(logits), target, weight, total, options, rows, add_zl=add_zl)
     return finish(rows, target, weight, cols, ignore_index, reduction, outputs)
 
 

@@ -46,6 +46,7 @@ from liger_multi.backends.triton.cross_entropy.cross_entropy import (
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.implementation import Implementation
+from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy.float8 import Rounding
 from liger_multi.reference.cross_entropy.fused_linear import scale_to
 from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import (
@@ -164,8 +165,8 @@ def flat_config(info: DeviceInfo) -> FlatConfig:
 
 
 @triton.jit
-def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """Multiply a contiguous tensor by a factor and cast it.
+def _scale_kernel(x_ptr, factor_ptr, by_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """Multiply a contiguous tensor by a factor, over the number at ``by_ptr + 1``, and cast it.
 
     Program: BLOCK elements; reads the factor from the device, so that the host needs no sync.
     """
@@ -173,20 +174,26 @@ def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     mask = first + lane < size
     factor = tl.load(factor_ptr).to(tl.float32)
+    if by_ptr is not None:
+        by = tl.load(by_ptr + 1).to(tl.float32)
+        factor = tl.where(by == 0.0, 0.0, tl.div_rn(factor, by))
     x = tl.load(x_ptr + first + lane, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + first + lane, round_to(x * factor, out_ptr.dtype.element_ty), mask=mask)
 
 
-def scale(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in fp32, rounded once; without a factor a cast, or nothing."""
+def scale(
+    gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, by: Tensor | None = None
+) -> Tensor:
+    """``gradient * factor / by[1]`` in fp32, rounded once; without a factor a cast, or nothing."""
     if factor is None or not gradient.numel():
         return scale_to(gradient, factor, dtype)
     out = torch.empty_like(gradient, dtype=dtype)
     k = launch_config("scale", flat_config, gradient.device)
     size = gradient.numel()
     launch(
-        _scale_kernel, cdiv(size, k.block), (gradient, factor, out, size), (k.block,), k.num_warps
-    )
+        _scale_kernel, cdiv(size, k.block), (gradient, factor, by, out, size), (k.block,),
+        k.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -218,13 +225,25 @@ class TritonRows:
         target: Tensor,
         weight: Tensor | None,
         objective: Objective,
-        scales: Tensor,
+        scales: Tensor | None,
         outputs: str,
     ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = RowStats.empty(raw.shape[0], objective, outputs, raw)
         rows_of.loss_and_gradient_(raw, target, _contiguous(weight), objective, rows, scales)
         return rows
+
+    @staticmethod
+    def results(
+        rows: RowStats, target: Tensor, weight: Tensor | None, objective: Objective,
+        reduction: str, outputs: str,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The outputs of the contract and the divisors, in one launch."""
+        if reduction == "none":
+            return reduction_of.results(rows, target, weight, objective, reduction, outputs)
+        weight, ignored = _contiguous(weight), objective.ignore_index
+        cols = 0 if weight is None else weight.shape[0]
+        return finish(rows, target, weight, cols, ignored, reduction, outputs)
 
     @staticmethod
     def gradient_(

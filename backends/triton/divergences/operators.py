@@ -34,7 +34,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.backends.triton.cross_entropy.cross_entropy import fill_zero, filled
-from liger_multi.backends.triton.cross_entropy.operators import CrossEntropyInplace
+from liger_multi.backends.triton.cross_entropy.operators import CrossEntropyInplace, scale
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.divergences.divergence import DivergenceSpec, DivergenceStats
 from liger_multi.reference.divergences.operators import implement
@@ -572,4 +572,4 @@ def scale_(dloss: Tensor, student: Tensor) -> None:
     CrossEntropyInplace.backward(dloss, student)
 
 
-OPERATORS = implement(TritonPairs, scale_)
+OPERATORS = implement(TritonPairs, scale_, scale)
