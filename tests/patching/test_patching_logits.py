@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from liger_multi import ops
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy_logits import lazy_tensor as lazy_tensors
 from liger_multi.patching.lazy_logits import reductions
@@ -155,14 +156,80 @@ def test_same_values_and_gradients(models, small_chunks, name):
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_reductions_hold_a_chunk_only(models, small_chunks, name):
-    logits = lazy(models[1])
+def test_reductions_hold_a_chunk_only(small_chunks, name):
+    _, ours = pair("llama")
+    patch(ours, fused_linear_cross_entropy={"chunk": 3})  # of what one fused call serves
+    logits = lazy(ours)
     with Widest() as seen:
         result = CHUNKED[name](logits)
         if result.requires_grad:
             result.sum().backward()
     assert seen.rows == 3
     assert isinstance(logits, LazyLogits)
+
+
+ONE_CALL = {
+    "tokens": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]),
+    "tokens, cooler": lambda z: (z.float() / 0.7).log_softmax(-1).gather(-1, IDS[..., None]),
+    "tokens of some rows": lambda z: F.log_softmax(z[:, 1:], -1).gather(2, IDS[:, :-1, None]),
+    "normalizer": lambda z: z.logsumexp((-1,)),
+    "normalizer, soft-capped": lambda z: ((z / 3).tanh() * 3).logsumexp(-1, keepdim=True),
+    "entropy": lambda z: -(z.log_softmax(-1) * z.softmax(-1)).sum(-1),
+    "entropy of exponentials": lambda z: _entropy(z / 2).unsqueeze(-1),
+    "entropy of factors": lambda z: (-z.softmax(-1) * z.log_softmax(-1)).sum(-1, dtype=torch.float),
+    "cost of tokens": lambda z: (-z.log_softmax(-1)).gather(-1, IDS[..., None]),
+}
+IN_CHUNKS = {
+    "two tokens": lambda z: z.log_softmax(-1).gather(-1, torch.stack((IDS, IDS + 1), -1) % 50),
+    "logits": lambda z: z.gather(-1, IDS[..., None]),
+    "probabilities": lambda z: z.softmax(-1).gather(-1, IDS[..., None]),
+    "cross terms": lambda z: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "squared": lambda z: (z.log_softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "in fp64": lambda z: z.double().log_softmax(-1).gather(-1, IDS[..., None]).float(),
+    "of exponentials": lambda z: z.exp().logsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*ONE_CALL, *IN_CHUNKS])
+def test_what_losses_of_tokens_ask_is_one_fused_call(name, dtype, monkeypatch):
+    """And no more than that is; the values and gradients are PyTorch's either way."""
+    calls, own = [], ops.fused_linear_log_prob
+    monkeypatch.setattr(
+        ops, "fused_linear_log_prob", lambda *a, **k: calls.append(k["outputs"]) or own(*a, **k)
+    )
+    stock, ours = pair("llama", dtype=dtype)
+    exact = copy.deepcopy(stock).double()
+    patch(ours)
+    function, found = (ONE_CALL | IN_CHUNKS)[name], []
+    for model in (exact, stock, ours):
+        made = function(model(input_ids=IDS).logits)
+        made.double().pow(2).sum().backward()
+        grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+        found.append([made.detach().double(), *grads])
+    assert made.dtype == function(stock(input_ids=IDS).logits).dtype
+    assert len(calls) == (name in ONE_CALL)
+    errors = [
+        torch.stack(
+            [(a - b).norm() / (b.norm() + 1e-30) for a, b in zip(result, found[0], strict=True)]
+        ).norm()
+        for result in found[1:]
+    ]
+    assert errors[1] <= 1.2 * errors[0] + 1e-5, errors
+
+
+def test_several_losses_of_the_same_logits(models):
+    """Under no_grad nothing is kept, and a second loss of the same logits gets its own gradient."""
+    stock, ours = models
+    with torch.no_grad():
+        held = ours(input_ids=IDS).logits.log_softmax(-1).gather(-1, IDS[..., None])
+    assert not held.requires_grad
+    for model in models:
+        logits = model(input_ids=IDS).logits
+        tokens = logits.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1)
+        tokens.mean().backward(retain_graph=True)
+        logits.logsumexp(-1).mean().backward()
+    assert_same_gradients(gradients(ours), gradients(stock))
 
 
 def test_reductions_accumulate_the_weight_gradient_in_fp32(small_chunks):

@@ -179,6 +179,10 @@ class DeferredLogits:
         """The deferred logits without its last step, which kept or widened the dtype."""
         return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
 
+    def until(self, steps: tuple[Step, ...]) -> DeferredLogits:
+        """The deferred logits after the first of their steps only; their dtype is not known."""
+        return self._with(self.hidden, self.dtype, steps, self.grad)
+
     def rows(self, hidden: Tensor) -> DeferredLogits:
         """The deferred logits of other rows."""
         return self._with(hidden, self.dtype, self.steps, self.grad)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, finished
+from liger_multi.patching.lazy_logits.log_probs import REDUCTIONS
 from liger_multi.patching.lazy_logits.loss import (
     SWAPS,
     CrossEntropyCall,
@@ -51,7 +52,6 @@ from liger_multi.patching.lazy_logits.protocol import (
     refuse_late_hook,
     warn_above_budget,
 )
-from liger_multi.patching.lazy_logits.reductions import REDUCTIONS
 from liger_multi.patching.lazy_logits.steps import JOINS, RECORDED, ROWS, WRITES
 
 Derive = Callable[..., Tensor]

@@ -18,7 +18,10 @@ from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits that a reduction may hold at a time."""
+"""Bytes of fp32 logits that a reduction may hold at a time, on a device with little memory."""
+DEVICE_BYTES, FREE_SHARE = 2**29, 32
+"""On another one, where every chunk costs a pass over the weight and its gradient: at most so many,
+and this part of the free memory."""
 
 RowFunction: TypeAlias = Callable[..., "tuple[Tensor, ...]"]
 
@@ -58,7 +61,7 @@ class _Plan:
         step: int = 0,
     ) -> None:
         self.deferred, self.function, self.extras = deferred, function, extras
-        self.step = step or max(1, CHUNK_BYTES // (4 * deferred.vocabulary))
+        self.step = step or _rows_at_once(deferred)
         self.device_type = deferred.hidden.device.type
         self.autocast_dtype = autocast_dtype(self.device_type)  # the caller's
 
@@ -111,6 +114,17 @@ class _Plan:
         return [s if s is None else s.to(x.dtype) for s, x in zip(sums, saved, strict=True)]
 
 
+def _rows_at_once(deferred: DeferredLogits) -> int:
+    """Rows of a chunk."""
+    from liger_multi.reference.common.chunking import free_bytes
+
+    device, free = deferred.hidden.device, 0
+    if device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
+        free = free_bytes(device)
+    room = max(CHUNK_BYTES, min(DEVICE_BYTES, free // FREE_SHARE))
+    return max(1, room // (4 * deferred.vocabulary))
+
+
 def by_rows(
     deferred: DeferredLogits, function: RowFunction, *extras: Tensor, step: int = 0
 ) -> list[Tensor]:
@@ -120,7 +134,7 @@ def by_rows(
         deferred: The logits.
         function: From logits (n, V) and the rows of ``extras`` to tensors (n, k).
         extras: Tensors (rows..., k) that go along.
-        step: Rows in a chunk; 0 takes those whose logits fit into 64 MiB.
+        step: Rows in a chunk; 0 takes as many as fit into 64 MiB, or 512 MiB on a device.
     """
     shape = deferred.hidden.shape[:-1]
     flat = deferred.rows(deferred.hidden.reshape(-1, deferred.hidden.shape[-1]))
@@ -140,58 +154,61 @@ def by_rows(
     return [r.reshape(*shape, r.shape[-1]) for r in results]
 
 
-def _last(deferred: DeferredLogits, dim: Any) -> bool:
+def along_classes(deferred: DeferredLogits, dim: Any) -> bool:
+    """Whether ``dim``, perhaps in a list, is the last axis."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     return (
         isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, deferred.hidden.ndim - 1)
     )
 
 
-def _shaped(result: Tensor, keepdim: bool) -> Tensor:
+def shaped(result: Tensor, keepdim: bool) -> Tensor:
+    """The result (rows..., 1) as it was asked for."""
     return result if keepdim else result.squeeze(-1)
 
 
 def argmax(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """``logits.argmax(-1)``."""
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
     (indices,) = by_rows(deferred.detached(), lambda z: (z.argmax(-1, keepdim=True),))
-    return _shaped(indices, keepdim)
+    return shaped(indices, keepdim)
 
 
 def maximum(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """``logits.max(-1)``: values and indices."""
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
     values, indices = by_rows(deferred, lambda z: tuple(z.max(-1, keepdim=True)))
-    return torch.return_types.max((_shaped(values, keepdim), _shaped(indices, keepdim)))
+    return torch.return_types.max((shaped(values, keepdim), shaped(indices, keepdim)))
 
 
 def amax(deferred: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
     """``logits.amax(-1)``."""
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
-    return _shaped(by_rows(deferred, lambda z: (z.amax(-1, keepdim=True),))[0], keepdim)
+    return shaped(by_rows(deferred, lambda z: (z.amax(-1, keepdim=True),))[0], keepdim)
 
 
 def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     """``logits.logsumexp(-1)``."""
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
-    return _shaped(by_rows(deferred, lambda z: (z.logsumexp(-1, keepdim=True),))[0], keepdim)
+    return shaped(by_rows(deferred, lambda z: (z.logsumexp(-1, keepdim=True),))[0], keepdim)
 
 
 def topk(
     deferred: DeferredLogits, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
     """``logits.topk(k)``."""
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
     return _TopK(by_rows(deferred, lambda z: tuple(z.topk(k, -1, largest, sorted))))
 
 
 def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """``logits.gather(-1, index)`` with an index for every row; after ``log_softmax`` as well."""
-    if not _last(deferred, dim) or index.shape[:-1] != deferred.hidden.shape[:-1]:
+    if not along_classes(deferred, dim) or index.shape[:-1] != deferred.hidden.shape[:-1]:
         return NotImplemented
     return by_rows(deferred, lambda z, i: (z.gather(-1, i),), index)[0]
 
@@ -200,22 +217,20 @@ def total(
     deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """``logits.sum(-1)``: of an entropy, or of probabilities."""
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
     sums = by_rows(deferred, lambda z: (z.sum(-1, keepdim=True, dtype=dtype),))[0]
-    return _shaped(sums, keepdim)
+    return shaped(sums, keepdim)
 
 
 def mean(
     deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """``logits.mean(-1)``."""
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not _last(deferred, dim):
+    if not along_classes(deferred, dim):
         return NotImplemented
     means = by_rows(deferred, lambda z: (z.mean(-1, keepdim=True, dtype=dtype),))[0]
-    return _shaped(means, keepdim)
+    return shaped(means, keepdim)
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
