@@ -172,6 +172,9 @@ ONE_CALL = {
     "tokens": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]),
     "tokens, cooler": lambda z: (z.float() / 0.7).log_softmax(-1).gather(-1, IDS[..., None]),
     "tokens of some rows": lambda z: F.log_softmax(z[:, 1:], -1).gather(2, IDS[:, :-1, None]),
+    "tokens, soft-capped and cooler": lambda z: (
+        (((z / 3).tanh() * 3).float() / 0.7).log_softmax(-1).gather(-1, IDS[..., None])
+    ),
     "normalizer": lambda z: z.logsumexp((-1,)),
     "normalizer, soft-capped": lambda z: ((z / 3).tanh() * 3).logsumexp(-1, keepdim=True),
     "entropy": lambda z: -(z.log_softmax(-1) * z.softmax(-1)).sum(-1),
@@ -186,6 +189,7 @@ IN_CHUNKS = {
     "cross terms": lambda z: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
     "squared": lambda z: (z.log_softmax(-1) * z.log_softmax(-1)).sum(-1),
     "in fp64": lambda z: z.double().log_softmax(-1).gather(-1, IDS[..., None]).float(),
+    "turned over after a softcap": lambda z: (((z / 3).tanh() * 3) * -2).logsumexp(-1),
     "of exponentials": lambda z: z.exp().logsumexp(-1),
 }
 

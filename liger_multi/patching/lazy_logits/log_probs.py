@@ -98,14 +98,29 @@ def _ended(steps: Steps) -> tuple[Steps, str, float]:
     return steps[:-1], "log p" if names[-1:] == ("log_softmax",) else "", factor
 
 
+def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None, float] | None:
+    """Scale, softcap and the temperature after it; None if the steps are more than that."""
+    temperature = 1.0
+    while (found := deferred.until(steps).epilogue) is None:
+        name, value = steps[-1]
+        if name == "to" and value.itemsize >= deferred.raw_dtype.itemsize:
+            pass
+        elif name in ("mul", "div") and value > 0:
+            temperature = temperature * value if name == "div" else temperature / value
+        else:
+            return None
+        steps = steps[:-1]
+    return (*found, temperature)
+
+
 def _found(
     deferred: DeferredLogits, before: Steps, output: str, target: Tensor | None = None
 ) -> Tensor | None:
     """One output of the fused call, in the dtype of ``deferred``."""
     from liger_multi.reference.common.chunking import statistics_dtype
 
-    epilogue, options = deferred.until(before).epilogue, deferred.settings.fused
-    if options is None or epilogue is None or deferred.sharded or deferred.scales:
+    curve, options = _curve(deferred, before), deferred.settings.fused
+    if options is None or curve is None or deferred.sharded or deferred.scales:
         return None
     if deferred.dtype.itemsize > statistics_dtype(deferred.raw_dtype).itemsize:
         return None  # of more digits than the call has
@@ -114,13 +129,14 @@ def _found(
         target = torch.zeros(rows, dtype=torch.int64, device=deferred.hidden.device)
     if target.shape != rows or target.device != deferred.hidden.device:
         return None
-    scale, cap = epilogue
+    scale, cap, temperature = curve
 
     def statistics(head: Any, hidden: Tensor) -> Any:
         from liger_multi.ops import fused_linear_log_prob
 
         return fused_linear_log_prob(
-            hidden, head.weight, target, head.bias, softcap=cap, logit_scale=scale,
+            hidden, head.weight, target, head.bias, temperature=temperature, softcap=cap,
+            logit_scale=scale,
             ignore_index=NOTHING, chunk=options.chunk, accumulate=options.accumulate,
             compact=False, validate=options.validate, outputs=(output,),
         )  # fmt: skip
