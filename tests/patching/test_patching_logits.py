@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -44,6 +45,11 @@ def lazy(model):
 def _entropy(rows):
     log_p = F.log_softmax(rows, dim=-1)
     return -(torch.exp(log_p) * log_p).sum(-1)
+
+
+def _metric(rows):
+    with torch.no_grad():
+        return _entropy(rows)
 
 
 VIEWS = {
@@ -170,6 +176,18 @@ def test_reductions_hold_a_chunk_only(small_chunks, name):
 
 ONE_CALL = {
     "tokens": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]),
+    "logits": lambda z: z.gather(-1, IDS[..., None]),
+    "selective": lambda z: z.gather(-1, IDS[..., None]).squeeze(-1) - torch.logsumexp(z, -1),
+    "selective by rows": lambda z: (
+        (z := z.float()).gather(-1, IDS[..., None]).squeeze(-1)
+        - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+    ),
+    "tokens and entropy": lambda z: (
+        z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1) * _entropy(z)
+    )[:, 1:],
+    "tokens, and entropy as a metric": lambda z: (
+        z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1) * _metric(z)
+    ),
     "tokens, cooler": lambda z: (z.float() / 0.7).log_softmax(-1).gather(-1, IDS[..., None]),
     "tokens of some rows": lambda z: F.log_softmax(z[:, 1:], -1).gather(2, IDS[:, :-1, None]),
     "tokens, soft-capped and cooler": lambda z: (
@@ -184,7 +202,6 @@ ONE_CALL = {
 }
 IN_CHUNKS = {
     "two tokens": lambda z: z.log_softmax(-1).gather(-1, torch.stack((IDS, IDS + 1), -1) % 50),
-    "logits": lambda z: z.gather(-1, IDS[..., None]),
     "probabilities": lambda z: z.softmax(-1).gather(-1, IDS[..., None]),
     "cross terms": lambda z: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
     "squared": lambda z: (z.log_softmax(-1) * z.log_softmax(-1)).sum(-1),
@@ -234,6 +251,39 @@ def test_several_losses_of_the_same_logits(models):
         tokens.mean().backward(retain_graph=True)
         logits.logsumexp(-1).mean().backward()
     assert_same_gradients(gradients(ours), gradients(stock))
+
+
+@pytest.mark.parametrize("second", ["graph", "cooler", "other rows", "checkpointed"])
+def test_what_is_not_known_is_computed(models, second):
+    """The first call found it without a graph, at another temperature, or of other rows."""
+    found = []
+    for model in models:
+        logits = model(input_ids=IDS).logits
+        if second == "graph":
+            _metric(logits)
+            loss = _entropy(logits)
+        elif second == "cooler":
+            loss = logits.logsumexp(-1) + (logits / 2).logsumexp(-1)
+        elif second == "other rows":
+            loss = logits[:, 3:].logsumexp(-1).sum() + logits.flip(0).logsumexp(-1)
+        else:
+            loss = checkpoint(
+                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1), logits,
+                use_reentrant=False,
+            )  # fmt: skip
+        loss.sum().backward()
+        found.append(loss.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+    assert_same_gradients(gradients(models[1]), gradients(models[0]))
+
+
+def test_what_is_known_goes_with_the_weights(models):
+    logits = lazy(models[1])
+    logits.logsumexp(-1)
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        logits.logsumexp(-1)
 
 
 def test_reductions_accumulate_the_weight_gradient_in_fp32(small_chunks):

@@ -427,6 +427,7 @@ class Guard(_Circumstances):
             name: (t, version_of(t)) for name, t in {"hidden states": hidden, **weights}.items()
         }
         self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
+        self.known: list[Any] = []  # what was computed of the logits' rows
 
     def check(self, head: Any) -> None:
         """Raise when hidden states or the recorded weights were written since the forward pass.

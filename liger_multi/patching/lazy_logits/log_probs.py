@@ -2,20 +2,23 @@
 
 What policy and preference losses ask of logits is one number a row. Written as ``log_softmax`` and
 ``gather``, ``logsumexp``, or the sum of ``p * log(p)``, it is an output of
-``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk.
+``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The call
+answers for all of them, and what it found is kept with the logits: log-probabilities and entropies
+of the same rows take one pass over the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_multi.patching.lazy_logits import reductions
-from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, Step
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Guard, Job, Step
 from liger_multi.patching.lazy_logits.loss import run_bound
+from liger_multi.patching.options import FusedOptions
 
 NOTHING = -(2**31)
 """A class id that no row has: every row counts."""
@@ -27,24 +30,24 @@ Steps = tuple[Step, ...]
 
 
 def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    """``log_softmax(logits).gather(-1, index)`` of one index a row; others in chunks of rows."""
-    before, name, factor = _ended(deferred.steps)
+    """``gather(-1, index)`` of one index a row, also after ``log_softmax``; more in chunks."""
+    found = None
     one = index.shape[-1:] == (1,) and index.dtype == torch.int64
-    if name == "log p" and one and reductions.along_classes(deferred, dim):
-        found = _found(deferred, before, "log_prob", index.squeeze(-1))
-        if found is not None:
-            return (found * factor if factor != 1 else found).unsqueeze(-1)
-    return reductions.gather(deferred, dim, index, sparse_grad=sparse_grad)
+    if one and reductions.along_classes(deferred, dim):
+        found = _token(deferred, index.squeeze(-1))
+    if found is None:
+        return reductions.gather(deferred, dim, index, sparse_grad=sparse_grad)
+    return found.to(deferred.dtype).unsqueeze(-1)
 
 
 def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     """``logits.logsumexp(-1)``; that of something else in chunks of rows."""
     found = None
     if reductions.along_classes(deferred, dim):
-        found = _found(deferred, deferred.steps, "lse")
+        found = _answer(deferred, deferred.steps)
     if found is None:
         return reductions.logsumexp(deferred, dim, keepdim)
-    return reductions.shaped(found.unsqueeze(-1), keepdim)
+    return reductions.shaped(found.lse.to(deferred.dtype).unsqueeze(-1), keepdim)
 
 
 def total(
@@ -54,7 +57,7 @@ def total(
     found = _entropy(deferred) if reductions.along_classes(deferred, dim) else None
     if found is None:
         return reductions.total(deferred, dim, keepdim, dtype=dtype)
-    return reductions.shaped(found.to(dtype or found.dtype).unsqueeze(-1), keepdim)
+    return reductions.shaped(found.to(dtype or deferred.dtype).unsqueeze(-1), keepdim)
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
@@ -64,7 +67,20 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.gather, torch.gather), gather),
 }
 
-# --- by one fused call ---
+# --- from the steps to outputs of the call ---
+
+
+def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
+    """The value at one class a row: a log-probability, or a logit as one and the normalizer."""
+    before, name, factor = _ended(deferred.steps)
+    if name == "p":
+        return None
+    found = _answer(deferred, before if name else deferred.steps, target)
+    if found is None:
+        return None
+    if not name:
+        return found.log_prob + found.lse
+    return found.log_prob if factor == 1 else found.log_prob * factor
 
 
 def _entropy(deferred: DeferredLogits) -> Tensor | None:
@@ -75,8 +91,8 @@ def _entropy(deferred: DeferredLogits) -> Tensor | None:
     (before, name, one), (same, kind, other) = _ended(steps[:-1]), _ended(steps[-1][1])
     if before != same or {name, kind} != {"p", "log p"}:
         return None
-    found = _found(deferred, before, "entropy")
-    return None if found is None else found * (-factor * one * other)
+    found = _answer(deferred, before)
+    return None if found is None else found.entropy * (-factor * one * other)
 
 
 def _factored(steps: Steps) -> tuple[Steps, float]:
@@ -113,10 +129,56 @@ def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None,
     return (*found, temperature)
 
 
-def _found(
-    deferred: DeferredLogits, before: Steps, output: str, target: Tensor | None = None
-) -> Tensor | None:
-    """One output of the fused call, in the dtype of ``deferred``."""
+# --- the call, and what it found before ---
+
+
+class Statistics(NamedTuple):
+    """What one call finds of every row."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+class Known(NamedTuple):
+    """What one call found of some rows.
+
+    Attributes:
+        hidden: The rows, kept so that their memory is not used again.
+        curve: Scale, softcap and temperature of their logits.
+        connected: Whether gradients may pass.
+        found: The outputs.
+    """
+
+    hidden: Tensor
+    curve: tuple[float, float | None, float]
+    connected: bool
+    found: Statistics
+
+    def of(self, hidden: Tensor) -> Statistics | None:
+        """The outputs of ``hidden``, where these are all or some of the rows in their memory."""
+        mine, width = self.hidden, hidden.shape[-1]
+        if mine.dtype != hidden.dtype or mine.shape[-1] != width:
+            return None
+        apart = hidden.data_ptr() - mine.data_ptr()
+        if not apart and mine.shape == hidden.shape and mine.stride() == hidden.stride():
+            return self.found
+        first, rest = divmod(apart, max(1, width * mine.element_size()))
+        rows, count = mine.numel() // max(1, width), hidden.numel() // max(1, width)
+        packed = mine.is_contiguous() and hidden.is_contiguous()
+        if rest or not packed or first < 0 or first + count > rows:
+            return None
+        shape = hidden.shape[:-1]
+        return Statistics._make(x.flatten()[first : first + count].view(shape) for x in self.found)
+
+
+def _answer(
+    deferred: DeferredLogits, before: Steps, target: Tensor | None = None
+) -> Statistics | None:
+    """The outputs for the logits after the steps ``before``; None where the call has others.
+
+    Without a target, the log-probabilities are those of any class.
+    """
     from liger_multi.reference.common.chunking import statistics_dtype
 
     curve, options = _curve(deferred, before), deferred.settings.fused
@@ -124,27 +186,63 @@ def _found(
         return None
     if deferred.dtype.itemsize > statistics_dtype(deferred.raw_dtype).itemsize:
         return None  # of more digits than the call has
-    rows = deferred.hidden.shape[:-1]
-    if target is None:
-        target = torch.zeros(rows, dtype=torch.int64, device=deferred.hidden.device)
-    if target.shape != rows or target.device != deferred.hidden.device:
+    rows, device = deferred.hidden.shape[:-1], deferred.hidden.device
+    if target is not None and (target.shape != rows or target.device != device):
         return None
-    scale, cap, temperature = curve
+    connected = deferred.grad and torch.is_grad_enabled()
+    with deferred.mode():
+        kept = _kept(deferred)
+        found = _before(kept, deferred.hidden, curve, connected) if target is None else None
+        if found is None:
+            found = _call(deferred, options, curve, target)
+            kept[:] = [*kept[-1:], Known(deferred.hidden, curve, connected, found)]
+    if connected:
+        return found
+    return Statistics._make(x.detach() for x in found)
+
+
+def _kept(deferred: DeferredLogits) -> list[Known]:
+    """What is kept with the logits.
+
+    Nothing where saved tensors are packed by somebody: a checkpointed function has to save as many
+    when it runs again.
+    """
+    guard, hooks = deferred.guard, torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return guard.known if isinstance(guard, Guard) and hooks is None else []
+
+
+def _before(
+    kept: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
+) -> Statistics | None:
+    for known in kept:
+        if known.curve == curve and (known.connected or not connected):
+            found = known.of(hidden)
+            if found is not None:
+                return found
+    return None
+
+
+def _call(
+    deferred: DeferredLogits, options: FusedOptions, curve: tuple[float, float | None, float],
+    target: Tensor | None,
+) -> Statistics:  # fmt: skip
+    hidden = deferred.hidden
+    if target is None:
+        target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
 
     def statistics(head: Any, hidden: Tensor) -> Any:
         from liger_multi.ops import fused_linear_log_prob
 
+        scale, cap, temperature = curve
         return fused_linear_log_prob(
             hidden, head.weight, target, head.bias, temperature=temperature, softcap=cap,
-            logit_scale=scale,
-            ignore_index=NOTHING, chunk=options.chunk, accumulate=options.accumulate,
-            compact=False, validate=options.validate, outputs=(output,),
+            logit_scale=scale, ignore_index=NOTHING, chunk=options.chunk,
+            accumulate=options.accumulate, compact=False, validate=options.validate,
+            outputs=("log_prob", "entropy", "lse"),
         )  # fmt: skip
 
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
 
-    with deferred.mode():
-        made: Tensor = getattr(deferred.run(Job(run), deferred.hidden), output)
-    made = made.to(deferred.dtype)
-    return made if deferred.grad else made.detach()
+    made = deferred.run(Job(run), hidden)
+    return Statistics(made.log_prob, made.entropy, made.lse)
