@@ -286,7 +286,7 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record, fuse, reduce in chunks, or materialize."""
-        serve = _serve if _DYNAMO not in sys.modules else _untraced()
+        serve = _serve if _DYNAMO not in sys.modules or _nobody_traces() else _untraced()
         return serve(func, args, kwargs or {})
 
     @classmethod
@@ -409,6 +409,14 @@ def _values(value: Any) -> Any:
         with torch.no_grad():
             return slot.deferred.compute()
     return slot.cached.detach().as_subclass(Tensor)
+
+
+def _nobody_traces() -> bool:
+    """Whether neither this frame is being compiled nor the ones that it calls will be."""
+    if torch.compiler.is_compiling():
+        return False
+    asked = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return asked is not None and asked() is None
 
 
 def _untraced() -> Callable[..., Any]:
@@ -621,7 +629,8 @@ def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     hidden = called(ROWS[func], (deferred.hidden, deferred.vocabulary, *args), kwargs)
     if hidden is NotImplemented:
         return hidden
-    args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
+    if kwargs or not all(type(a) is int for a in args):
+        args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
 
     def derive(real: Tensor) -> Any:
         return func(real, *args, **kwargs)

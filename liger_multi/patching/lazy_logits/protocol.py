@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -139,18 +140,31 @@ def warn_above_budget(deferred: DeferredLogits) -> None:
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
-    signature = _signatures.get(function)
-    if signature is None:
-        signature = _signatures[function] = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
+    known = _signatures.get(function)
+    if known is None:
+        known = _signatures[function] = _counted(inspect.signature(function))
+    signature, least, most = known
+    if kwargs or not least <= len(args) <= most:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented
     result = function(*args, **kwargs)
     return NotImplemented if result is None else result
 
 
-_signatures: dict[Callable[..., Any], inspect.Signature] = {}
+def _counted(signature: inspect.Signature) -> tuple[inspect.Signature, int, float]:
+    """A signature, and how few and how many positional arguments alone fit it for certain."""
+    kinds = inspect.Parameter
+    given = signature.parameters.values()
+    named = [p for p in given if p.kind is kinds.POSITIONAL_OR_KEYWORD]
+    least = sum(p.default is kinds.empty for p in named)
+    several = any(p.kind is kinds.VAR_POSITIONAL for p in given)
+    asks_more = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in given)
+    return signature, least, -1 if asks_more else math.inf if several else len(named)
+
+
+_signatures: dict[Callable[..., Any], tuple[inspect.Signature, int, float]] = {}
 
 
 def recording() -> contextlib.AbstractContextManager[Any]:
