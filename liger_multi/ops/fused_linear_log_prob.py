@@ -76,7 +76,8 @@ def fused_linear_log_prob(
         ``log_prob = z[t] - lse``, ``entropy = -sum_j p[j] log p[j]``, ``argmax`` the first largest
         ``z``. Gradients by ``z[j]``: ``[j = t] - p[j]`` of log_prob, ``p[j]`` of lse,
         ``-p[j] (log p[j] + entropy)`` of entropy; 0 where ``p[j]`` is. Rows with an ignored target
-        are dropped before the GEMMs: 0, ``argmax`` -1, no gradient.
+        are dropped before the GEMMs (on a device of more than 512 rows): 0, ``argmax`` -1, no
+        gradient.
 
     Shapes:
         hidden ``(..., H)``, weight ``(V, H)``, bias ``(V,)``, target ``(...)``; every output
