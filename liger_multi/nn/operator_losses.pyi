@@ -142,7 +142,7 @@ class FusedLinearKLDivLoss(nn.Module):
         reduction: mean (over rows), sum or none (a number a row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the products.
+        compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
     temperature: float
@@ -199,7 +199,7 @@ class FusedLinearJSDLoss(nn.Module):
         reduction: mean (over rows), sum or none (a number a row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the products.
+        compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
     beta: float
@@ -257,7 +257,7 @@ class FusedLinearTVDLoss(nn.Module):
         reduction: mean (over rows), sum or none (a number a row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the products.
+        compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
     temperature: float
@@ -315,7 +315,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         logit_scale: Factor of the logits, before the softcap.
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the product.
+        compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).
         outputs: Names of what to return beside the loss, in a ``CrossEntropyOutput``.
     """
@@ -377,7 +377,7 @@ class FusedLinearLogProb(nn.Module):
         ignore_index: Targets whose rows are dropped.
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the product.
+        compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).
         outputs: Names of what to compute: log_prob, entropy, lse, argmax.
     """

@@ -35,7 +35,8 @@ def fused_linear_jsd(
         ``square_temperature`` multiplies by ``temperature^2``, which keeps gradients at the size
         that they have without one. ``mean`` divides by the number of rows that count; without any
         it is 0. Rows where ``target`` (labels, shifted as the caller's loss wants them) is
-        ``ignore_index`` are dropped before the GEMMs. The teacher is a constant: no gradient
+        ``ignore_index`` are dropped before the GEMMs (on a device of more than 512 rows).
+        The teacher is a constant: no gradient
         reaches it. Where the vocabularies differ in size, ``vocabulary="common"`` compares the
         distributions over the first classes that both have, renormalized (the others are masked
         in both); ``"equal"``, the default, raises.
