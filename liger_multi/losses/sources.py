@@ -317,7 +317,7 @@ class Head:
         logit_scale: Factor of the logits, before the softcap.
         chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
         accumulate: Dtype in which the gradient of the weight is summed.
-        compact: Drop ignored rows before the product.
+        compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).
         keep: Bytes of logits, or a budget such as "2GiB", that may stay from forward to backward:
             losses of pairs and sequences compute these once, not twice (those of the first rows
