@@ -300,6 +300,19 @@ def test_packed_rows_are_as_the_page_says(kind):
     pair = next(p for p in PAIRS if (p.type, p.cls) == (kind, wanted["cls"]))
     found = packing.judge(pair)
     assert (found.status, found.why) == (wanted["status"], wanted["why"])
+    assert found.beside == wanted["beside"]
+    assert found.beside.keys() == docs_status.BESIDE.keys()
+
+
+def test_packed_rows_are_apart_or_refused():
+    """With positions alone, and with ids of samples or their lengths beside them."""
+    file = docs_status.RESULTS.with_name("packing.json")
+    kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
+    for one in kept:
+        told = [one["status"], *(status for status, _ in one["beside"].values())]
+        assert "wrong" not in told, one
+        assert (one["status"] in ("no positions", "not built")) == (one["beside"] == {}), one
+    assert sum(one["status"] == "apart" for one in kept) >= 190
 
 
 def test_a_leak_that_is_let_through_is_found(monkeypatch):
