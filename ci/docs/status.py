@@ -373,21 +373,29 @@ def _of_modules(pairs: list[dict[str, Any]]) -> str:
 def _generations() -> list[str]:
     """Counts of the whole sweep with older libraries, and the pairs that are not equal there."""
     rows = [
-        "The whole sweep of 2026-11-22, without timm and SciPy. Pairs that need a newer rule of",
-        "`tests/sweep/cases.py`, such as blt, were not run again. Which modules ran was",
-        f"{NOT_MEASURED}.\n",
-        "| transformers | torch | pairs | equal | different | without a step |",
-        "|---|---|---|---|---|---|",
+        "The whole sweep with other versions; `python -m tests.sweep --generation`, and with",
+        f"`--packing` for packed rows. Which modules ran was {NOT_MEASURED}.\n",
+        "| transformers | torch | date | pairs | equal | different | without a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    packing = [
+        "\nPairs of packed rows, by what becomes of them:\n",
+        f"| transformers | rows have | {' | '.join(PACKED)} |",
+        "|---|---|" + "---|" * len(PACKED),
     ]
     lines = [""]
-    for found in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]:
+    every = json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]
+    for found in every:
         counts = [found[s] for s in ("equal", "different", "not built")]
-        cells = (found["transformers"], found["torch"], sum(counts), *counts)
+        cells = (*(found[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
         rows.append("| " + " | ".join(map(str, cells)) + " |")
+        for given, count in found.get("packing", {}).items():
+            cells = (found["transformers"], given, *(count.get(status, 0) for status in PACKED))
+            packing.append("| " + " | ".join(map(str, cells)) + " |")
         lines.append(f"Not equal with transformers {found['transformers']}:\n")
         lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in found["others"]]
         lines.append("")
-    return [*rows, *lines[:-1]]
+    return [*rows, *packing, *lines[:-1]]
 
 
 def measured(outcome: dict[str, Any]) -> bool:

@@ -119,6 +119,7 @@ def patches(width: str, part: str = "vision_config", video: bool = True) -> dict
 _QWEN = patches("3*temporal_patch_size*patch_size^2")
 _PICTURES = patches("3*temporal_patch_size*patch_size^2", video=False)
 _TILES = {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[30, 60]] * 2}
+_FILMED = {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}
 _PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
 _BOTH = ("image", "video")
 _ALL = (*_BOTH, "audio")
@@ -256,11 +257,12 @@ MAKERS: dict[str, Maker] = _families(
                     "vision_output_dim": WIDTH,
                 },
             ),
+            tokens={"image": 4},
         ),
         "llava_next": Maker(_TILES, config=_PINPOINTS),
-        "llava_next_video llava_onevision": Maker(
-            {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}, _BOTH, _PINPOINTS
-        ),
+        # older transformers return the features of a video without what is added to them
+        "llava_next_video": Maker(_FILMED, _BOTH, _PINPOINTS, tokens={"video": 16}),
+        "llava_onevision": Maker(_FILMED, _BOTH, _PINPOINTS, tokens={"video": 17}),
         "deepseek_vl_hybrid": Maker(
             {
                 **pictures(),
@@ -518,7 +520,11 @@ MAKERS: dict[str, Maker] = _families(
         ),
         "t5gemma2": Maker(
             pictures(),
-            config={"encoder.mm_tokens_per_image": 4, "encoder.image_token_index": 210},
+            config={
+                "encoder.mm_tokens_per_image": 4,
+                "encoder.image_token_index": 210,
+                "image_token_index": 210,
+            },
             tokens={"image": 4},
         ),
         "video_llava": Maker(
