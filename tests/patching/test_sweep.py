@@ -261,9 +261,9 @@ def test_what_other_generations_promise():
     assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
     packing = next(r["packing"] for r in rows if r["transformers"] == "5.0.0")
     assert packing.keys() == {"positions", *docs_status.BESIDE}
-    for counts in packing.values():
-        assert counts.get("wrong", 0) == 0
-        assert counts["apart"] >= 120
+    for found in packing.values():
+        assert found.get("wrong", 0) == 0
+        assert found["apart"] >= 120
 
 
 def test_the_page_is_made_of_the_kept_result():
