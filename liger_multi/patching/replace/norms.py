@@ -61,6 +61,10 @@ class FusedNorm(Patched):
         if not issubclass(kind, FusedNorm):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings = cast(NormSettings, kind._liger_multi_swap.settings)
+        if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
+            rotated = (self, args[0], kwargs["rotation"], settings)
+            options = settings.options
+            return cast(Tensor, run_bound(options, ("rms_norm_rope",), apply_rotated, *rotated))
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
         known = form and code_holds(kind)
@@ -69,6 +73,20 @@ class FusedNorm(Patched):
             return cast(Tensor, original(kind)(self, *args, **kwargs))
         bound = (self, args[0], gate, given, settings)
         return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
+
+
+def apply_rotated(
+    module: Any, x: Tensor, rotation: tuple[Tensor, Tensor, int, str], settings: NormSettings
+) -> Tensor:
+    """The norm of queries or keys, and their rotation, with heads on an axis."""
+    from liger_multi import ops
+
+    cos, sin, axis, casting = rotation
+    weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
+    options = dict(settings.kind.options)
+    return ops.rms_norm_rope(
+        x, weight, cos, sin, eps, unsqueeze_dim=axis, rope_casting=casting, **options
+    )
 
 
 def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
