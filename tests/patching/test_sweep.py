@@ -263,7 +263,7 @@ def test_what_other_generations_promise():
     assert packing.keys() == {"positions", *docs_status.BESIDE}
     for found in packing.values():
         assert found.get("wrong", 0) == 0
-        assert found["apart"] >= 120
+        assert found["apart"] >= 90
 
 
 def test_the_page_is_made_of_the_kept_result():
