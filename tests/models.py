@@ -320,6 +320,7 @@ class Graphs:
 
     Attributes:
         count: Graphs that Dynamo made.
+        single: Those that are a call of an operator of ours and nothing else.
         targets: Names of the operators.
         rows: The most rows of a result whose last axis is the vocabulary.
         traces: Where the operations stand in the source.
@@ -329,10 +330,13 @@ class Graphs:
         from torch._dynamo.backends.common import aot_autograd
 
         self.count, self.targets, self.rows, self.traces = 0, set[str](), 0, ""
+        self.single = 0
         self.compile = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
 
     def __call__(self, graph: Any, example_inputs: Any) -> Any:
         self.count += 1
+        called = [str(n.target) for n in graph.graph.nodes if n.op.startswith("call_")]
+        self.single += len(called) == 1 and called[0].startswith("liger_multi.")
         return self.compile(graph, example_inputs)
 
     def keep(self, graph: Any, example_inputs: Any) -> Any:

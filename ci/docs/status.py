@@ -270,16 +270,7 @@ Layers without positions call no rotary function. Modules that a patch leaves al
 [below](#skipped-modules).
 
 """
-TEXT_ONLY = {
-    "emu3": "its tokenizer of images makes more tokens than the text of a tiny model takes",
-    "gemma3n": "its tower needs images of 256 x 256 pixels",
-    "gemma4_unified": "no small configuration of its embedders was found",
-    "granite_docling": "its router of tiles has no small configuration yet",
-    "phi4_multimodal": "its adapters of images and sound have no small configuration yet",
-    "unlimited_ocr": "its grids of patches have no small configuration yet",
-    "vibevoice": "its towers of sound take seconds of samples, and its loss needs a diffusion step",
-    "vibevoice_asr": "its towers of sound take seconds of samples",
-}
+TEXT_ONLY: dict[str, str] = {}
 """Why types ran without the other inputs that they take."""
 NOTE = {
     "fused_linear_cross_entropy": "head",
@@ -316,32 +307,39 @@ def coverage_page() -> str:
 
 
 PACKED = {
-    "apart": "equal to the samples alone, with `position_ids` and `use_cache=False`",
+    "apart": "equal to the samples alone",
     "other": "raises, and names arguments that keep samples apart: {why}",
     "refused": "raises: nothing that was tried keeps samples apart",
+    "unpatched": "raises unpatched too",
+    "not taken": "no such argument",
     "no positions": "the model takes no `position_ids`",
     "wrong": "**not equal to the samples alone, and no error**: {why}",
     "not built": "no step of text alone",
 }
+BESIDE = {"seq_idx": "and `seq_idx`", "cu_seq_lens": "and `cu_seq_lens_*`, `max_length_*`"}
+"""What rows are given beside positions, and how the page calls it."""
 
 
 def _packed() -> list[str]:
-    """Types of the sweep by what becomes of a row of two samples."""
+    """Types of the sweep by what becomes of a row of two samples, with each set of arguments."""
     found = json.loads(RESULTS.with_name("packing.json").read_text(encoding="utf-8"))
-    groups: dict[str, set[str]] = {}
+    groups: dict[tuple[str, ...], set[str]] = {}
     for one in sorted(found["pairs"], key=lambda o: (list(PACKED).index(o["status"]), o["why"])):
-        said = PACKED[one["status"]].format(why=one["why"])
-        groups.setdefault(said, set()).add(one["type"])
+        first = one["status"], one["why"]
+        cells = [first, *(one["beside"].get(name, ("", "")) for name in BESIDE)]
+        said = [PACKED[status].format(why=why) if status else "" for status, why in cells]
+        same = [said[0], *("the same" if cell == said[0] else cell for cell in said[1:])]
+        groups.setdefault(tuple(same), set()).add(one["type"])
     return [
         (
-            f"Two samples of text in a row, logits and every gradient, transformers "
-            f"{found['transformers']}; `python -m tests.sweep --packing`. See "
+            f"Two samples of text in a row, logits and every gradient, `use_cache=False`, "
+            f"transformers {found['transformers']}; `python -m tests.sweep --packing`. See "
             "[packed rows](patching.md#packed-rows).\n"
         ),
-        "| a patched model | types | |",
-        "|---|---|---|",
+        f"| with `position_ids` | {' | '.join(BESIDE.values())} | types | |",
+        "|---|---|---|---|---|",
         *(
-            f"| {said} | {len(types)} | {', '.join(sorted(types))} |"
+            f"| {' | '.join(said)} | {len(types)} | {', '.join(sorted(types))} |"
             for said, types in groups.items()
         ),
     ]
@@ -375,21 +373,29 @@ def _of_modules(pairs: list[dict[str, Any]]) -> str:
 def _generations() -> list[str]:
     """Counts of the whole sweep with older libraries, and the pairs that are not equal there."""
     rows = [
-        "The whole sweep of 2026-11-22, without timm and SciPy. Pairs that need a newer rule of",
-        "`tests/sweep/cases.py`, such as blt, were not run again. Which modules ran was",
-        f"{NOT_MEASURED}.\n",
-        "| transformers | torch | pairs | equal | different | without a step |",
-        "|---|---|---|---|---|---|",
+        "The whole sweep with other versions; `python -m tests.sweep --generation`, and with",
+        f"`--packing` for packed rows. Which modules ran was {NOT_MEASURED}.\n",
+        "| transformers | torch | date | pairs | equal | different | without a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    packing = [
+        "\nPairs of packed rows, by what becomes of them:\n",
+        f"| transformers | rows have | {' | '.join(PACKED)} |",
+        "|---|---|" + "---|" * len(PACKED),
     ]
     lines = [""]
-    for found in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]:
+    every = json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]
+    for found in every:
         counts = [found[s] for s in ("equal", "different", "not built")]
-        cells = (found["transformers"], found["torch"], sum(counts), *counts)
+        cells = (*(found[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
         rows.append("| " + " | ".join(map(str, cells)) + " |")
+        for given, count in found.get("packing", {}).items():
+            cells = (found["transformers"], given, *(count.get(status, 0) for status in PACKED))
+            packing.append("| " + " | ".join(map(str, cells)) + " |")
         lines.append(f"Not equal with transformers {found['transformers']}:\n")
         lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in found["others"]]
         lines.append("")
-    return [*rows, *lines[:-1]]
+    return [*rows, *packing, *lines[:-1]]
 
 
 def measured(outcome: dict[str, Any]) -> bool:

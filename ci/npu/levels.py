@@ -84,6 +84,7 @@ ROWS: dict[str, Row] = {
     "relu_squared": PLAIN,
     "rms_norm": BOTH,
     "rms_norm_quantized": PLAIN,
+    "rms_norm_rope": PLAIN,
     "rope": BOTH,
     "rope_complex": PLAIN,
     "rope_multimodal": PLAIN,

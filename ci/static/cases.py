@@ -67,7 +67,7 @@ from liger_multi.backends.triton.residuals.operators import (
     HyperConnectionsPre,
 )
 from liger_multi.backends.triton.rope import operators as rope_kinds
-from liger_multi.backends.triton.rope import rope
+from liger_multi.backends.triton.rope import rms_norm_rope, rope
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
 from liger_multi.reference.divergences.divergence import DivergenceSpec
 
@@ -400,6 +400,17 @@ def _rope(
     how = (style, 1, rotary, "cohere", "0213", "0213")
     dq, dk = rope.forward(q, k, cos, cos, *how)
     rope.backward(dq, dk, cos, cos, *how, dtype, dtype, True, True)
+
+
+def _rms_norm_rope(
+    heads: int, width: int, casting: str, whole: bool, *, dtype: torch.dtype = BF16
+) -> None:
+    x = _meta(4, 2048, heads, width, dtype=dtype).transpose(1, 2)
+    weight = _meta(heads * width if whole else width, dtype=dtype)
+    cos, offset = _meta(1, 2048, width, dtype=dtype), float(casting == "gemma")
+    how = (offset, casting, "llama", 1, "0213")
+    dy, rstd = rms_norm_rope.forward(x, weight, cos, cos, 1e-6, *how)
+    rms_norm_rope.backward(dy, x, weight, cos, cos, rstd, *how, True, True)
 
 
 def _rope_kinds(
@@ -766,6 +777,15 @@ ATTENTION = (
             Launches("rope {2} 16/16x80", _rope, (((16, 16), 80, style),)),
         )
     ),
+    Launches("rms_norm_rope {}x{} {}", _rms_norm_rope, (
+        (32, 128, "llama", False), (8, 128, "llama", False), (8, 256, "gemma", False),
+    )),
+    Launches("rms_norm_rope {}x{} tokens", _rms_norm_rope, (
+        (32, 128, "olmo", True), (64, 128, "olmo", True),
+    )),
+    Launches("rms_norm_rope {}x{} fp32", _rms_norm_rope, (
+        (28, 128, "llama", False), (32, 128, "olmo", True),
+    ), {"dtype": FP32}),
     # the suite compiles the middle one: the most options at the widest head that a target takes
     Launches("attention causal 64", _attention, ((32, 8, 64),)),
     Launches("attention everything 64", _attention, ((8, 8, 64),), EVERYTHING),

@@ -76,6 +76,12 @@ def _rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return Work(2 * heads + angles, 4 * heads + 2 * angles)
 
 
+def _rms_norm_rope(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
+    once, angles = (math.prod(shapes[name]) * size for name in ("x", "cos"))
+    # x and angles read, y written; dy, x and angles read, dx written
+    return Work(2 * once + 2 * angles, 5 * once + 4 * angles)
+
+
 def _rope_multimodal(shapes: Mapping[str, Sequence[int]], size: int) -> Work:
     return _rope({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size)
 
@@ -350,6 +356,7 @@ WORK: dict[str, Callable[..., Work]] = {
     # x read, y written; dy and x read, dx written
     "relu_squared": _elementwise(2, 5),
     # q, k, cos and sin read, q and k written, twice
+    "rms_norm_rope": _rms_norm_rope,
     "rope": _rope,
     "rope_sorted": _rope,
     "rope_complex": _rope,

@@ -57,6 +57,7 @@ from liger_multi.ops.neighborhood_attention import neighborhood_attention as nei
 from liger_multi.ops.poly_norm import poly_norm as poly_norm
 from liger_multi.ops.relu_squared import relu_squared as relu_squared
 from liger_multi.ops.rms_norm import rms_norm as rms_norm
+from liger_multi.ops.rms_norm_rope import rms_norm_rope as rms_norm_rope
 from liger_multi.ops.rope import rope as rope
 from liger_multi.ops.rope_complex import rope_complex as rope_complex
 from liger_multi.ops.rope_multimodal import rope_multimodal as rope_multimodal

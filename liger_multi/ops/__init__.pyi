@@ -51,6 +51,7 @@ from liger_multi.ops.multi_token_attention import multi_token_attention as multi
 from liger_multi.ops.neighborhood_attention import neighborhood_attention as neighborhood_attention
 from liger_multi.ops.poly_norm import poly_norm as poly_norm
 from liger_multi.ops.relu_squared import relu_squared as relu_squared
+from liger_multi.ops.rms_norm_rope import rms_norm_rope as rms_norm_rope
 from liger_multi.ops.rope import rope as rope
 from liger_multi.ops.rope_complex import rope_complex as rope_complex
 from liger_multi.ops.rope_multimodal import rope_multimodal as rope_multimodal
@@ -119,6 +120,7 @@ __all__ = [
     "poly_norm",
     "relu_squared",
     "rms_norm",
+    "rms_norm_rope",
     "rope",
     "rope_complex",
     "rope_multimodal",

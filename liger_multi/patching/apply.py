@@ -22,7 +22,7 @@ from torch import nn
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes
 from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.options import PACKING, OpChoice, Request, parse_request
+from liger_multi.patching.options import PACKING, ROTATED, OpChoice, Request, parse_request
 from liger_multi.patching.recognize import conflicts, registered
 from liger_multi.patching.recognize.heads import (
     behavior,
@@ -46,6 +46,7 @@ from liger_multi.patching.recognize.norms import (
     norm_settings,
     worth_a_line,
 )
+from liger_multi.patching.recognize.rotated_norms import refusal as rotated_refusal
 from liger_multi.patching.recognize.sparse_attention import behavior_of
 from liger_multi.patching.recognize.sparse_attention import refusal as sparse_refusal
 from liger_multi.patching.replace.adapters import (
@@ -78,6 +79,7 @@ from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, Fuse
 from liger_multi.patching.replace.norms import FusedNorm
 from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
+from liger_multi.patching.replace.rotated_norms import NORMS, RotatedNorms, RotatedNormsSettings
 from liger_multi.patching.replace.sparse_attention import SparseAttention, SparseIndexer
 from liger_multi.patching.replace.sparse_attention import register as register_sparse
 from liger_multi.patching.replace.swap import (
@@ -87,6 +89,7 @@ from liger_multi.patching.replace.swap import (
     apply,
     buried,
     lock,
+    made_class,
     refuse_buried,
     restore,
     stock_class,
@@ -100,7 +103,15 @@ __all__ = ["HeldPatch", "patch", "patched", "unpatch"]
 _TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
-_ALONE = (("fused_moe",), ("rope",), ("lora",), ("linear",), ("linear_float8",), (SPARSE,))
+_ALONE = (
+    ("fused_moe",),
+    ("rope",),
+    ("lora",),
+    ("linear",),
+    ("linear_float8",),
+    (SPARSE,),
+    (ROTATED,),
+)
 """Operators that are a family each."""
 
 
@@ -243,6 +254,7 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
             find(report, request, path, module)
     _expert_adapters(report, request, model)
     _shared(report, request, model)
+    _rotated(report, request, model)
     _sparse(report, request, model)
     _packed(report, request, model)
     _head(report, request, model, head_needed)
@@ -334,6 +346,31 @@ def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
     if held.behavior is FusedRotary:
         return held.around, held.around_settings
     return held.behavior, held.settings
+
+
+def _rotated(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Norms of queries and keys that are computed with their rotation, where both are served."""
+    options = request.get(ROTATED)
+    for path, module in model.named_modules():
+        held = swapped(module)
+        if held is None or held.behavior is not FusedRotary:
+            continue
+        if options is None or not set(NORMS) <= module._modules.keys():
+            if held.around is RotatedNorms:
+                apply(module, replace(held, around=None, around_settings=None))
+            continue
+        if held.around not in (None, RotatedNorms):
+            report.skipped.append(Skipped(path, ROTATED, "something stands around its attention"))
+            continue
+        settings = RotatedNormsSettings(options)
+        swap = replace(held, around=RotatedNorms, around_settings=settings)
+        found = rotated_refusal(module, made_class(swap))
+        if found:
+            apply(module, replace(held, around=None, around_settings=None))
+            report.skipped.append(Skipped(path, ROTATED, found))
+        else:
+            status, name = apply(module, swap), swap.stock.__name__
+            report.entries.append(Entry(path, ROTATED, name, ROTATED, options.shown(), status))
 
 
 def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:

@@ -94,11 +94,24 @@ class Float8Options(Options):
     smallest: int = 2**22 + 1
 
 
+ROTATED = "rms_norm_rope"
+"""The patch key of norms of queries and keys that are computed with their rotation."""
 PACKING = "packing"
 """The patch key of no operator: whether packed rows are checked."""
 _OPTIONS: dict[str, type[Options]] = {
     **dict.fromkeys(
-        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", "linear", PACKING),
+        (
+            *NORM_OPS,
+            *MLP_OPS,
+            *MIXER_OPS,
+            SPARSE,
+            "fused_moe",
+            "rope",
+            "lora",
+            "linear",
+            PACKING,
+            ROTATED,
+        ),
         Options,
     ),
     **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
@@ -112,6 +125,7 @@ _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     ),
     "linear": by_rows,
     "linear_float8": False,
+    ROTATED: False,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }

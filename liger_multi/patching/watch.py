@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from liger_multi.dispatch.op import Op
+from liger_multi.patching.options import ROTATED
 
 
 @dataclass
@@ -117,8 +118,17 @@ def serves(op: str, path: str, seen: Executed) -> bool:
         return any(seen.calls_of(at)[op] for at in (None, *_with_outer(path)))
     if op == "lora":
         return bool(seen.calls_of(path)) or _together(path, seen)
+    if op in ("rope", ROTATED) and _with_norms(path, seen):
+        return True
     # an attention module rotates, and may call other operators
     return any(name.startswith("rope") == (op == "rope") for name in seen.calls_of(path))
+
+
+def _with_norms(path: str, seen: Executed) -> bool:
+    """Whether the norms within an attention module called the operator that rotates as well."""
+    return any(
+        ROTATED in found for at, found in seen.called.items() if (at or "").startswith(f"{path}.")
+    )
 
 
 _HEADS = ("fused_linear_cross_entropy", "cross_entropy")

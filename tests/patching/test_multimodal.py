@@ -25,6 +25,7 @@ TOWERS = {
     "gemma3": ("vision_tower", "image"),
     "idefics3": ("vision_model", "image"),
     "internvl": ("vision_tower", "image"),
+    "llama4": ("vision_model", "image"),
     "llava_next": ("vision_tower", "image"),
     "mllama": ("vision_model", "image"),
     "paligemma": ("vision_tower", "image"),
@@ -32,6 +33,7 @@ TOWERS = {
     "qwen2_audio": ("audio_tower", "audio"),
     "qwen2_vl": ("visual", "image"),
     "qwen3_vl": ("visual", "image"),
+    "smolvlm": ("vision_model", "image"),
     "whisper": ("encoder", "audio"),
 }
 """By type the name of the tower within ``model``, and what it takes."""
@@ -49,6 +51,9 @@ DEAD = {
 """Parameters that the loss of a tiny model does not reach."""
 STORED = {("mllama", True)}
 """Parts, towers or the rest, whose layers transformers does not checkpoint."""
+BY_KEYWORD = {("llama4", True)}
+"""Parts whose layers get hidden states by keyword, of which reentrant checkpoints know nothing: no
+parameter of them has a gradient, unpatched or patched, so nothing is computed again."""
 CANCELS = r"\bk_proj\.bias"  # the softmax does not see what is added to all scores
 every = pytest.mark.parametrize("kind", TOWERS)
 
@@ -70,9 +75,22 @@ def _model(kind):
     return model, inputs(pairs[0], model)
 
 
+@functools.cache
+def _broken(kind):
+    """What a step of the unpatched model raises that transformers 5.0 cannot run."""
+    model, batch = _model(kind)
+    try:
+        model(**batch)
+    except AttributeError as error:  # its tower has another output than the model reads
+        return str(error)
+    return ""
+
+
 def models(kind):
     """A model, an equal one, and a batch with everything that they take."""
     model, batch = _model(kind)
+    if kind == "llama4" and _broken(kind):
+        pytest.skip(f"unpatched, it raises: {_broken(kind)}")
     return copy.deepcopy(model), copy.deepcopy(model), batch
 
 
@@ -147,8 +165,9 @@ def test_gradient_checkpointing(kind, reentrant):
     for model in (stock, ours):
         checkpoint(model, reentrant)
     after = calls(kind, stock, ours, batch)
+    unreached = BY_KEYWORD if reentrant else set()
     for tower in (True, False):
-        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED)
+        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED | unreached)
 
 
 def checkpoint(model, reentrant):
@@ -240,6 +259,7 @@ def linears(kind, model, tower):
         path
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
+        and type(module).forward is torch.nn.Linear.forward  # a router's returns more
         and in_tower(kind, path) == tower
         and model.get_output_embeddings() is not module
     ]
@@ -289,7 +309,7 @@ def test_lora_with_checkpointing(kind, reentrant):
             model.enable_input_require_grads()
     after = calls(kind, stock, ours, batch)
     # transformers marks the inputs of this tower too early: nothing behind them has a gradient
-    unreached = {("qwen3_vl", True)} if reentrant else set()
+    unreached = BY_KEYWORD | {("qwen3_vl", True)} if reentrant else set()
     for tower in (True, False):
         assert (after[tower] > before[tower]) == ((kind, tower) not in STORED | unreached)
 
@@ -299,7 +319,12 @@ def test_lora_with_checkpointing(kind, reentrant):
 
 @every
 def test_compiled(kind):
-    """As many graphs as unpatched, with operators of both parts in them."""
+    """As many graphs as unpatched, with operators of both parts in them.
+
+    Where Dynamo leaves a frame to Python, as loops with a break in them (layers that are dropped at
+    random, transformers 5.0), it compiles by themselves the forwards that the frame calls, but not
+    those of PyTorch's own classes. A LayerNorm of ours is a graph of one operator there.
+    """
     stock, ours, batch = models(kind)
     patch(ours)
     counts, losses = [], []
@@ -313,5 +338,5 @@ def test_compiled(kind):
     torch._dynamo.reset()
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     assert_same_gradients(gradients(ours), gradients(stock))
-    assert counts[1] <= counts[0]
+    assert counts[1] - graphs.single <= counts[0]
     assert any("liger_multi." in target for target in graphs.targets)

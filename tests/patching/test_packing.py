@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import threading
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -128,6 +129,38 @@ def test_encoders_see_samples_after_and_before():
     patch(model)
     with pytest.raises(PackingError, match="BertForMaskedLM got rows of several samples"):
         model(input_ids=tokens(), position_ids=positions())
+
+
+class Chunked(nn.Module):
+    """Sums what a token sees: those before it in its sample and its chunk."""
+
+    def __init__(self, of_rows):
+        super().__init__()
+        self.config = transformers.LlamaConfig(vocab_size=50, attention_chunk_size=8192)
+        self.embed, self.of_rows = nn.Embedding(50, 4), of_rows
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids, position_ids=None, use_cache=None, return_dict=None):
+        place = torch.arange(input_ids.shape[1])[None]
+        position_ids = place if position_ids is None else position_ids
+        sample = (position_ids == 0).cumsum(-1)
+        chunk = (place if self.of_rows else position_ids) // self.config.attention_chunk_size
+        seen = (sample[..., None] == sample[:, None]) & (chunk[..., None] == chunk[:, None])
+        weights = seen.tril().to(self.embed.weight.dtype)
+        return types.SimpleNamespace(last_hidden_state=weights @ self.embed(input_ids))
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_chunks_of_a_row_are_not_those_of_its_samples(of_rows):
+    """Also where they are longer than the row of a trial."""
+    model, ids = Chunked(of_rows), tokens() % 50
+    given = {"input_ids": ids, "position_ids": positions(), **APART}
+    found = trials.trial(model, model.forward, given, ids)
+    assert not found.untried
+    assert (found.change > 0.01, found.remedy) == (of_rows, ())
+    assert model.config.attention_chunk_size == 8192
 
 
 def test_axes_of_positions():

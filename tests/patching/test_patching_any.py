@@ -121,6 +121,10 @@ OF_ONE_TYPE = {
         lambda: modeling("muse_spark").MuseSparkTextCenteredRMSNorm(48),
         "gemma, rounded 1 + weight",
     ),
+    "scaled before it": (
+        lambda: modeling("muse_spark").MuseSparkTextInputScaledRMSNorm(48),
+        "scaled before it",
+    ),
 }
 
 
@@ -153,6 +157,24 @@ def test_layer_norms_that_round_before_their_weight(name):
         x = torch.randn(shape).bfloat16()
         assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
     assert seen
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norms_of_heads_that_they_join(bias):
+    norm = getattr(modeling("xlstm"), "xLSTMMultiHeadLayerNorm", None)
+    if norm is None:
+        pytest.skip("this transformers has it from a library of its own")
+    module = weighted(norm(3, 16, use_bias=bias))
+    stock = copy.deepcopy(module)
+    assert patched_module(module) == (["layer_norm[heads joined]"], [])
+    equal(stock, module, torch.randn(2, 5, 3, 16) + 0.3)
+    with calls_of("layer_norm") as seen:
+        x = torch.randn(2, 7, 3, 16).bfloat16()
+        assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
+        assert len(seen) == 1
+        with pytest.raises(ValueError, match="head"):  # as the original does
+            module(torch.randn(2, 7, 4, 12).bfloat16())
+        assert len(seen) == 1
 
 
 def test_a_row_s_factor_is_no_norm():
@@ -312,6 +334,92 @@ def test_a_clamped_mlp_without_a_slope():
     equal(stock, module, 3 * torch.randn(2, 5, 16))
     stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
     equal(stock, module, 3 * torch.randn(2, 5, 16))
+
+
+def test_an_mlp_of_a_sparse_gate():
+    """A share of every row of the gate is cut to zero before the activation."""
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=16, intermediate_size=[96] * 2, num_hidden_layers=2,
+        activation_sparsity_pattern=[0.9, 0.0],
+    )  # fmt: skip
+    for at, shown in enumerate(("geglu[tanh, sparse]", "gated_mlp[gelu_tanh]")):
+        module = weighted(modeling("gemma3n").Gemma3nTextMLP(config, at))
+        stock = copy.deepcopy(module)
+        assert patched_module(module) == ([shown], [])
+        equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            equal(stock, module, torch.randn(2, 5, 16), rtol=1e-1)
+        with calls_of("geglu") as seen:
+            stock.activation_sparsity = module.activation_sparsity = 0.5  # no longer what it was
+            equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
+        assert not seen
+
+
+class OfRoutes(nn.Module):
+    """Experts of given routes, whose other inputs have gradients."""
+
+    def __init__(self, experts, *index):
+        super().__init__()
+        self.experts, self.index = experts, index
+
+    def forward(self, x, routing):
+        return self.experts(x, *self.index, routing)
+
+
+def shared_experts(**config):
+    config = transformers.InklingTextConfig(
+        hidden_size=16, moe_intermediate_size=12, n_shared_experts=3, **config
+    )
+    return weighted(modeling("inkling").InklingSharedExperts(config))
+
+
+def test_experts_that_all_tokens_go_to():
+    pytest.importorskip("transformers.models.inkling")
+    module = shared_experts()
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["gated_mlp[silu]"]
+    with calls_of("gated_mlp") as seen:
+        for shape in ((2, 5), (10,)):
+            equal(OfRoutes(stock), OfRoutes(module), torch.randn(*shape, 16), torch.rand(*shape, 3))
+        assert len(seen) == 6
+        with torch.autocast("cpu", torch.bfloat16):  # the original's dtypes
+            equal(OfRoutes(stock), OfRoutes(module), torch.randn(4, 16), torch.rand(4, 3))
+        with pytest.raises(RuntimeError):
+            module(torch.randn(10, 16), torch.rand(10, 2))
+        assert len(seen) == 6
+    unpatch(Holder(module))
+    assert type(module) is type(stock)
+
+
+def muse_spark_experts():
+    config = transformers.MuseSparkConfig().text_config
+    for name, value in {
+        "hidden_size": 16, "moe_hidden_size": 16, "moe_intermediate_size": 12,
+        "num_local_experts": 4,
+    }.items():  # fmt: skip
+        setattr(config, name, value)
+    return weighted(modeling("muse_spark").MuseSparkExperts(config))
+
+
+def test_experts_that_end_in_a_norm():
+    """Of every expert's output, so before it is weighted and summed."""
+    pytest.importorskip("transformers.models.muse_spark")
+    module, index = muse_spark_experts(), torch.randint(4, (10, 2))
+    stock = copy.deepcopy(module)
+    shown = ["fused_moe[silu, norm]", "rms_norm[scaled before it]"]
+    assert patched_module(module) == (shown, [])
+    ours, theirs = OfRoutes(module, index), OfRoutes(stock, index)
+    with calls_of("fused_moe") as seen, calls_of("rms_norm") as normed:
+        equal(theirs, ours, torch.randn(10, 16), torch.rand(10, 2))
+        assert (len(seen), len(normed)) == (1, 1)
+        for own in (stock, module):  # a hook on the norm acts
+            own.post_expert_norm.register_forward_hook(lambda m, given, y: 2 * y)
+        equal(theirs, ours, torch.randn(10, 16), torch.rand(10, 2))
+        assert len(seen) == 2
+    found = [m(torch.randn(0, 16), torch.rand(0, 2)) for m in (
+        OfRoutes(stock, index[:0]), OfRoutes(module, index[:0])
+    )]  # fmt: skip
+    assert found[0].shape == found[1].shape == (0, 16)
 
 
 def test_experts_without_a_gate():

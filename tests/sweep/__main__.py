@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
 PACKED = RESULTS.with_name("packing.json")
+ELSEWHERE = RESULTS.with_name("elsewhere.json")
 
 
 def main() -> int:
@@ -35,6 +36,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--quiet", action="store_true", help="only pairs that are not equal")
     parser.add_argument("--write", action="store_true", help="keep the results")
+    parser.add_argument(
+        "--generation", action="store_true", help="keep counts as those of this transformers"
+    )
     given = parser.parse_args()
 
     import torch
@@ -56,7 +60,7 @@ def main() -> int:
     if given.attention:
         return judged("attention", pairs[given.first :: given.every], given.jobs, given.json)
     if given.packing:
-        file = PACKED if given.write else given.json
+        file = PACKED if given.write else ELSEWHERE if given.generation else given.json
         return judged("packing", pairs[given.first :: given.every], given.jobs, file)
     started, found = time.monotonic(), []
     for outcome in sweep(pairs[given.first :: given.every], given.jobs, str(device)):
@@ -80,6 +84,13 @@ def main() -> int:
     }
     if given.json:
         given.json.write_text(json.dumps(result))
+    if given.generation:
+        others = [
+            {k: o[k] for k in ("type", "cls", "status", "why")}
+            for o in result["pairs"]
+            if o["status"] != "equal"
+        ]
+        keep_generation({"torch": torch.__version__, **dict(counts), "others": others})
     if given.write:
         keep(result, [(p.kind, p.type, p.cls) for p in registered()])
     return int(counts["different"] > 0)
@@ -104,9 +115,49 @@ def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
         lines = ",\n".join(json.dumps(vars(v)) for v in found)
         head = json.dumps({"transformers": transformers.__version__})[:-1]
         file.write_text(f'{head}, "pairs": [\n{lines}\n]}}\n')
+    elif file == ELSEWHERE:
+        keep_generation({"packing": of_packing(found)})
     elif file:
         file.write_text(json.dumps([vars(v) for v in found]))
     return int(any(v.status == "wrong" for v in found))
+
+
+def of_packing(found: list[Any]) -> dict[str, dict[str, int]]:
+    """How many pairs have each status, by what rows are given beside positions."""
+    beside = {name for verdict in found for name in verdict.beside}
+    counts = {"positions": Counter(v.status for v in found)}
+    for name in sorted(beside):
+        counts[name] = Counter(v.beside[name][0] for v in found if name in v.beside)
+    return {name: dict(sorted(count.items())) for name, count in counts.items()}
+
+
+def keep_generation(fields: dict[str, Any]) -> None:
+    """Write fields of the row of the installed transformers, beside the rows of others."""
+    import transformers
+
+    kept = json.loads(ELSEWHERE.read_text())
+    rows = {row["transformers"]: row for row in kept["generations"]}
+    version = transformers.__version__
+    today = time.strftime("%Y-%m-%d")
+    whole = {"equal": 0, "different": 0, "not built": 0} if "others" in fields else {}
+    rows[version] = {**rows.get(version, {"transformers": version}), **whole, **fields}
+    rows[version]["date"] = today
+    kept["generations"] = [rows[v] for v in sorted(rows, key=lambda v: [*map(int, v.split("."))])]
+    ELSEWHERE.write_text(elsewhere_lines(kept))
+
+
+def elsewhere_lines(kept: dict[str, Any]) -> str:
+    """Runs elsewhere as JSON, a pair a line."""
+
+    def rows(part: str, inner: str) -> str:
+        made = []
+        for row in kept[part]:
+            head = json.dumps({k: v for k, v in row.items() if k != inner})[:-1]
+            pairs = ",\n".join(f"  {json.dumps(one)}" for one in row[inner])
+            made.append(f'{head}, "{inner}": [\n{pairs}\n]}}')
+        return f'"{part}": [\n' + ",\n".join(made) + "]"
+
+    return f"{{{rows('generations', 'others')},\n{rows('devices', 'pairs')}}}\n"
 
 
 def named(device: str) -> str:

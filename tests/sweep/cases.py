@@ -291,6 +291,16 @@ _GEMMA4_VISION: dict[str, Any] = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 64,
 }
+_GEMMA4_EMBEDDERS: dict[str, dict[str, Any]] = {
+    "vision": {
+        "patch_size": multimodal.PATCH,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": HIDDEN,
+        "mm_posemb_size": 64,
+        "output_proj_dims": HIDDEN,
+    },
+    "audio": {"audio_embed_dim": 16, "output_proj_dims": 16},
+}
 BUILT: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
@@ -341,7 +351,6 @@ EDITS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
     },
-    "emu3": {"vocabulary_map": {"<image>": 200}},
     "chameleon": {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
@@ -436,7 +445,11 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
         **_gemma4(hidden_size_per_layer_input=8)(),
         "vision_config": _GEMMA4_VISION,
     },
-    "gemma4_unified": _gemma4(),
+    "gemma4_unified": lambda: {
+        **_gemma4()(),
+        "vision_config": _GEMMA4_EMBEDDERS["vision"],
+        "audio_config": _GEMMA4_EMBEDDERS["audio"],
+    },
     "gemma4_assistant": _gemma4(vocab_size_per_layer_input=0),
     "gemma4_unified_assistant": _gemma4(),
     "diffusion_gemma": _gemma4(moe_intermediate_size=48, num_experts=4, top_k_experts=2),

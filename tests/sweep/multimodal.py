@@ -119,6 +119,7 @@ def patches(width: str, part: str = "vision_config", video: bool = True) -> dict
 _QWEN = patches("3*temporal_patch_size*patch_size^2")
 _PICTURES = patches("3*temporal_patch_size*patch_size^2", video=False)
 _TILES = {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[30, 60]] * 2}
+_FILMED = {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}
 _PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
 _BOTH = ("image", "video")
 _ALL = (*_BOTH, "audio")
@@ -145,6 +146,34 @@ _HEARD = {
     **sound(48, mask="feature_attention_mask"),
     "video_second_per_grid": [1.0, 1.0],
 }
+
+
+_PLACES = [[[i // GRID, i % GRID] for i in range(GRID**2)]] * 2
+_SAM = {
+    "image_size": 64,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+    "output_channels": 16,
+    "downsample_channels": [16, WIDTH],
+}
+_WAVES = {
+    "input_values": Shape((2, 1, 24)),  # four samples a token
+    "padding_mask": Shape((2, 24), fill=True),
+    "sample": False,
+}
+_TOKENIZER = {"downsampling_ratios": [2, 2], "depths": [1] * 3, "num_filters": 4}
+
+
+class Schedule:
+    """The noise of a diffusion loss by time step, whose variance and the signal's add up to one."""
+
+    alpha_t = torch.linspace(0.9, 0.1, 10)
+    sigma_t = (1 - alpha_t**2).sqrt()
+
+    def add_noise(self, clean: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """The noisy signal of every row at its time step."""
+        signal, spread = (x.to(clean)[timesteps, None] for x in (self.alpha_t, self.sigma_t))
+        return signal * clean + spread * noise
 
 
 def _families(table: Mapping[str, Maker]) -> dict[str, Maker]:
@@ -228,11 +257,12 @@ MAKERS: dict[str, Maker] = _families(
                     "vision_output_dim": WIDTH,
                 },
             ),
+            tokens={"image": 4},
         ),
         "llava_next": Maker(_TILES, config=_PINPOINTS),
-        "llava_next_video llava_onevision": Maker(
-            {**_TILES, "pixel_values_videos": Shape((2, 4, 3, SIDE, SIDE))}, _BOTH, _PINPOINTS
-        ),
+        # older transformers return the features of a video without what is added to them
+        "llava_next_video": Maker(_FILMED, _BOTH, _PINPOINTS, tokens={"video": 16}),
+        "llava_onevision": Maker(_FILMED, _BOTH, _PINPOINTS, tokens={"video": 17}),
         "deepseek_vl_hybrid": Maker(
             {
                 **pictures(),
@@ -356,21 +386,128 @@ MAKERS: dict[str, Maker] = _families(
         "gemma4": Maker(
             {
                 "pixel_values": Shape((2, GRID**2, 3 * PATCH**2), fill=0.5),
-                "image_position_ids": [[[i // GRID, i % GRID] for i in range(GRID**2)]] * 2,
+                "image_position_ids": _PLACES,
             }
         ),
+        "granite_docling": Maker(
+            {
+                "pixel_values": Shape((2, 2, 3, SIDE, SIDE)),
+                "pixel_attention_mask": Shape((2, 2), fill=True),
+                "tile_fine_mask": Shape((2,), fill=True),  # of two connectors the larger
+                "router_labels": Shape((2,), fill=1.0),
+            },
+            config={
+                "vision_config.deepstack_visual_indexes": [0, 1],
+                "density_router_hidden_size": 16,
+            },
+        ),
         "deepseek_ocr2": Maker(
-            pictures(2, 3, 64, 64),
-            config=nested(
-                "vision_config.sam_config",
-                {
-                    "image_size": 64,
-                    "window_size": 4,
-                    "global_attn_indexes": [1],
-                    "output_channels": 16,
-                    "downsample_channels": [16, WIDTH],
+            pictures(2, 3, 64, 64), config=nested("vision_config.sam_config", _SAM)
+        ),
+        "unlimited_ocr": Maker(
+            {
+                **pictures(2, 3, 64, 64),
+                **pictures(2, 3, 64, 64, name="pixel_values_local"),
+                "num_local_patches": (1, 1),
+                "patches_grid": ((1, 1), (1, 1)),
+            },
+            config=nested("vision_config.sam_config", _SAM),
+        ),
+        "phi4_multimodal/Phi4MultimodalForCausalLM": Maker(
+            {
+                "image_pixel_values": Shape((2, 2, 3, SIDE, SIDE)),  # whole, and its one crop
+                "image_sizes": [[SIDE, SIDE]] * 2,
+                "image_attention_mask": Shape((2, 2, GRID, GRID), fill=1.0),
+                "audio_input_features": Shape((2, 32, 16)),
+                "audio_embed_sizes": [4, 4],
+                "audio_attention_mask": Shape((2, 32), fill=True),
+            },
+            ("image", "audio"),
+            {
+                "image_token_id": 207,
+                "audio_token_id": 206,
+                **nested("vision_config", {"image_token_id": 207, "feature_layer": -1}),
+                **nested(
+                    "audio_config",
+                    {
+                        "audio_token_id": 206,
+                        "input_size": 16,
+                        "nemo_conv_channels": 8,
+                        "nemo_final_size": 2,
+                        "ext_pw_out_channel": WIDTH,
+                        "depthwise_separable_out_channel": WIDTH,
+                    },
+                ),
+            },
+            tokens={"image": 13, "audio": 4},
+        ),
+        "gemma4_unified": Maker(
+            {
+                "pixel_values": Shape((2, GRID**2, 12 * PATCH**2)),
+                "image_position_ids": _PLACES,
+                "pixel_values_videos": Shape((2, GRID**2, 12 * PATCH**2)),
+                "video_position_ids": _PLACES,
+                "num_frames_per_video": [1, 1],
+                "input_features": Shape((2, 5, 16)),
+                "input_features_mask": Shape((2, 5), fill=True),
+            },
+            _ALL,
+        ),
+        # its tower cannot be made small by its sizes: timm is told to, beside a finer grid
+        "gemma3n": Maker(
+            {
+                **pictures(2, 3, 64, 64),
+                "input_features": Shape((2, 64, 128)),
+                "input_features_mask": Shape((2, 64), fill=True),
+            },
+            ("image", "audio"),
+            {
+                "vision_soft_tokens_per_image": 16,
+                "audio_soft_tokens_per_image": 6,
+                "image_token_id": 206,
+                "audio_token_id": 209,
+                **nested(
+                    "vision_config",
+                    {
+                        "model_args": {"channel_multiplier": 0.1, "msfa_output_resolution": 4},
+                        "hidden_size": 2048,
+                        "vocab_offset": 205,
+                        "vocab_size": 2,
+                    },
+                ),
+                **nested("audio_config", {"vocab_offset": 207, "vocab_size": 4}),
+            },
+            tokens={"audio": 6},
+        ),
+        "emu3": Maker(
+            {**pictures(2, 3, 16, 16), "image_sizes": [[16, 16]] * 2},
+            config={
+                "vq_config.codebook_size": 8,
+                "vq_config.hidden_size": 32,
+                "vocabulary_map": {
+                    "<image>": 200,
+                    "<|extra_200|>": 201,
+                    **{f"<|visual token {code:06d}|>": 190 + code for code in range(8)},
                 },
-            ),
+                "image_token_id": 200,
+            },
+        ),
+        "vibevoice_asr": Maker(
+            _WAVES,
+            ("audio",),
+            {
+                **nested("acoustic_tokenizer_encoder_config", _TOKENIZER),
+                **nested("semantic_tokenizer_encoder_config", _TOKENIZER),
+            },
+        ),
+        "vibevoice": Maker(
+            {
+                **_WAVES,
+                "acoustic_loss_mask": [[False] * 2 + [True] * 6 + [False] * 10] * 2,
+                "noise_scheduler": Schedule(),
+            },
+            ("audio",),
+            {**nested("audio_config", _TOKENIZER), **nested("semantic_model_config", _TOKENIZER)},
         ),
         "granite4_vision": Maker(
             {"pixel_values": Shape((2, 3, 3, SIDE, SIDE)), "image_sizes": [[32, 64]] * 2},
@@ -383,7 +520,11 @@ MAKERS: dict[str, Maker] = _families(
         ),
         "t5gemma2": Maker(
             pictures(),
-            config={"encoder.mm_tokens_per_image": 4, "encoder.image_token_index": 210},
+            config={
+                "encoder.mm_tokens_per_image": 4,
+                "encoder.image_token_index": 210,
+                "image_token_index": 210,
+            },
             tokens={"image": 4},
         ),
         "video_llava": Maker(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +17,17 @@ from tests.sweep.run import _said, liven
 LENGTHS = (17, 13)
 EQUAL = 2e-4
 """Part of the largest logit, and of the largest entry of a gradient."""
+ENDS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+TOLD: dict[str, dict[str, Any]] = {
+    "seq_idx": {
+        "seq_idx": torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS)).int()[None]
+    },
+    "cu_seq_lens": {
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ENDS),
+        **dict.fromkeys(("max_length_q", "max_length_k"), max(LENGTHS)),
+    },
+}
+"""What may tell samples beside positions, as ``DataCollatorWithFlattening`` gives it."""
 
 
 @dataclass
@@ -29,6 +42,8 @@ class Verdict:
             with other arguments, which the error named; "refused", with none; "wrong", let through
             and not equal; "no positions"; "not built", also without us.
         why: The arguments that the error named, the reason, or what is wrong.
+        beside: The same with positions and one of :data:`TOLD`, as status and reason; "not taken"
+            where the forward has no such argument, "unpatched" where it raises without us too.
     """
 
     kind: str
@@ -36,6 +51,7 @@ class Verdict:
     cls: str
     status: str = "not built"
     why: str = ""
+    beside: dict[str, list[str]] = field(default_factory=dict)
 
 
 def judge(pair: Pair) -> Verdict:
@@ -56,20 +72,26 @@ def judge(pair: Pair) -> Verdict:
         made.why = _said(error)
         return made
     made.status, made.why = packed(model, ids, wanted)
+    for name, told in TOLD.items():
+        made.beside[name] = [*packed(model, ids, wanted, told)]
     return made
 
 
-def packed(model: Any, ids: torch.Tensor, wanted: Any) -> tuple[str, str]:
+def packed(
+    model: Any, ids: torch.Tensor, wanted: Any, told: dict[str, Any] | None = None
+) -> tuple[str, str]:
     """Status and reason of a packed row, with the arguments that an error names as well."""
     place = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    batch = {"input_ids": ids, "position_ids": place}
+    batch = {"input_ids": ids, "position_ids": place, **(told or {})}
+    if not _takes(model, told or {}):
+        return "not taken", ""
     try:
         found = unlike(results(model, [batch]), wanted)
         return ("wrong", found) if found else ("apart", "")
     except Exception as error:
         said = str(error)
         if not isinstance(error, ValueError) or "several samples" not in said:
-            return "not built", _said(error)
+            return ("wrong" if _runs_unpatched(model, batch) else "unpatched"), _said(error)
     if " they are kept apart" not in said:
         return "refused", said.partition(": ")[2][:160]
     way = said.partition("With ")[2].partition(" they are kept apart")[0]
@@ -77,6 +99,24 @@ def packed(model: Any, ids: torch.Tensor, wanted: Any) -> tuple[str, str]:
         return "other", way
     found = unlike(results(model, [{**batch, "position_ids": place.expand(4, -1, -1)}]), wanted)
     return ("wrong", found) if found else ("other", way)
+
+
+def _takes(model: Any, names: Iterable[str]) -> bool:
+    known = inspect.signature(model.forward).parameters
+    return all(n in known for n in names) or any(p.kind == p.VAR_KEYWORD for p in known.values())
+
+
+def _runs_unpatched(model: Any, batch: dict[str, Any]) -> bool:
+    """Whether a model that was never patched takes a step with a batch."""
+    from liger_multi.patching import unpatch
+
+    stock = copy.deepcopy(model)
+    unpatch(stock)
+    try:
+        results(stock, [batch])
+    except Exception:  # somebody's forward
+        return False
+    return True
 
 
 def results(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -7,7 +7,7 @@ numbers.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -27,8 +27,11 @@ class NormKind:
         grouped: Whether an attribute of the module may tell groups of channels.
         axis: The axis of the channels.
         ndim: The number of axes of the input; 0 where it does not matter.
-        after: Whether weight and bias follow the operator, which rounds its result first; they may
-            have an axis before that of the channels.
+        weight: Where weight and bias act: "inside" of the operator; "after" it, which rounds its
+            result first, where they may have an axis before that of the channels; or "before" it,
+            on the input, which is rounded then.
+        joined: Whether the input has an axis of heads before that of the channels, and the output
+            has one axis of both, which is that of the weight.
     """
 
     name: str
@@ -42,7 +45,8 @@ class NormKind:
     grouped: bool = False
     axis: int = -1
     ndim: int = 0
-    after: bool = False
+    weight: str = "inside"
+    joined: bool = False
 
     @property
     def of_channels(self) -> bool:
@@ -57,6 +61,10 @@ def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, An
 def _layer_norm(name: str, plus: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:
     given = ("weight", "bias")
     return NormKind(name, "layer_norm", (), given, False, plus, True, axis=axis, ndim=ndim)
+
+
+def _rounded_first(name: str, ndim: int = 0, joined: bool = False) -> NormKind:
+    return replace(_layer_norm(name, ndim=ndim), weight="after", joined=joined)
 
 
 def _gated(casting: str, activation: str, first: bool) -> NormKind:
@@ -75,22 +83,15 @@ NORM_KINDS = (
     NormKind("llama", options=_cast("llama"), one_dtype=True),
     NormKind("gemma", options=_cast("gemma"), one_dtype=True),
     NormKind("gemma, rounded 1 + weight", options=_cast("gemma"), plus=1.0),
+    NormKind("scaled before it", options=_cast("llama"), plus=1.0, weight="before"),
     NormKind("factor", options=_cast("factor")),
     NormKind("gemma, groups", "gated_rms_norm", _cast("gemma", 1.0), grouped=True),
     _layer_norm("plain"),
     _layer_norm("1 + weight", plus=1.0),
     _layer_norm("channels second", axis=1, ndim=4),
     _layer_norm("channels second", axis=1, ndim=3),
-    NormKind(
-        "rounded before the weight",
-        "layer_norm",
-        (),
-        ("weight", "bias"),
-        False,
-        0.0,
-        True,
-        after=True,
-    ),
+    _rounded_first("rounded before the weight"),
+    _rounded_first("heads joined", ndim=4, joined=True),
     *(
         _gated(casting, activation, first)
         for first in (True, False)
@@ -123,6 +124,8 @@ TENSOR_NAMES = {
 INPUT_NAMES = ("x", "input", "hidden_states", "hidden_state")
 """Names of the argument of an activation."""
 GATE_NAMES = ("gate", "z", "gate_states")
+HEADS_NAMES = (("num_heads", True), ("n_heads", True))
+"""Attributes that count the heads of a norm that joins them, as in :data:`GROUP_NAMES`."""
 GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), ("ngroups", True))
 """Attributes that tell the groups of a norm, and whether they count them."""
 
@@ -162,6 +165,8 @@ class MlpKind:
         options: Keyword arguments of the operator.
         packed: More of them where one layer holds gate and up.
         numbers: Further ones, whose values the module's attributes of such a name hold.
+        sparse: Whether the gate is cut first, to the share of it that ``sparsity``, one of the
+            numbers, leaves (activation sparsity of Gemma 3n).
     """
 
     op: str
@@ -170,6 +175,7 @@ class MlpKind:
     options: tuple[tuple[str, Any], ...] = ()
     packed: tuple[tuple[str, Any], ...] = ()
     numbers: tuple[str, ...] = ()
+    sparse: bool = False
 
 
 MLP_KINDS = (
@@ -187,6 +193,18 @@ MLP_KINDS = (
         for alpha in ((), (("alpha", 1.0),))
         for offset in (1.0, 0.0)
         for interleaved in (False, True)
+    ),
+    *(
+        MlpKind(
+            "geglu",
+            "gelu(sparse gate) * up",
+            "",
+            (("approximate", approximate),),
+            (),
+            ("sparsity",),
+            True,
+        )
+        for approximate in ("tanh", "none")
     ),
 )
 MLP_OPS = tuple(dict.fromkeys(kind.op for kind in MLP_KINDS))

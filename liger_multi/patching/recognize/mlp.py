@@ -41,6 +41,7 @@ from liger_multi.patching.recognize.signature import (
 from liger_multi.patching.replace import mlp
 from liger_multi.patching.replace.mlp import (
     NO_GATE,
+    SHARED,
     WEIGHTS,
     ExpertsKind,
     MlpSettings,
@@ -277,6 +278,8 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
     floats = [n for n, v in vars(module).items() if isinstance(v, float)]
     for names in candidates:
         for kind in registered.mlp_kinds():
+            if kind.sparse and names.up is None:
+                continue
             numbers = tuple(
                 (number, next((n for n in floats if number in n), "")) for number in kind.numbers
             )
@@ -296,7 +299,13 @@ def looks_like_experts(module: nn.Module) -> bool:
     held = set(_shapes(module))
     if hasattr(module, "_apply_gate"):
         return "down_proj" in held
-    return _named_experts(module) and held == set(WEIGHTS[True])
+    return _named_experts(module) and (held == set(WEIGHTS[True]) or _are_shared(module))
+
+
+def _are_shared(module: nn.Module) -> bool:
+    """Whether a module has a stack a layer, and so no experts that tokens are routed to."""
+    shapes = _shapes(module)
+    return set(shapes) == set(SHARED) and all(len(shape) == 3 for shape in shapes.values())
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -327,8 +336,6 @@ _known_experts: dict[Any, ExpertsKind | str] = {}
 
 def experts_kind(module: nn.Module) -> ExpertsKind | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    if getattr(module, "has_post_expert_norm", False) is not False:
-        return "its experts end in a norm"
     kind = _own_class(module)
     signature = _signature(module, kind, ())
     if isinstance(signature, str):
@@ -341,8 +348,18 @@ def experts_kind(module: nn.Module) -> ExpertsKind | str:
     return found
 
 
-def _weights(module: nn.Module) -> tuple[str, str]:
+def _weights(module: nn.Module) -> tuple[str, ...]:
+    if _are_shared(module) and not hasattr(module, "_apply_gate"):
+        return SHARED
     return WEIGHTS[bool(getattr(module, "has_gate", True))]
+
+
+_NORM = "post_expert_norm"
+
+
+def _norm(module: nn.Module) -> str:
+    """The module that outputs of experts go through, by the flag of transformers' interface."""
+    return _NORM if getattr(module, f"has_{_NORM}", False) else ""
 
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -352,7 +369,7 @@ def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) 
     """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
     flags = [name for name in _FLAGS if name in vars(module)]
     weights = _weights(module)
-    taken = ("config", *weights, *bias_names(weights))
+    taken = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
     starts = [name for name in ("forward", "_apply_gate") if hasattr(kind, name)]
     return signature_of(module, kind, taken, [*flags, *seen], tuple(starts))
 
@@ -443,14 +460,25 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
         replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
         if name != "parametrizations":
-            replica._modules[name] = None if part is None else skeleton(part)
+            replica._modules[name] = None if part is None else _part(part, sizes, generator)
     if "config" in vars(replica):
         replica.__dict__["config"] = _Eager(replica.config)
     if _form(module) == "blocks":
         return replica, [random(generator, 5 * sizes[experts], sizes[hidden])]
+    if _form(module) == "shared":
+        return replica, [random(generator, 7, n) for n in (sizes[hidden], sizes[experts])]
     scores = random(generator, 7, sizes[experts])
     routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
     return replica, [random(generator, 7, sizes[hidden]), index, routing]
+
+
+def _part(module: nn.Module, sizes: dict[int, int], generator: torch.Generator) -> nn.Module:
+    """A small copy of a module within, with random parameters."""
+    made = skeleton(module, sizes)
+    for name, p in module._parameters.items():
+        if p is not None:
+            made._parameters[name] = nn.Parameter(random(generator, *(sizes[n] for n in p.shape)))
+    return made
 
 
 def _disagreement(
@@ -487,7 +515,7 @@ def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
 def _transposed(module: nn.Module) -> bool:
     """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
     told = getattr(module, "is_transposed", None)
-    if told is None and not hasattr(module, "_apply_gate"):
+    if told is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
         first, second = (_shapes(module)[name] for name in WEIGHTS[True])
         return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
     return bool(told)
@@ -497,26 +525,33 @@ def _form(module: nn.Module) -> str:
     """The form of a call, by the arguments of forward and the numbers of experts."""
     if hasattr(module, "_apply_gate"):
         return "routed"
+    if _are_shared(module):
+        return "shared"
     if len(inspect.signature(unpatched_class(module).forward).parameters) == 2:
         return "blocks"
     first, second = (_shapes(module)[name] for name in WEIGHTS[True])
     return "routed" if first[0] == second[0] else "identity"
 
 
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
 def _candidates(module: nn.Module) -> list[ExpertsKind]:
-    return [replace(kind, form=_form(module)) for kind in _gates(module)]
+    return [replace(kind, form=_form(module), norm=_norm(module)) for kind in _gates(module)]
 
 
 def _gates(module: nn.Module) -> list[ExpertsKind]:
     weights = _weights(module)
     bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
     transposed = _transposed(module)
+    if weights == SHARED:
+        return [ExpertsKind(name, False, False, False) for name in _ACTIVATIONS]
     if weights != WEIGHTS[True]:
         return [ExpertsKind(NO_GATE, False, transposed, bias)]
     orders = (False, True)
     found = [
         ExpertsKind(activation, order, transposed, bias)
-        for activation in ("silu", "gelu_tanh", "gelu")
+        for activation in _ACTIVATIONS
         for order in orders
     ]
     given = dict(scalars(module))

@@ -22,6 +22,7 @@ from liger_multi.patching.recognize.kinds import (
     EPS_NAMES,
     GATE_NAMES,
     GROUP_NAMES,
+    HEADS_NAMES,
     INPUT_NAMES,
     TENSOR_NAMES,
     NormKind,
@@ -185,13 +186,14 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
         return "its weight is not a vector with elements (is it partitioned?)"
     ran, error = False, None
     for kind in _candidates(likely):
-        for group in _groups(module, row[-1]) if kind.grouped else (None,):
+        for group in _groups(module, row[-1], kind):
             settings = NormSettings(kind, _tensors(module, kind), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
                 continue  # it holds a parameter that the operator does not take
+            own = _by_head(row, getattr(module, group[0])) if kind.joined and group else row
             try:
-                if _agrees(module, settings, row):
-                    return _settled(module, settings, row)
+                if _agrees(module, settings, own):
+                    return _settled(module, settings, own)
                 ran = True
             except Exception as raised:  # somebody's forward: failing, it is not of this kind
                 error = error or raised
@@ -220,13 +222,21 @@ def _width(module: nn.Module) -> int:
     return int(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else 64
 
 
-def _groups(module: nn.Module, size: int) -> list[tuple[str, bool] | None]:
+def _by_head(row: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """The last axes of an input whose heads the output has joined."""
+    return (heads, row[-1] // heads)
+
+
+def _groups(module: nn.Module, size: int, kind: NormKind) -> list[tuple[str, bool] | None]:
+    """Attributes that tell groups of channels; None for a kind without, or a norm of one group."""
+    if not kind.grouped and not kind.joined:
+        return [None]
     found: list[tuple[str, bool] | None] = [
         (name, counts)
-        for name, counts in GROUP_NAMES
+        for name, counts in (HEADS_NAMES if kind.joined else GROUP_NAMES)
         if isinstance(value := getattr(module, name, None), int) and value > 0 and size % value == 0
     ]
-    return found or [None]
+    return found or [None] * (not kind.joined)
 
 
 def _tensors(module: nn.Module, kind: NormKind) -> tuple[tuple[str, str | None], ...]:
@@ -286,7 +296,7 @@ def _rows(generator: torch.Generator, kind: NormKind, rows: int, row: tuple[int,
     """Rows of different lengths, in the form that a kind takes; ``row`` has the channels last."""
     lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[kind.ndim]
     if len(row) > 1:
-        lead = (rows,)
+        lead = (rows,) if not kind.ndim else (2, -(-rows // 2))
     x = random(generator, *lead, *row) * random(generator, *lead, *row[:-1], 1).exp()
     return x.movedim(-1, kind.axis).contiguous()
 

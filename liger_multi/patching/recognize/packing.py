@@ -92,7 +92,8 @@ def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
     }
     most = _vocabulary(model, given)
     text = tuple(i for i in range(min(most, 512)) if i not in special) or (0,)
-    return Row(tokens, tokens // 2 + tokens // 8, rows.device, text)
+    first = tokens // 2 + tokens // 8 + 1  # 41 of 64: at no border that a model may have
+    return Row(tokens, min(first, tokens - 1), rows.device, text)
 
 
 def text_config(model: Any) -> Any:
@@ -230,7 +231,7 @@ def trial(
     embeds = None
     if given.get("input_ids") is None:  # as many as needed, over and over
         embeds = rows[:1].detach()[:, torch.arange(row.tokens, device=rows.device) % rows.shape[1]]
-    with undisturbed(model):
+    with undisturbed(model), _short_chunks(model):
         tried = Trial(forward, row, embeds, _coarse(model, rows.device))
         try:
             change = tried.change(arguments)
@@ -337,6 +338,27 @@ def _relative(plain: Tensor, other: Tensor) -> Tensor:
 LIBRARIES = ("torch", "accelerate", "deepspeed", "peft", "transformers", "liger_multi")
 """Packages whose hooks are part of how a model runs."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+_CHUNK, SHORT = "attention_chunk_size", 8
+
+
+@contextlib.contextmanager
+def _short_chunks(model: Any) -> Iterator[None]:
+    """Chunks of attention that the tokens of a trial fill.
+
+    transformers 5.0 counts them from the beginning of the row, so that they end within a sample
+    where they would not if it were by itself.
+    """
+    configs = {id(c): c for c in (getattr(model, "config", None), text_config(model))}.values()
+    before = [(c, size) for c in configs if isinstance(size := getattr(c, _CHUNK, None), int)]
+    try:
+        for config, size in before:
+            setattr(config, _CHUNK, min(size, SHORT))
+        yield
+    finally:
+        for config, size in before:
+            setattr(config, _CHUNK, size)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,8 @@ def factors(outermost: nn.Module) -> Factors | str:
     if not isinstance(base, FusedExperts) or watched:
         return "its experts are not patched, or something stands around them"
     kind = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).kind
-    if kind.form == "identity" or bool(getattr(base, "is_transposed", False)) != kind.transposed:
+    other = kind.form in ("identity", "shared")
+    if other or bool(getattr(base, "is_transposed", False)) != kind.transposed:
         return "PEFT reads the layout of its experts in another way"
     thin: dict[str, list[Adapter]] = {}
     for wrapper in wrappers:

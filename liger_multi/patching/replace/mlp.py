@@ -71,7 +71,8 @@ class MlpSettings:
         if self.kind.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.kind.activation}]"
         op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
-        details = ", ".join(value for _, value in self.kind.options if isinstance(value, str))
+        said = [value for _, value in self.kind.options if isinstance(value, str)]
+        details = ", ".join([*said, "sparse"] if self.kind.sparse else said)
         return f"{op}[{details}]" if details else op
 
 
@@ -117,7 +118,8 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         options.update(kind.packed)
         inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
     else:
-        operator, given = getattr(ops, kind.op), (gate(x), getattr(module, names.up)(x))
+        first = sparse(gate(x), options.pop("sparsity")) if kind.sparse else gate(x)
+        operator, given = getattr(ops, kind.op), (first, getattr(module, names.up)(x))
         if hands_out(kind.op):
             inner = handed_out(module, kind.op, functools.partial(operator, *given, **options))
         else:
@@ -125,6 +127,17 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     inner = _dropped(module, inner, settings.inner)
     inner = _for(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
+
+
+def sparse(gate: Tensor, sparsity: float) -> Tensor:
+    """``relu(gate - mean - k * deviation)`` by row; of a normal row it leaves 1 - sparsity.
+
+    Source: Gemma 3n's activation sparsity (arXiv:2506.06644); ``k`` is the normal distribution's
+    quantile at ``sparsity``, rounded to the dtype of gate as transformers does.
+    """
+    quantile = (2 * torch.tensor(sparsity, dtype=torch.float32) - 1).erfinv() * 2.0**0.5
+    deviation, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+    return torch.relu(gate - (mean + deviation * quantile.to(gate.dtype)))
 
 
 def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
@@ -243,11 +256,13 @@ def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
 
 WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
 """Names of the stacks of experts, with and without a gate; those of biases follow them."""
+SHARED = ("gate_proj", "up_proj", "down_proj")
+"""Names of the stacks of experts that every token goes to."""
 NO_GATE = "relu_squared"
 """The activation of experts without a gate."""
 
 
-def bias_names(weights: tuple[str, str]) -> tuple[str, str]:
+def bias_names(weights: tuple[str, ...]) -> tuple[str, str]:
     """Names of the biases beside stacks of such names."""
     return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
@@ -255,14 +270,18 @@ def bias_names(weights: tuple[str, str]) -> tuple[str, str]:
 WEIGHT_TYPES = (Tensor, nn.Parameter)
 
 
-FORMS = ("routed", "identity", "blocks")
+FORMS = ("routed", "identity", "blocks", "shared")
 """What a call of experts brings: hidden states, experts and weights; the same, where an index past
-the last expert stands for the hidden states themselves; or equally many rows for each expert."""
+the last expert stands for the hidden states themselves; equally many rows for each expert; or
+hidden states and a weight for every expert, all of which every token goes to."""
 
 
 @dataclass(frozen=True)
 class ExpertsKind:
-    """What the operator needs to know of a module: its gate, how its weights lie, and its form."""
+    """What the operator needs to know of a module: its gate, how its weights lie, and its form.
+
+    ``norm`` is the name of a module that the outputs of experts go through before they are summed.
+    """
 
     activation: str
     interleaved: bool
@@ -270,12 +289,13 @@ class ExpertsKind:
     bias: bool
     clamps: tuple[tuple[str, float], ...] = ()
     form: str = "routed"
+    norm: str = ""
     signature: Signature = field(default_factory=Signature)
 
     @property
-    def weights(self) -> tuple[str, str]:
+    def weights(self) -> tuple[str, ...]:
         """Names of the stacks."""
-        return WEIGHTS[self.activation != NO_GATE]
+        return SHARED if self.form == "shared" else WEIGHTS[self.activation != NO_GATE]
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -304,7 +324,8 @@ class ExpertsSettings:
     @property
     def shown(self) -> str:
         """What the report says that runs now."""
-        return f"fused_moe[{self.kind.activation}]"
+        op = "gated_mlp" if self.kind.form == "shared" else "fused_moe"
+        return f"{op}[{self.kind.activation}{', norm' if self.kind.norm else ''}]"
 
 
 class FusedExperts(Patched):
@@ -322,7 +343,8 @@ class FusedExperts(Patched):
         if routes is None:
             return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
-        return cast(Tensor, run_bound(settings.options, ("fused_moe",), apply_experts, *bound))
+        ops = ("fused_moe", "gated_mlp")
+        return cast(Tensor, run_bound(settings.options, ops, apply_experts, *bound))
 
 
 def routes_of(
@@ -341,6 +363,13 @@ def routes_of(
         index = torch.arange(experts, device=x.device)
         index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
         return index, x.new_ones(index.shape)
+    if kind.form == "shared":
+        experts, rows = module.down_proj.shape[0], x.shape[:-1].numel()
+        known = len(given) == 1 and given[0].numel() == rows * experts
+        if not known or given[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
+            return None
+        index = torch.arange(experts, device=x.device).expand(rows, experts)
+        return index, given[0].reshape(rows, experts)
     alike = len(given) == 2 and given[0].shape == given[1].shape
     return (given[0], given[1]) if alike and not given[0].is_floating_point() else None
 
@@ -365,6 +394,41 @@ def apply_experts(
     factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Run the operator with the weights of ``module``, and with what adapters add to them."""
+    if kind.form == "shared":
+        return _shared(module, kind, x, routing)
+    if not kind.norm:
+        return _summed(module, kind, x, index, routing, factors or {})
+    # every pair is a token of its own, since the norm is that of one expert's output
+    pairs = x.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, x.shape[1])
+    ones = routing.new_ones(index.numel(), 1)
+    y = _summed(module, kind, pairs, index.reshape(-1, 1), ones, factors or {})
+    y = getattr(module, kind.norm)(y) * routing.reshape(-1, 1)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return cast(Tensor, y.view(*index.shape, y.shape[-1]).sum(1, dtype=wide).to(x.dtype))
+
+
+def _shared(module: Any, kind: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
+    """The weighted sum of MLPs that all tokens go through."""
+    from liger_multi import ops
+
+    rows, total = x.reshape(-1, x.shape[-1]), None
+    stacks = [getattr(module, name).unbind(0) for name in kind.weights]
+    for weight, parts in zip(routing.split(1, 1), zip(*stacks, strict=True), strict=True):
+        y = ops.gated_mlp(rows, *parts, activation=kind.activation) * weight
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        total = y if total is None else total + y
+    return cast(Tensor, total).to(x.dtype).view(x.shape)
+
+
+def _summed(
+    module: Any,
+    kind: ExpertsKind,
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any],
+) -> Tensor:
+    """The weighted sum of the experts that every token goes to."""
     parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
     experts = parts[1].shape[0]
     if autocast_dtype(x.device.type) is None:
@@ -373,9 +437,7 @@ def apply_experts(
         parts[0] = parts[0][:experts]
     run = functools.partial(_run, kind)
     whole = not any(isinstance(part, Stack) for part in parts)
-    y = (run if whole else functools.partial(in_groups, run))(
-        parts, x, index, routing, factors or {}
-    )
+    y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
     if kind.form == "identity":
         y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
     return y.to(given)

@@ -31,7 +31,8 @@ class NormSettings:
         kind: What it computes.
         tensors: Name of the parameter by argument of the operator, None where there is none.
         eps: Name of the attribute; None where the operator takes none.
-        group: Name of the attribute that tells the groups, and whether it counts them.
+        group: Name of the attribute that tells the groups, or the heads that are joined, and
+            whether it counts them.
         options: What the patch call asked for.
         signature: What must not have changed since the probe, or the original forward runs.
     """
@@ -60,6 +61,10 @@ class FusedNorm(Patched):
         if not issubclass(kind, FusedNorm):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings = cast(NormSettings, kind._liger_multi_swap.settings)
+        if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
+            rotated = (self, args[0], kwargs["rotation"], settings)
+            options = settings.options
+            return cast(Tensor, run_bound(options, ("rms_norm_rope",), apply_rotated, *rotated))
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
         known = form and code_holds(kind)
@@ -68,6 +73,20 @@ class FusedNorm(Patched):
             return cast(Tensor, original(kind)(self, *args, **kwargs))
         bound = (self, args[0], gate, given, settings)
         return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
+
+
+def apply_rotated(
+    module: Any, x: Tensor, rotation: tuple[Tensor, Tensor, int, str], settings: NormSettings
+) -> Tensor:
+    """The norm of queries or keys, and their rotation, with heads on an axis."""
+    from liger_multi import ops
+
+    cos, sin, axis, casting = rotation
+    weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
+    options = dict(settings.kind.options)
+    return ops.rms_norm_rope(
+        x, weight, cos, sin, eps, unsqueeze_dim=axis, rope_casting=casting, **options
+    )
 
 
 def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
@@ -91,6 +110,8 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         return None
     if first is not None and kind.of_channels and not _fits(first, x, kind):
         return None  # the original may broadcast it
+    if kind.joined and settings.group and x.shape[-2] != getattr(module, settings.group[0]):
+        return None
     if kind.one_dtype:
         # torch's layer_norm chooses the dtype of its result under autocast
         outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
@@ -101,7 +122,9 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
 
 def _fits(weight: Tensor, x: Tensor, kind: NormKind) -> bool:
     """Whether a weight has a value for every channel, or for every channel of some last axes."""
-    if kind.after:
+    if kind.joined:
+        return weight.ndim == 1 and weight.shape[0] == x.shape[-2] * x.shape[-1]
+    if kind.weight == "after":
         return weight.shape == x.shape[-weight.ndim :]
     return x.ndim > 0 and weight.shape == (x.shape[kind.axis],)
 
@@ -110,28 +133,40 @@ def apply_norm(
     module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
 ) -> Tensor:
     """Run the operator on the tensors of :func:`operands`."""
-    from liger_multi import ops
-
     kind = settings.kind
     if kind.plus and given[0] is not None:
         given = [given[0] + kind.plus, *given[1:]]
-    options = dict(kind.options)
-    if settings.group is not None:
+    if kind.weight == "before":
+        scaled = x * given[0]
+        return _run(module, scaled.to(x.dtype), None, [None], settings)
+    if kind.weight == "after":
+        y = _run(module, x, gate, [None] * len(given), settings)
+        return _weighted(y.flatten(-2) if kind.joined else y, *given)
+    if kind.axis == -1:  # turning nothing would cost the host some microseconds
+        return _run(module, x, gate, given, settings)
+    return _run(module, x.movedim(kind.axis, -1), gate, given, settings).movedim(-1, kind.axis)
+
+
+def _weighted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _run(
+    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+) -> Tensor:
+    """The operator on channels that are last."""
+    from liger_multi import ops
+
+    kind, options = settings.kind, dict(settings.kind.options)
+    if settings.group is not None and not kind.joined:
         name, counts = settings.group
         value = getattr(module, name)
         options["group_size"] = x.shape[-1] // value if counts else value
     eps = [] if settings.eps is None else [getattr(module, settings.eps)]
     first = [x, gate] if kind.op == "gated_rms_norm" else [x]
-    if kind.after:
-        y = cast(Tensor, getattr(ops, kind.op)(*first, None, None, *eps, **options))
-        weight, bias = given
-        y = y if weight is None else y * weight
-        return y if bias is None else y + bias
-    if kind.axis == -1:  # turning nothing would cost the host some microseconds
-        operator = getattr(ops, kind.op)
-        if hands_out(kind.op):
-            call = functools.partial(operator, *first, *given, *eps, **options)
-            return handed_out(module, kind.op, call)
-        return cast(Tensor, operator(*first, *given, *eps, **options))
-    y = cast(Tensor, getattr(ops, kind.op)(x.movedim(kind.axis, -1), *given, *eps, **options))
-    return y.movedim(-1, kind.axis)
+    operator = getattr(ops, kind.op)
+    if kind.weight == "inside" and kind.axis == -1 and hands_out(kind.op):
+        call = functools.partial(operator, *first, *given, *eps, **options)
+        return handed_out(module, kind.op, call)
+    return cast(Tensor, operator(*first, *given, *eps, **options))

@@ -111,6 +111,11 @@ def _class_of(swap: Swap) -> type[nn.Module]:
     return made
 
 
+def made_class(swap: Swap) -> type[nn.Module]:
+    """The class that :func:`apply` gives to an instance."""
+    return _class_of(swap)
+
+
 def _code(swap: Swap) -> Code:
     signature = getattr(swap.settings, "signature", None)
     return code_of(swap.stock, signature if isinstance(signature, Signature) else None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_multi.testing.formulas.losses import sparsemax
-from liger_multi.testing.formulas.norms import statistics_dtype, wide
+from liger_multi.testing.formulas.norms import rms_normalized, statistics_dtype, weighted, wide
 
 # --- attention and its variants, from whole scores ---
 
@@ -299,6 +299,28 @@ def rope(
         return x * cos + _rotated(x, style) * sin
 
     return turned(q), turned(k)
+
+
+def rms_norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
+    rope_casting: str = "llama",
+) -> Tensor:
+    """The rotation of the norm of every head, or of every token where weight is as wide."""
+    rows = x
+    if weight.shape[0] != x.shape[-1]:
+        rows = x.movedim(unsqueeze_dim, 2).flatten(2)
+    u = weighted(rms_normalized(wide(rows), eps).to(x.dtype), weight, offset)
+    if weight.shape[0] != x.shape[-1]:
+        u = u.unflatten(2, (x.shape[unsqueeze_dim], -1)).movedim(2, unsqueeze_dim)
+    return rope(u, u, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
 
 
 def _of_sections(angle: Tensor, sections: Sequence[int], arrangement: str, style: str) -> Tensor:

@@ -1,0 +1,228 @@
+"""Norms of queries and keys that are computed with their rotation: QK-norm and RoPE."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from liger_multi import ops
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, unpatch
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import Graphs, assert_same_training, batch, build
+from tests.sweep.run import executed
+
+KINDS = ("qwen3", "gemma3_text", "olmo2")
+KEY = "rms_norm_rope"
+every = pytest.mark.parametrize("kind", KINDS)
+
+
+def pair(kind="qwen3", **options):
+    """A model and a patched one, of which norms are not ones."""
+    stock = build(kind)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "_norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    ours = copy.deepcopy(stock)
+    return stock, ours, patch(ours, **{KEY: True, **options})
+
+
+def loss_of(model):
+    return model(**batch()).loss
+
+
+def attentions(model):
+    return [m for n, m in model.named_modules() if n.endswith("self_attn")]
+
+
+@every
+def test_a_step_is_that_of_the_unpatched_model(kind):
+    stock, ours, report = pair(kind)
+    layers = len(attentions(ours))
+    assert report.count(KEY) == layers > 0
+    with report.watch(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.idle
+    assert not seen.stock
+    with executed(ours) as counted:
+        loss_of(ours).backward()
+    assert counted.calls[KEY] == 2 * layers
+    assert not counted.calls["rope"]
+
+
+@every
+def test_numbers_are_those_of_both_operators(kind):
+    """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
+    stock, ours, _ = pair(kind)
+    apart = copy.deepcopy(stock)
+    patch(apart)
+    for model in (ours, apart):
+        model.bfloat16().eval()
+    with torch.no_grad():
+        found, wanted = (m(input_ids=batch()["input_ids"]).logits for m in (ours, apart))
+    assert torch.equal(found, wanted)
+
+
+@every
+def test_the_classes_come_back(kind):
+    stock, ours, _ = pair(kind)
+    patched = [type(m) for m in attentions(ours)]
+    patch(ours)
+    apart = [type(m) for m in attentions(ours)]
+    assert all(a is not b for a, b in zip(patched, apart, strict=True))
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+    patch(ours, **{KEY: True})
+    assert [type(m) for m in attentions(ours)] == patched
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_copies_and_pickles_are_patched():
+    stock, ours, _ = pair()
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        with executed(made) as seen:
+            assert_same_training(copy.deepcopy(stock), made, loss_of)
+        assert seen.calls[KEY]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    stock, ours, _ = pair()
+    for model in (stock, ours):
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert seen.calls[KEY] == 4 * len(attentions(ours))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
+def test_compiled(kind):
+    stock, ours, _ = pair(kind)
+    graphs = {}
+    for model in (stock, ours):
+        torch._dynamo.reset()
+        graphs[model] = Graphs()
+        compiled = torch.compile(model, backend=graphs[model], fullgraph=True, dynamic=True)
+        for _ in range(2):
+            compiled(**batch()).loss.backward()
+    torch._dynamo.reset()
+    assert graphs[ours].count == graphs[stock].count
+    assert any(KEY in target for target in graphs[ours].targets)
+    assert_same_gradients(gradients(ours), gradients(stock))
+
+
+# --- what runs both operators, or the model's own ---
+
+
+def _hooked(model):
+    for attention in attentions(model):
+        attention.q_norm.register_forward_hook(lambda module, given, y: 2 * y)
+
+
+def _other_eps(model):
+    for attention in attentions(model):
+        attention.k_norm.variance_epsilon = 0.1
+
+
+def _other_norm(model):
+    for attention in attentions(model):
+        attention.q_norm = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [_hooked, _other_eps, _other_norm])
+def test_a_changed_norm_is_called_where_the_model_calls_it(change):
+    stock, ours, _ = pair()
+    for model in (stock, ours):
+        change(model)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+def test_a_rotary_function_that_is_replaced_later(monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    stock, ours, _ = pair()
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, *rest: (q, k))
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+def test_angles_of_a_part_of_the_channels():
+    """Refused where a configuration says so, and left to the model where only a call does."""
+    stock, ours, _ = pair()
+    rotate = type(stock.model.rotary_emb).forward
+
+    def narrow(self, *args, **kwargs):
+        return tuple(angle[..., :-1] for angle in rotate(self, *args, **kwargs))
+
+    for model in (stock, ours):
+        model.model.rotary_emb.forward = narrow.__get__(model.model.rotary_emb)
+        with pytest.raises(RuntimeError, match="size"):
+            loss_of(model)
+    other = build("qwen3")
+    other.config.rope_parameters["partial_rotary_factor"] = 0.5
+    report = patch(other, **{KEY: True})
+    assert {s.reason for s in report.skipped if s.op == KEY} == {
+        "only a part of its channels turns"
+    }
+    assert not report.count(KEY)
+
+
+def test_what_stands_between_norm_and_rotation_is_seen():
+    """The forward of a replica is compared, so scaled queries are no form of the operator."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Scaled(modeling_qwen3.Qwen3Attention):
+        def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = 2 * self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    Scaled.forward.__globals__["apply_rotary_pos_emb"] = modeling_qwen3.apply_rotary_pos_emb
+    model = build("qwen3")
+    for attention in attentions(model):
+        attention.__class__ = Scaled
+    report = patch(model, **{KEY: True})
+    assert not report.count(KEY)
+
+
+def test_it_is_off_by_default_and_raises_where_there_is_nothing():
+    assert not patch(build("qwen3")).count(KEY)
+    with pytest.raises(PatchError, match="no module of this kind"):
+        patch(build("llama"), strict=True, **{KEY: True})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_bad_input(whole):
+    x, angle = torch.randn(2, 4, 3, 8), torch.randn(3, 8)
+    weight = torch.ones(32 if whole else 8)
+    good = {"x": x, "weight": weight, "cos": angle, "sin": angle}
+    for name, value, said in (
+        ("x", x[0], "shape"),
+        ("weight", torch.ones(9), r"\(8,\), or \(32,\)"),
+        ("cos", angle[:, :4], "same shape|as wide"),
+        ("x", x.long(), "floating-point"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            ops.rms_norm_rope(**{**good, name: value})
+    with pytest.raises(ValueError, match="casting"):
+        ops.rms_norm_rope(**good, casting="factor")
+    with pytest.raises(ValueError, match="gradient"):
+        ops.rms_norm_rope(x, weight, angle.clone().requires_grad_(), angle)
