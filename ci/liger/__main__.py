@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ci.liger import PAGE, differences, explained, run
+from ci.liger import PAGE, run
+from ci.liger.compare import differences, explained
 from ci.liger.page import text
 
 
@@ -27,8 +28,8 @@ def main() -> int:
     by, unknown, idle = explained(found)
     for line in unknown:
         print("not explained:", line)
-    for line in idle:
-        print("explains nothing:", line)
+    for reason in idle:
+        print("explains nothing:", reason.cases)
     made = text(real, found, by)
     if not asked.check and not unknown and not idle:
         PAGE.write_text(made, encoding="utf-8")

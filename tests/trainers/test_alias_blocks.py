@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_multi.compat.liger_kernel import block_modules, functional, functional_blocks, losses
 from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.ops import CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
 
 CONFIG = SimpleNamespace(
     hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_multipliers=(2.0, 3.0)

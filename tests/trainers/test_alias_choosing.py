@@ -149,6 +149,9 @@ CALLS = {
 def test_functions_of_the_package(name):
     given, same, arguments = CALLS[name]
     found = op_functions.dispatch(name, *given, impl="pytorch")
+    if name.endswith("cross_entropy"):  # four results, as of the autograd function
+        found, *beside = found
+        assert beside == [None, None, None]
     more = {"reduction": "batchmean"} if name == "kl_div" else {}
     torch.testing.assert_close(found, getattr(functional, same)(*(arguments or given), **more))
     assert "impl" in inspect.signature(op_functions.FUNCTIONS[name]).parameters
