@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -445,9 +446,63 @@ def errors() -> Iterator[tuple[str, Case]]:
     )
 
 
+# --- which implementation runs ---
+
+
+def _softmax(**options: Any) -> Any:
+    home = importlib.import_module("liger_kernel.functional")
+    return {"y": home.softmax(torch.arange(12.0).reshape(3, 4), **options)}
+
+
+def _set(name: str) -> Any:
+    home = importlib.import_module("liger_kernel")
+    before = home.get_impl()
+    try:
+        home.set_impl(name)
+        return {"before": before, "after": home.get_impl()}
+    finally:
+        home.set_impl(None)
+
+
+def _with_variables(variables: dict[str, str], **options: Any) -> Any:
+    os.environ.update(variables)
+    try:
+        return _softmax(**options)
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def _resolved(operator: str) -> Any:
+    home = importlib.import_module("liger_kernel.backends")
+    return {"name": home.resolve_impl(operator).impl_name}
+
+
+def choosing() -> Iterator[tuple[str, Case]]:
+    """``set_impl``, the argument ``impl``, and variables."""
+    for name in ("triton", "nvidia-triton", "ascend-triton", "pytorch", "cutile", "cutedsl", "x"):
+        yield f"set_impl {name}", functools.partial(_set, name)
+    settings: tuple[dict[str, Any], ...] = (
+        {}, {"impl": "triton"}, {"backend": "nvidia-triton"}, {"mode": "default"},
+        {"impl": "x"}, {"backend": "x"}, {"mode": "x"}, {"impl": "triton", "backend": "x"},
+        {"impl": "cutile"}, {"impl": "pytorch"},
+    )  # fmt: skip
+    for o in settings:
+        yield title("softmax", o), functools.partial(_softmax, **o)
+    every, one = "LIGER_KERNEL_IMPL", "LIGER_KERNEL_IMPL_SOFTMAX"
+    older = "LIGER_KERNEL_BACKEND_SOFTMAX"
+    for variables in ({every: "triton"}, {every: "x"}, {one: "x"}, {older: "x"},
+                      {every: "x", one: "triton"}, {every: "triton", one: "x"},
+                      {one: "triton", older: "x"}):  # fmt: skip
+        yield title("softmax", variables), functools.partial(_with_variables, variables)
+    over = functools.partial(_with_variables, {every: "x"}, impl="triton")
+    yield "softmax impl=triton over a variable", over
+    yield "an operator that is not there", functools.partial(_resolved, "x")
+
+
 GROUPS = {
-    "pairs": pairs, "single answers": answers, "policies": policies, "distillation": distillation,
-    "functions and bases": functions, "errors": errors,
+    "choosing": choosing, "pairs": pairs, "single answers": answers, "policies": policies,
+    "distillation": distillation, "functions and bases": functions, "errors": errors,
 }  # fmt: skip
 
 IN_16_BITS = ("pairs", "single answers", "policies", "distillation")

@@ -86,6 +86,11 @@ REASONS = (
         "16 bits are served. Liger-Kernel takes fp32 only.",
     ),
     Reason(
+        r"choosing: softmax impl=(cutile|pytorch)", r"error",
+        "`pytorch` is the reference, which every operator has. What has no backend here, such as "
+        "`cutile`, warns and falls back, and raises with `LIGER_KERNEL_STRICT=1`.",
+    ),
+    Reason(
         r"norms(, fp16)?: dyt", r"error",
         "Runs on a CPU. Liger-Kernel needs to know the processors of a GPU.",
     ),

@@ -155,6 +155,31 @@ def test_flags_of_every_function(name):
     assert found
 
 
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_that_is_assigned(monkeypatch, where):
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    model, stock = build(), trained(build())
+    kind = type(model)
+    if where == "class":
+        monkeypatch.setattr(kind, "forward", lce_forward)
+    else:
+        model.forward = types.MethodType(lce_forward, model)
+    found = trained(model)
+    torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-6)
+    assert counts(model) == {"fused_linear_cross_entropy": 1}
+    with torch.no_grad():
+        out = model(input_ids=IDS, labels=IDS, skip_logits=True)
+    assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
+
+
+def test_a_forward_of_a_class_whose_file_was_not_imported():
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    with pytest.raises(TypeError, match="the forward of Linear is not known"):
+        lce_forward(nn.Linear(2, 2))
+
+
 # --- losses and functions ---
 
 

@@ -231,6 +231,24 @@ _FUNCTION_CLASSES: dict[str, dict[str, str]] = {
 }
 """Module of :mod:`function_classes` to file of ``liger_kernel.ops`` to names; ``ops`` has all."""
 
+_CAUSAL = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
+    "gpt_oss hunyuan_v1 internvl llama llama4 llava ministral mistral mixtral mllama muse_glimmer "
+    "nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe qwen3_next "
+    "qwen3_vl qwen3_vl_moe smollm3 smolvlm"
+)
+FORWARDS = {
+    f"transformers.model.{file}": names
+    for file, names in {
+        **dict.fromkeys(_CAUSAL.split(), "lce_forward"),
+        "pixtral": "",
+        **dict.fromkeys(("gemma3", "gemma4"), "causal_forward multimodal_forward"),
+        "qwen3_5": "lce_forward lce_forward_for_multimodal",
+        "qwen3_5_moe": "lce_forward lce_forward_conditional_generation",
+    }.items()
+}
+"""Submodule of a model to the names of its forwards."""
+
 _HALVES = "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward"
 _CLASSES = "modules losses block_modules"
 _TOP = [
@@ -267,6 +285,7 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for path in ("ops", "ops.grpo_loss"):
         yield path, "grpo", "GrpoLossFunction"
     yield "transformers.functional", "functional_blocks", _BLOCKS
+    yield from ((path, "", "") for path in FORWARDS)
 
 
 def _table() -> dict[str, dict[str, str]]:
@@ -283,8 +302,11 @@ def _table() -> dict[str, dict[str, str]]:
 TREE = _table()
 """Submodule below ``liger_kernel`` to its names, each with the module here that defines it."""
 
-DYNAMIC = {"transformers": "models", "transformers.monkey_patch": "models"}
-"""Submodules that also have the functions ``apply_liger_kernel_to_<model>`` of a module here."""
+DYNAMIC = {
+    **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
+    **{path: ("forwards", names) for path, names in FORWARDS.items()},
+}
+"""Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
 _AUTO = {"AutoLigerKernelForCausalLM": "auto"}
 _ORPO = {"LigerORPOTrainer": "orpo"}
@@ -345,7 +367,8 @@ class _Loader(Loader):
             names[name] = getattr(importlib.import_module(f"{HERE}.{home}"), name)
         more = {}
         if path in DYNAMIC:
-            more = importlib.import_module(f"{HERE}.{DYNAMIC[path]}").functions()
+            home, made = DYNAMIC[path]
+            more = importlib.import_module(f"{HERE}.{home}").functions(path, made)
             names.update(more)
         lazy = LAZY.get(path, {})
         if lazy:

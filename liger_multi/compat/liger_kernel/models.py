@@ -211,6 +211,6 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Any]] = dict(_OURS)
 """Model type to function; functions for other types may be put here."""
 
 
-def functions() -> dict[str, Callable[..., PatchReport | None]]:
-    """The functions by their names."""
+def functions(path: str = "", names: str = "") -> dict[str, Callable[..., PatchReport | None]]:
+    """The functions by their names, the same in every submodule."""
     return {f"{_PREFIX}{name}": function for name, function in _functions.items()}

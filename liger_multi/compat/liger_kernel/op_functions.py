@@ -41,7 +41,8 @@ def dispatch(
     """Call an operator by its name.
 
     Raises:
-        ImplNotAvailableError: An unknown operator or implementation.
+        NoImplAvailableError: An unknown operator.
+        ImplNotAvailableError: An unknown implementation.
     """
     if op_name not in FUNCTIONS:
         choosing.resolve_impl(op_name, impl or backend)  # which raises
