@@ -173,6 +173,19 @@ def test_a_forward_that_is_assigned(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
+def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    torch.compiler.reset()
+    model, wanted = build(), build()(input_ids=IDS, labels=IDS).loss
+    model.forward = types.MethodType(lce_forward, model)
+    model(input_ids=IDS, labels=IDS)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(input_ids=IDS, labels=IDS).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    found.backward()
+
+
 def test_a_forward_of_a_class_whose_file_was_not_imported():
     from liger_kernel.transformers.model.llama import lce_forward
 

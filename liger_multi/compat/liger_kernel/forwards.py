@@ -14,6 +14,8 @@ from liger_multi import patching
 from liger_multi.patching.options import BUILT_IN
 from liger_multi.patching.replace.swap import swapped
 
+_READY = "_liger_multi_forward_ready"
+
 _HEADS = ("fused_linear_cross_entropy", "cross_entropy")
 _HEAD_ALONE = {op: op == _HEADS[0] for op in BUILT_IN}
 _stock: dict[type, Callable[..., Any]] = {}
@@ -35,9 +37,20 @@ def remember(folders: Iterable[str]) -> None:
                 _stock.setdefault(kind, own)
 
 
-def _head_patched(model: Any) -> bool:
+def _make_ready(model: Any) -> None:
+    """Patch the head, where it is not patched, and note that this was done."""
     found = (swapped(module) for module in model.modules())
-    return any(swap is not None and swap.op in _HEADS for swap in found)
+    if not any(swap is not None and swap.op in _HEADS for swap in found):
+        patching.patch(model, **_HEAD_ALONE)
+    setattr(model, _READY, True)
+
+
+# As torch.compiler.disable marks a function, which would import the compiler here: a graph breaks
+# at the first call of a model, and at no other.
+_make_ready._torchdynamo_disable = True  # type: ignore[attr-defined]
+_make_ready._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "lce_forward patches the head of a model at its first call"
+)
 
 
 def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
@@ -54,8 +67,8 @@ def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs
             f"lce_forward: the forward of {type(self).__qualname__} is not known; import the file "
             "of its model from liger_kernel.transformers.model before it is assigned"
         )
-    if not _head_patched(self):
-        patching.patch(self, **_HEAD_ALONE)
+    if not getattr(self, _READY, False):
+        _make_ready(self)
     return stock(self, *args, **kwargs)
 
 

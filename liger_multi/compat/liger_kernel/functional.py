@@ -7,7 +7,6 @@ tensors, and kernels choose their own rows. ``accum_dtype=None`` is fp32.
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from liger_multi import checks, losses, ops
 from liger_multi.compat.liger_kernel.errors import TargetError
-from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput
 
 __all__ = ["CrossEntropyOutput"]
 
@@ -59,7 +58,7 @@ def in_dtype(found: Any, dtype: torch.dtype, *names: str) -> Any:
     """A loss, or Liger's outputs of it; those that are named have the dtype of the inputs."""
     if isinstance(found, Tensor):
         return found.to(dtype) if "loss" in names else found
-    every = {field.name: getattr(found, field.name) for field in fields(CrossEntropyOutput)}
+    every = {name: getattr(found, name) for name in NAMES}
     cast = {k: v.to(dtype) for k, v in every.items() if k in names and v is not None}
     return CrossEntropyOutput(**{**every, **cast})
 

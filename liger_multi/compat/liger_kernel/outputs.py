@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -15,3 +15,7 @@ class CrossEntropyOutput:
     z_loss: Tensor | None = None
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+
+
+NAMES = tuple(field.name for field in fields(CrossEntropyOutput))
+"""Its fields; compilers do not trace the function that lists them."""
