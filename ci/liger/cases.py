@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ci.liger import precision
+from ci.liger.precision import drawn
 
 ROWS, LENGTH, HIDDEN, CLASSES = 4, 6, 16, 37
 Case = Callable[[], Any]
@@ -28,17 +29,17 @@ class Batch:
     """Inputs of the chunked losses."""
 
     def __init__(self, padding: bool = True) -> None:
-        g = torch.Generator().manual_seed(0)
+        g = torch.Generator("cpu").manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            return precision.now().of(torch.randn(*shape, generator=g) * scale)
+            return precision.now().of(drawn(torch.randn, *shape, generator=g) * scale)
 
         self.x, self.w = draw(ROWS, LENGTH, HIDDEN), draw(CLASSES, HIDDEN, scale=0.3)
         self.x, self.w = self.x.requires_grad_(), self.w.requires_grad_()
         self.b = draw(CLASSES).requires_grad_()
         self.rx, self.rw, self.rb = draw(ROWS, LENGTH, HIDDEN), draw(CLASSES, HIDDEN), draw(CLASSES)
         self.tx, self.tw, self.tb = draw(ROWS, LENGTH, 8), draw(CLASSES, 8), draw(CLASSES)
-        self.t = torch.randint(CLASSES, (ROWS, LENGTH), generator=g)
+        self.t = drawn(torch.randint, CLASSES, (ROWS, LENGTH), generator=g)
         self.full = self.t.clone()
         if padding:
             self.t[:, 0] = self.t[1, 3:] = self.t[2, 5:] = -100
@@ -46,9 +47,9 @@ class Batch:
         self.advantages = torch.tensor([1.0, -0.5, 0.3, -1.0])
         own = (self.x.float() @ self.w.float().T + self.b.float()).log_softmax(-1).detach()
         own = own.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1)
-        self.old = own + 0.4 * torch.randn(ROWS, LENGTH, generator=g)
-        self.ref = own + 0.4 * torch.randn(ROWS, LENGTH, generator=g)
-        self.ratios = torch.rand(ROWS, LENGTH, generator=g) + 0.5
+        self.old = own + 0.4 * drawn(torch.randn, ROWS, LENGTH, generator=g)
+        self.ref = own + 0.4 * drawn(torch.randn, ROWS, LENGTH, generator=g)
+        self.ratios = drawn(torch.rand, ROWS, LENGTH, generator=g) + 0.5
         self.liked = torch.tensor([True, False, False, True])
 
     def graded(self, found: Any, *inputs: Tensor) -> dict[str, Any]:

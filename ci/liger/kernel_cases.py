@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ci.liger import precision
+from ci.liger.precision import drawn
 
 ROWS, WIDTH, CLASSES = 6, 24, 37
 Case = tuple[str, Callable[[], dict[str, Any]]]
@@ -27,12 +28,12 @@ class Inputs:
 
     def __init__(self) -> None:
         self.dtype, self.leaves = precision.now().computed, list[Tensor]()
-        self._source = torch.Generator().manual_seed(0)
+        self._source = torch.Generator("cpu").manual_seed(0)
 
     def fixed(self, *shape: int, like: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Numbers without a gradient."""
-        drawn = torch.randn(*shape, generator=self._source)
-        return precision.now().of(like(drawn))
+        made = drawn(torch.randn, *shape, generator=self._source)
+        return precision.now().of(like(made))
 
     def leaf(self, *shape: int, like: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Numbers with a gradient; what is returned is no leaf, so that it may be overwritten."""
@@ -42,13 +43,13 @@ class Inputs:
 
     def targets(self, *shape: int, ignored: int = -100) -> Tensor:
         """Classes, some of them ignored."""
-        made = torch.randint(CLASSES, shape, generator=self._source)
+        made = drawn(torch.randint, CLASSES, shape, generator=self._source)
         made.view(-1)[1::3] = ignored
         return made
 
     def index(self, below: int, *shape: int) -> Tensor:
         """Integers."""
-        return torch.randint(below, shape, generator=self._source)
+        return drawn(torch.randint, below, shape, generator=self._source)
 
     def graded(self, found: Any) -> dict[str, Any]:
         """Outputs, and gradients of leaves by a random weight of every output."""
@@ -57,7 +58,7 @@ class Inputs:
         if is_dataclass(found):
             outputs = [getattr(found, field.name) for field in fields(found)]
         weighted = [
-            (x * torch.randn(x.shape, generator=self._source).to(x.dtype)).float().sum()
+            (x * drawn(torch.randn, x.shape, generator=self._source).to(x.dtype)).float().sum()
             for x in outputs
             if isinstance(x, Tensor) and x.requires_grad
         ]
@@ -243,7 +244,11 @@ def _swiglu(d: Inputs, gate: float, down: float) -> Any:
 
 def _cross_entropy(d: Inputs, weight: bool = False, **o: Any) -> Any:
     logits, target = d.leaf(ROWS, CLASSES), d.targets(ROWS, ignored=o.get("ignore_index", -100))
-    by = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1)) if weight else None
+    by = (
+        drawn(torch.rand, CLASSES, generator=torch.Generator("cpu").manual_seed(1))
+        if weight
+        else None
+    )
     return _named("transformers.functional.liger_cross_entropy")(logits, target, by, **o)
 
 
@@ -433,9 +438,9 @@ def policies() -> Iterator[Case]:
 def _slope(**o: Any) -> dict[str, Any]:
     """Whether the gradient of a loss is its derivative along some direction."""
     d = Inputs()
-    drawn, along = d.fixed(3, 6, CLASSES), d.fixed(3, 6, CLASSES)
+    start, along = d.fixed(3, 6, CLASSES), d.fixed(3, 6, CLASSES)
     ids, advantages = d.index(CLASSES, 3, 5), torch.tensor([1.0, -0.5, 0.3])
-    own = (drawn[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    own = (start[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     old, every = own + 0.4 * d.fixed(3, 5), torch.ones_like(ids)
 
     def loss(logits: Tensor) -> Tensor:
@@ -445,9 +450,9 @@ def _slope(**o: Any) -> dict[str, Any]:
         )[0]
         return found
 
-    leaf, step = drawn.clone().requires_grad_(), 1e-2
+    leaf, step = start.clone().requires_grad_(), 1e-2
     (gradient,) = torch.autograd.grad(loss(leaf), leaf)
-    ends = [loss(drawn + sign * step * along).item() for sign in (1, -1)]
+    ends = [loss(start + sign * step * along).item() for sign in (1, -1)]
     slope, claimed = (ends[0] - ends[1]) / (2 * step), (gradient * along).sum().item()
     return {
         "slope": torch.tensor(slope),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ class Precision:
     def of(self, drawn: Tensor) -> Tensor:
         """An input of a case."""
         return drawn.to(self.given).to(self.computed)
+
+
+def drawn(make: Callable[..., Tensor], *args: Any, generator: torch.Generator) -> Tensor:
+    """Numbers that are drawn on a CPU, the same for every device, on the device of the run."""
+    return make(*args, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 _FLOAT = Precision(torch.float32, torch.float32)

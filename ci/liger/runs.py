@@ -2,6 +2,7 @@
 
 With ``--alias`` that is this library. The real package runs its kernels in Triton's interpreter,
 which has no arithmetic in bf16: operators run in fp32 and fp16, chunked losses in fp32 and bf16.
+On another device than the CPU it runs them there, in fp32 and bf16.
 What 16 bits are compared with is the real package in fp32 on the same rounded inputs.
 """
 
@@ -38,7 +39,7 @@ def attempt(case: cases.Case) -> dict[str, Any]:
     except Exception as error:
         classes = [kind.__name__ for kind in type(error).__mro__]
         return {"error": classes, "message": str(error)}
-    return {k: x.detach() if isinstance(x, Tensor) else x for k, x in found.items()}
+    return {k: x.detach().cpu() if isinstance(x, Tensor) else x for k, x in found.items()}
 
 
 def ran(group: Any) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def every(exact: bool) -> dict[str, Found]:
     """Results of all groups; with ``exact`` also those that 16 bits are compared with."""
     made = {name: ran(group) for name, group in {**cases.GROUPS, **kernel_cases.GROUPS}.items()}
     wide = {}
-    for name, (group, dtype) in SIXTEEN.items():
+    for name, (group, half) in SIXTEEN.items():
+        dtype = half if torch.get_default_device().type == "cpu" else torch.bfloat16
         title = f"{name}, {NAMES[dtype]}"
         with using(dtype, dtype):
             made[title] = ran(group)
@@ -65,7 +67,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the cases with the package that is found.")
     parser.add_argument("file")
     parser.add_argument("--alias", action="store_true")
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
+    if asked.device != "cpu":  # which sets a mode, that every function goes through
+        torch.set_default_device(asked.device)
     importlib.import_module("torch.distributed.tensor")  # the real package reads it unimported
     if asked.alias:
         importlib.import_module("liger_multi.compat.liger_kernel").install(force=True)
