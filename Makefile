@@ -21,7 +21,7 @@ ARGS ?=
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full seconds doctor container check lint static static-full static-tables baseline bench docs pictures site
-.PHONY: tune format clean env pins test-portable test-trainers test-npu test-npu-some
+.PHONY: tune format clean env pins test-portable test-trainers test-liger test-npu test-npu-some
 
 LINKS := liger_multi/backends liger_multi/reference
 ifdef NO_VENV
@@ -166,6 +166,10 @@ test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four
 test-trainers: $(ENV)  ## trainers with these operators, each in an environment of its own (NAME=trl)
 	$(RUN) -m ci.trainers $(NAME) $(ARGS)
 NAME ?=
+
+test-liger: $(ENV)  ## the import names of Liger-Kernel beside the real package, minutes
+	@test -d build/liger/liger_kernel || $(RUN) -m pip install --quiet --target build/liger --no-deps liger-kernel==0.8.5
+	$(TEST_ENV) $(RUN) -m ci.liger build/liger --check $(ARGS)
 
 seconds: $(ENV)  ## time the suite on this machine, for balanced parts; git diff shows tests/seconds.json
 	$(MAKE) --no-print-directory test-full PART= ARGS="--record-seconds $(ARGS)"

@@ -1,22 +1,25 @@
-"""Calls of ``liger_kernel`` that both packages run: ``python -m ci.liger.cases FILE``.
+"""Chunked losses of ``liger_kernel`` that both packages run.
 
-The package is whatever ``import liger_kernel`` finds; with ``--alias`` that is this library. Every
-case is a call that returns tensors by name, or raises. Inputs come from one seed a case. Targets
-have padding, answers of different lengths, and ids that are ignored.
+The package is whatever ``import liger_kernel`` finds (:mod:`ci.liger.runs`). Every case is a call
+that returns tensors by name, or raises. Inputs come from one seed a case. Targets have padding,
+answers of different lengths, and ids that are ignored.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ci.liger import precision
+from ci.liger.precision import drawn
 
 ROWS, LENGTH, HIDDEN, CLASSES = 4, 6, 16, 37
 Case = Callable[[], Any]
@@ -25,29 +28,28 @@ Case = Callable[[], Any]
 class Batch:
     """Inputs of the chunked losses."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        g = torch.Generator().manual_seed(seed)
+    def __init__(self, padding: bool = True) -> None:
+        g = torch.Generator("cpu").manual_seed(0)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=g).to(dtype)
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return precision.now().of(drawn(torch.randn, *shape, generator=g) * scale)
 
-        self.x, self.w = draw(ROWS, LENGTH, HIDDEN).requires_grad_(), draw(CLASSES, HIDDEN)
-        self.w = (self.w * 0.3).requires_grad_()
+        self.x, self.w = draw(ROWS, LENGTH, HIDDEN), draw(CLASSES, HIDDEN, scale=0.3)
+        self.x, self.w = self.x.requires_grad_(), self.w.requires_grad_()
         self.b = draw(CLASSES).requires_grad_()
         self.rx, self.rw, self.rb = draw(ROWS, LENGTH, HIDDEN), draw(CLASSES, HIDDEN), draw(CLASSES)
         self.tx, self.tw, self.tb = draw(ROWS, LENGTH, 8), draw(CLASSES, 8), draw(CLASSES)
-        self.t = torch.randint(CLASSES, (ROWS, LENGTH), generator=g)
+        self.t = drawn(torch.randint, CLASSES, (ROWS, LENGTH), generator=g)
         self.full = self.t.clone()
-        self.t[:, 0] = -100
-        self.t[1, 3:] = -100
-        self.t[2, 5:] = -100
+        if padding:
+            self.t[:, 0] = self.t[1, 3:] = self.t[2, 5:] = -100
         self.mask, self.ids = (self.t != -100).long(), self.full
         self.advantages = torch.tensor([1.0, -0.5, 0.3, -1.0])
-        own = (self.x @ self.w.T + self.b).float().log_softmax(-1).detach()
+        own = (self.x.float() @ self.w.float().T + self.b.float()).log_softmax(-1).detach()
         own = own.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1)
-        self.old = own + 0.4 * torch.randn(ROWS, LENGTH, generator=g)
-        self.ref = own + 0.4 * torch.randn(ROWS, LENGTH, generator=g)
-        self.ratios = torch.rand(ROWS, LENGTH, generator=g) + 0.5
+        self.old = own + 0.4 * drawn(torch.randn, ROWS, LENGTH, generator=g)
+        self.ref = own + 0.4 * drawn(torch.randn, ROWS, LENGTH, generator=g)
+        self.ratios = drawn(torch.rand, ROWS, LENGTH, generator=g) + 0.5
         self.liked = torch.tensor([True, False, False, True])
 
     def graded(self, found: Any, *inputs: Tensor) -> dict[str, Any]:
@@ -147,14 +149,14 @@ POLICY_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "ve
 
 
 def _grpo(options: dict[str, Any], given: tuple[str, ...] = ("old", "ref")) -> Any:
-    b = Batch()
+    b = Batch(padding="whole" not in given)
     every = {
         "old": ("old_per_token_logps", b.old), "ref": ("ref_per_token_logps", b.ref),
         "ratios": ("vllm_is_ratio", b.ratios), "ratio": ("vllm_is_ratio", b.ratios[:, :1]),
         "flat": ("vllm_is_ratio", b.ratios[:, 0]), "items": ("num_items_in_batch", 31.0),
         "wrong": ("vllm_is_ratio", b.ratios[:, :3]),
     }  # fmt: skip
-    call = dict(every[key] for key in given)
+    call = dict(every[key] for key in given if key in every)
     if "head" in options:
         call |= {"ref_input": b.rx, "ref_weight": b.rw, "ref_bias": b.rb}
     o = {"max_completion_length": 9, **{k: v for k, v in options.items() if k != "head"}}
@@ -168,13 +170,14 @@ def policies() -> Iterator[tuple[str, Case]]:
         for o in product(loss_type=(kind,), beta=(0.0, 0.1),
                          importance_sampling_level=("token", "sequence")):  # fmt: skip
             yield title("grpo", o), functools.partial(_grpo, {**o, **more})
-        for extra in ("ratios", "ratio", "flat", "items"):
+        for extra in (("ratios",), ("ratio",), ("flat",), ("items",), ("whole",),
+                      ("ratios", "whole")):  # fmt: skip
             o = {"loss_type": kind, "beta": 0.1}
-            name = title("grpo", {**o, "given": extra})
-            yield name, functools.partial(_grpo, {**o, **more}, ("old", "ref", extra))
+            name = title("grpo", {**o, "given": " ".join(extra)})
+            yield name, functools.partial(_grpo, {**o, **more}, ("old", "ref", *extra))
     for o in (
-        {"use_bias_correction_kl": True, "beta": 0.1}, {"delta": 1.2}, {"temperature": 0.7},
-        {"epsilon_low": 0.05, "epsilon_high": 0.1}, {"chunk_size": 2},
+        {"use_bias_correction_kl": True, "beta": 0.1}, {"delta": 1.1}, {"delta": 2.0},
+        {"temperature": 0.7}, {"epsilon_low": 0.05, "epsilon_high": 0.1}, {"chunk_size": 2},
         {"use_ref_model": False, "beta": 0.1},
         {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
         {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 0.5},
@@ -444,36 +447,64 @@ def errors() -> Iterator[tuple[str, Case]]:
     )
 
 
+# --- which implementation runs ---
+
+
+def _softmax(**options: Any) -> Any:
+    home = importlib.import_module("liger_kernel.functional")
+    return {"y": home.softmax(torch.arange(12.0).reshape(3, 4), **options)}
+
+
+def _set(name: str) -> Any:
+    home = importlib.import_module("liger_kernel")
+    before = home.get_impl()
+    try:
+        home.set_impl(name)
+        return {"before": before, "after": home.get_impl()}
+    finally:
+        home.set_impl(None)
+
+
+def _with_variables(variables: dict[str, str], **options: Any) -> Any:
+    os.environ.update(variables)
+    try:
+        return _softmax(**options)
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def _resolved(operator: str) -> Any:
+    home = importlib.import_module("liger_kernel.backends")
+    return {"name": home.resolve_impl(operator).impl_name}
+
+
+def choosing() -> Iterator[tuple[str, Case]]:
+    """``set_impl``, the argument ``impl``, and variables."""
+    for name in ("triton", "nvidia-triton", "ascend-triton", "pytorch", "cutile", "cutedsl", "x"):
+        yield f"set_impl {name}", functools.partial(_set, name)
+    settings: tuple[dict[str, Any], ...] = (
+        {}, {"impl": "triton"}, {"backend": "nvidia-triton"}, {"mode": "default"},
+        {"impl": "x"}, {"backend": "x"}, {"mode": "x"}, {"impl": "triton", "backend": "x"},
+        {"impl": "cutile"}, {"impl": "pytorch"},
+    )  # fmt: skip
+    for o in settings:
+        yield title("softmax", o), functools.partial(_softmax, **o)
+    every, one = "LIGER_KERNEL_IMPL", "LIGER_KERNEL_IMPL_SOFTMAX"
+    older = "LIGER_KERNEL_BACKEND_SOFTMAX"
+    for variables in ({every: "triton"}, {every: "x"}, {one: "x"}, {older: "x"},
+                      {every: "x", one: "triton"}, {every: "triton", one: "x"},
+                      {one: "triton", older: "x"}):  # fmt: skip
+        yield title("softmax", variables), functools.partial(_with_variables, variables)
+    over = functools.partial(_with_variables, {every: "x"}, impl="triton")
+    yield "softmax impl=triton over a variable", over
+    yield "an operator that is not there", functools.partial(_resolved, "x")
+
+
 GROUPS = {
-    "pairs": pairs, "single answers": answers, "policies": policies, "distillation": distillation,
-    "functions and bases": functions, "errors": errors,
+    "choosing": choosing, "pairs": pairs, "single answers": answers, "policies": policies,
+    "distillation": distillation, "functions and bases": functions, "errors": errors,
 }  # fmt: skip
 
-
-def attempt(case: Case) -> dict[str, Any]:
-    """What a case returns, or the classes and the message of its error."""
-    try:
-        found = case()
-    except Exception as error:
-        classes = [kind.__name__ for kind in type(error).__mro__]
-        return {"error": classes, "message": str(error)}
-    return {k: x.detach() if isinstance(x, Tensor) else x for k, x in found.items()}
-
-
-def main() -> int:
-    """Run the cases and save what came."""
-    parser = argparse.ArgumentParser(description="Run the cases with the package that is found.")
-    parser.add_argument("file")
-    parser.add_argument("--alias", action="store_true")
-    asked = parser.parse_args()
-    importlib.import_module("torch.distributed.tensor")  # the real package reads it unimported
-    if asked.alias:
-        importlib.import_module("liger_multi.compat.liger_kernel").install(force=True)
-    version = importlib.import_module("importlib.metadata").version("liger-kernel")
-    made = {g: {n: attempt(case) for n, case in cases()} for g, cases in GROUPS.items()}
-    torch.save({"version": version, "groups": made}, asked.file)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+IN_16_BITS = ("pairs", "single answers", "policies", "distillation")
+"""Groups that run in 16 bits too."""

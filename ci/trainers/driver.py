@@ -208,7 +208,10 @@ def printed(log: Path, pattern: str) -> Curve:
     if not rows:
         raise RunError(f"no {pattern} in {log}")
     return {
-        (int(row["step"]), name): float(row[name]) for row in rows for name in row if name != "step"
+        (int(row["step"]), name): float(row[name])
+        for row in rows
+        for name in row
+        if name != "step" and row[name] is not None  # a group that some lines lack
     }
 
 

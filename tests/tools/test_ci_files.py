@@ -189,7 +189,7 @@ def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
     made = yaml.load(text, yaml.BaseLoader)
     assert set(made["on"]) == {"schedule", "workflow_dispatch"}
     assert made["permissions"] == {"contents": "read"}
-    job, *others = (made["jobs"][name] for name in ("pins", "names", "trainers"))
+    job, *others = (made["jobs"][name] for name in ("pins", "names", "liger", "trainers"))
     assert len(made["jobs"]) == 1 + len(others)
     assert not [other for other in others if "permissions" in other]
     assert job["permissions"] == {"contents": "write", "pull-requests": "write"}

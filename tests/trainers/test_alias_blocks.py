@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_multi.compat.liger_kernel import block_modules, functional, functional_blocks, losses
+from liger_multi.compat.liger_kernel import (
+    block_modules,
+    functional,
+    functional_blocks,
+    losses,
+    modules,
+)
 from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.ops import CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
 
 CONFIG = SimpleNamespace(
     hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_multipliers=(2.0, 3.0)
@@ -187,6 +193,22 @@ def test_a_vocabulary_of_one_process():
 def test_what_a_split_vocabulary_refuses(options, said):
     with pytest.raises(ValueError, match=said):
         losses.LigerVocabParallelCrossEntropy(**options)
+
+
+def test_layers_of_an_expert_stand_in_the_order_of_the_package():
+    """An optimizer's state is restored by the order of parameters."""
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="silu")
+    made = modules.LigerBlockSparseTop2MLP(config)
+    assert [n for n, _ in made.named_parameters()] == ["w1.weight", "w2.weight", "w3.weight"]
+
+
+def test_the_output_of_a_cross_entropy_is_no_tuple_and_can_be_written():
+    found = functional.liger_cross_entropy(torch.randn(4, 6), LABELS, return_token_accuracy=True)
+    assert not isinstance(found, tuple)
+    found.loss = found.loss / 2
+    assert {*vars(found)} == {"loss", "z_loss", "token_accuracy", "predicted_tokens"}
+    assert found.z_loss is None
+    assert found.predicted_tokens is None
 
 
 def test_results_of_a_cross_entropy():

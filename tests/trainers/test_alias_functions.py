@@ -362,6 +362,46 @@ def test_values_and_gradients_are_those_of_the_formula(case):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+UNTRACED = "LigerFusedLinearKLDivFunction"
+TRACED_FIRST = (
+    "LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerCrossEntropyFunction",
+    "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerMLPFunction",
+)  # fmt: skip
+TRACED = [
+    pytest.param(case, marks=[] if case.split()[0] in TRACED_FIRST else pytest.mark.slow)
+    for case in CASES
+    if case.split()[0] != UNTRACED
+]
+
+
+def test_a_loss_without_an_operator_says_that_it_is_not_compiled():
+    args = leaves(CASES[UNTRACED][0], torch.float32)
+    apply = function(UNTRACED).apply
+    with pytest.raises(Exception, match="is not available under a compiler"):
+        torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*args)
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_they_are_traced_by_the_compiler(case):
+    """One graph, with the gradients of eager mode."""
+    torch.compiler.reset()
+    name, (args, _) = case.split()[0], CASES[case]
+    eager, compiled = leaves(args, torch.float32), leaves(args, torch.float32)
+    apply = function(name).apply
+    found = several(torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled))
+    wanted = several(apply(*eager))
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y)
+    for x, y in zip(gradients(found, compiled), gradients(wanted, eager)):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y)
+
+
 def test_every_class_has_a_case():
     shown = {case.split()[0] for case in CASES}
     apart = {"LigerTiledMLPFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}

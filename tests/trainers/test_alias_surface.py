@@ -19,7 +19,6 @@ NAMES = flat(RECORDED["modules"])
 VENDORS = "kernels of one vendor; backends are chosen by liger_multi.configure"
 HALVES = "forward and backward of operators are no functions of their own here"
 KERNELS = "settings and parts of kernels; launch tables stand beside ours"
-GRPO = "per-token losses; liger_multi.losses.policy_loss has the formulas"
 SKIPPED = {
     "ops.cute*": VENDORS,
     "ops.cutile*": VENDORS,
@@ -35,18 +34,12 @@ SKIPPED = {
     "ops.*.get_num_warps": KERNELS,
     "ops.fused_moe*": KERNELS,
     "ops.experimental.mm_int8int2*": "a matrix product of 8 and 2 bits, which no operator uses",
-    "ops.grpo_loss.GrpoLossFunction": GRPO,
-    "ops.GrpoLossFunction": GRPO,
-    "transformers.grpo_loss*": GRPO,
     "transformers.moe*": "needs liger_cute_kernels",
-    "ops.vocab_parallel_cross_entropy.validate_formula_and_mode": "a check of arguments",
-    "transformers.model.*": "forwards of whole models; liger_multi.patch keeps their own",
-    "transformers.trainer*": "derives from a trainer that TRL no longer exports",
+    "transformers.model.output_classes*": "outputs with accuracies, which patched models lack",
+    "transformers.model.*.lce_maybe_trainable_lm_head": "a part of forwards that are not copied",
     "megatron*": "needs Megatron-Core, with which nobody has run it here",
     "triton.monkey_patch.LigerTritonFileCacheManager": "Triton's own cache is used",
     "utils.infer_device_arch": "names of chips, which no trainer asks for",
-    "transformers.llama4_rope.apply_liger_llama4_rope_full": "changes a module of transformers for "
-    "every model in it; liger_multi.patch changes one model or type",
     "testing*": "test helpers of the package itself",
     "*.logger": "loggers of the package itself",
 }

@@ -39,7 +39,7 @@ class ImplNotAvailableError(RuntimeError):
 
 
 class NoImplAvailableError(RuntimeError):
-    """No implementation can run. The reference always can, so nothing here raises it."""
+    """There is no such operator. Of those that there are, the reference always can run."""
 
 
 class LigerImplFallbackWarning(UserWarning):
@@ -211,12 +211,17 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
     """The implementation that runs.
 
     Raises:
-        ImplNotAvailableError: An unknown operator or implementation; under
-            ``LIGER_KERNEL_STRICT=1`` also one that cannot run on the device.
+        NoImplAvailableError: An unknown operator.
+        ImplNotAvailableError: An unknown implementation; under ``LIGER_KERNEL_STRICT=1`` also one
+            that cannot run on the device.
     """
     variables = (os.environ.get(v.format(op_name.upper())) for v in VARIABLES)
     name = _full(next(filter(None, (requested, *variables, _chosen)), None))
     known, there = all_impls(op_name), available_impls(op_name, device)
+    if not known and name is None:
+        raise NoImplAvailableError(
+            f"No implementation available for op {op_name!r}. Operators: {', '.join(OPERATORS)}"
+        )
     if not known or (name is not None and name not in (*known, *ABSENT)):
         raise ImplNotAvailableError(
             f"No {name!r} implementation registered for op {op_name!r}. Registered: "

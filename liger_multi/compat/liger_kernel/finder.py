@@ -30,6 +30,10 @@ _ROPES = (
     "liger_rotary_pos_emb liger_rotary_pos_emb_vision liger_multimodal_rotary_pos_emb "
     "liger_llama4_text_rotary_pos_emb"
 )
+_LLAMA4_ROPES = (
+    "apply_liger_llama4_rope_full liger_llama4_text_rotary_pos_emb "
+    "liger_llama4_vision_rotary_pos_emb"
+)
 _NORMS = (
     "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 "
     "LigerRMSNormForGemma4 LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next"
@@ -118,6 +122,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "backends.registry": ("choosing", f"{_NEW_IMPLS} {_REGISTERED}"),
     "backends.capability": ("choosing", "Capability PYTORCH_FALLBACK"),
     "ops.grpo_loss": ("functional", "fused_selective_log_softmax"),
+    "transformers.grpo_loss": ("grpo", "triton_grpo_loss"),
     "ops.backends": ("helpers", _SETS),
     "ops.backends.registry": ("helpers", _SETS),
     "transformers.functional": ("functional", f"{FUNCTIONS} CrossEntropyOutput"),
@@ -126,10 +131,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
         "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
     ),
     "transformers.qwen2vl_mrope": ("functional", "liger_multimodal_rotary_pos_emb"),
-    "transformers.llama4_rope": (
-        "functional",
-        "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
-    ),
+    "transformers.llama4_rope": ("functional", _LLAMA4_ROPES),
     "transformers.rms_norm": ("modules", _NORMS),
     "transformers.fused_add_rms_norm": ("modules", "LigerFusedAddRMSNorm"),
     "transformers.modulated_rms_norm": ("modules", "LigerModulatedRMSNorm"),
@@ -162,6 +164,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     ),
     "transformers.monkey_patch": ("models", _MODELS),
     "transformers.auto_model": ("", ""),
+    "transformers.trainer_integration": ("models", "_apply_liger_kernel"),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
@@ -206,7 +209,7 @@ _FUNCTION_CLASSES: dict[str, dict[str, str]] = {
         "kl_div": "LigerKLDivLossFunction",
         "tvd": "LigerTVDLossFunction",
         "fused_ce_tvd": "LigerFusedCETVDFunction",
-        "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction",
+        "vocab_parallel_cross_entropy": "LigerVocabParallelCEFunction validate_formula_and_mode",
     },
     "heads": {
         "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
@@ -227,6 +230,24 @@ _FUNCTION_CLASSES: dict[str, dict[str, str]] = {
     },
 }
 """Module of :mod:`function_classes` to file of ``liger_kernel.ops`` to names; ``ops`` has all."""
+
+_CAUSAL = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
+    "gpt_oss hunyuan_v1 internvl llama llama4 llava ministral mistral mixtral mllama muse_glimmer "
+    "nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe qwen3_next "
+    "qwen3_vl qwen3_vl_moe smollm3 smolvlm"
+)
+FORWARDS = {
+    f"transformers.model.{file}": names
+    for file, names in {
+        **dict.fromkeys(_CAUSAL.split(), "lce_forward"),
+        "pixtral": "",
+        **dict.fromkeys(("gemma3", "gemma4"), "causal_forward multimodal_forward"),
+        "qwen3_5": "lce_forward lce_forward_for_multimodal",
+        "qwen3_5_moe": "lce_forward lce_forward_conditional_generation",
+    }.items()
+}
+"""Submodule of a model to the names of its forwards."""
 
 _HALVES = "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward"
 _CLASSES = "modules losses block_modules"
@@ -261,7 +282,10 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for path in ("backends", "backends.dispatch"):
         yield path, "op_functions", "dispatch"
     yield "backends", "choosing", "Capability"
+    for path in ("ops", "ops.grpo_loss"):
+        yield path, "grpo", "GrpoLossFunction"
     yield "transformers.functional", "functional_blocks", _BLOCKS
+    yield from ((path, "", "") for path in FORWARDS)
 
 
 def _table() -> dict[str, dict[str, str]]:
@@ -278,10 +302,14 @@ def _table() -> dict[str, dict[str, str]]:
 TREE = _table()
 """Submodule below ``liger_kernel`` to its names, each with the module here that defines it."""
 
-DYNAMIC = {"transformers": "models", "transformers.monkey_patch": "models"}
-"""Submodules that also have the functions ``apply_liger_kernel_to_<model>`` of a module here."""
+DYNAMIC = {
+    **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
+    **{path: ("forwards", names) for path, names in FORWARDS.items()},
+}
+"""Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
 _AUTO = {"AutoLigerKernelForCausalLM": "auto"}
+_ORPO = {"LigerORPOTrainer": "orpo"}
 _VERSIONS = dict.fromkeys(
     ("IS_TRANSFORMERS_V5_OR_LATER", "MIN_SUPPORTED_TRANSFORMERS_VERSION", "transformer_version"),
     "versions",
@@ -290,6 +318,8 @@ LAZY = {
     "": dict.fromkeys(_CHOICE.split(), "choosing"),
     "transformers": _AUTO,
     "transformers.auto_model": _AUTO,
+    "transformers.trainer": _ORPO,
+    "transformers.trainer.orpo_trainer": _ORPO,
     "transformers.monkey_patch": _VERSIONS,
 }
 """Submodule to names that are looked up when they are asked for: they import transformers."""
@@ -337,7 +367,8 @@ class _Loader(Loader):
             names[name] = getattr(importlib.import_module(f"{HERE}.{home}"), name)
         more = {}
         if path in DYNAMIC:
-            more = importlib.import_module(f"{HERE}.{DYNAMIC[path]}").functions()
+            home, made = DYNAMIC[path]
+            more = importlib.import_module(f"{HERE}.{home}").functions(path, made)
             names.update(more)
         lazy = LAZY.get(path, {})
         if lazy:

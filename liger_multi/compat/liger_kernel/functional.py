@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_multi import checks, losses, ops
 from liger_multi.compat.liger_kernel.errors import TargetError
-from liger_multi.ops import CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput
 
 __all__ = ["CrossEntropyOutput"]
 
@@ -55,11 +55,12 @@ def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
 
 
 def in_dtype(found: Any, dtype: torch.dtype, *names: str) -> Any:
-    """A loss, or the named outputs of a tuple of them, in the dtype of the inputs."""
+    """A loss, or Liger's outputs of it; those that are named have the dtype of the inputs."""
     if isinstance(found, Tensor):
         return found.to(dtype) if "loss" in names else found
-    wanted = {name: getattr(found, name) for name in names}
-    return found._replace(**{k: v.to(dtype) for k, v in wanted.items() if v is not None})
+    every = {name: getattr(found, name) for name in NAMES}
+    cast = {k: v.to(dtype) for k, v in every.items() if k in names and v is not None}
+    return CrossEntropyOutput(**{**every, **cast})
 
 
 def wide(x: Tensor) -> Tensor:
@@ -383,6 +384,15 @@ def liger_llama4_vision_rotary_pos_emb(
     """:func:`liger_multi.ops.rope_complex` of images, whose angles may have an axis of heads."""
     angles = freqs_ci.squeeze(-2) if freqs_ci.ndim == 3 else freqs_ci
     return ops.rope_complex(query, key, angles)
+
+
+def apply_liger_llama4_rope_full(modeling_module: Any) -> None:
+    """Put both functions in the place of those of a modeling file, for all of its models.
+
+    Nothing takes this back. ``liger_multi.patch`` changes one model.
+    """
+    modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
 
 
 def liger_rotary_pos_emb_gpt_oss(

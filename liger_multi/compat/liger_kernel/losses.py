@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from liger_multi import checks
 from liger_multi.compat.liger_kernel import functional, functional_blocks
 from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.function_classes import losses as function_classes
-from liger_multi.ops import CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
 
 
 class _Options(nn.Module):
@@ -246,7 +247,7 @@ def fixed_fused_linear_cross_entropy(
     if num_items_in_batch is None:
         return found  # type: ignore[no-any-return]
     if isinstance(found, CrossEntropyOutput):
-        return found._replace(loss=found.loss / num_items_in_batch)
+        return replace(found, loss=found.loss / num_items_in_batch)
     return found / num_items_in_batch  # type: ignore[no-any-return]
 
 

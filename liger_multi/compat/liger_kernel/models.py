@@ -16,6 +16,7 @@ from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import PatchReport, modeltypes
 from liger_multi.patching.options import BUILT_IN, OFF, PACKING
 from liger_multi.patching.recognize import registered
+from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
 
 _DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 _GELU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
@@ -55,20 +56,34 @@ MODELS = {name: (types, tuple(flags.split())) for name, (types, flags) in _FLAGS
 _LOG = logging.getLogger(__name__)
 _PREFIX = "apply_liger_kernel_to_"
 _ON = {op: op not in OFF for op in BUILT_IN}
+_NOTHING = dict.fromkeys(BUILT_IN, False)
+"""What a call asks for that turns off every flag, also of operators that Liger-Kernel lacks."""
 _types: set[str] = set()
 """Model types that are patched through these names."""
 
 
+_FOLLOWERS = {
+    **dict.fromkeys(("swiglu", "geglu", "relu_squared"), (*MLP_OPS, "fused_moe")),
+    "rms_norm": NORM_OPS,
+}
+"""Flag to operators that it turns on and off where a call does not name them."""
+
+
 def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Patch keys of Liger-like flags: None is off, and swiglu rules the experts too.
+    """Patch keys of Liger-like flags: None is off, and a flag rules the operators of its kind.
 
     A flag at its default is dropped: that every model is asked for every flag names none of them.
     Packed rows are not checked unless that is asked for: Liger-Kernel does not look at them.
     """
     made = {name: False if value is None else value for name, value in flags.items()}
     made.setdefault(PACKING, False)
-    if isinstance(made.get("swiglu"), bool):
-        made.setdefault("fused_moe", made["swiglu"])
+    ruled = [
+        (op, made[flag])
+        for flag, ops in _FOLLOWERS.items()
+        for op in ops
+        if isinstance(made.get(flag), bool)
+    ]
+    made = {**dict(ruled), **made}
     known = (*BUILT_IN, *registered.probes())
     for name in made:
         if name not in known:
@@ -169,8 +184,12 @@ def _function(name: str) -> Callable[..., PatchReport | None]:
 
     def apply(*args: Any, **kwargs: Any) -> PatchReport | None:
         more = {key: kwargs.pop(key) for key in list(kwargs) if key not in flags}
-        given = {**shown.bind(*args, **kwargs).arguments, **more}
+        bound = shown.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {**bound.arguments, **more}
         model = given.pop("model", None)
+        if not any(given.values()):
+            given = {**_NOTHING, **given}
         if model is not None:
             return _patch_instance(model, given)
         for model_type in _known_types(model_types):
@@ -192,6 +211,6 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Any]] = dict(_OURS)
 """Model type to function; functions for other types may be put here."""
 
 
-def functions() -> dict[str, Callable[..., PatchReport | None]]:
-    """The functions by their names."""
+def functions(path: str = "", names: str = "") -> dict[str, Callable[..., PatchReport | None]]:
+    """The functions by their names, the same in every submodule."""
     return {f"{_PREFIX}{name}": function for name, function in _functions.items()}

@@ -288,8 +288,9 @@ class LigerBlockSparseTop2MLP(nn.Module):
             raise ValueError(f"hidden_act must be silu or swish, got {config.hidden_act!r}")
         hidden, wide = config.hidden_size, config.intermediate_size
         self.ffn_dim, self.hidden_dim = wide, hidden
-        self.w1, self.w3 = (nn.Linear(hidden, wide, bias=False) for _ in range(2))
+        self.w1 = nn.Linear(hidden, wide, bias=False)
         self.w2 = nn.Linear(wide, hidden, bias=False)
+        self.w3 = nn.Linear(hidden, wide, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The MLP."""

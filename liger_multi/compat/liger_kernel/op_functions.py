@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi.compat.liger_kernel import choosing, functional
-from liger_multi.ops import CrossEntropyOutput, FusedAddRMSNormOutput
+from liger_multi.compat.liger_kernel import choosing, functional, losses
+from liger_multi.compat.liger_kernel.function_classes.losses import CrossEntropies
+from liger_multi.ops import FusedAddRMSNormOutput
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """By the name of the operator."""
@@ -40,7 +41,8 @@ def dispatch(
     """Call an operator by its name.
 
     Raises:
-        ImplNotAvailableError: An unknown operator or implementation.
+        NoImplAvailableError: An unknown operator.
+        ImplNotAvailableError: An unknown implementation.
     """
     if op_name not in FUNCTIONS:
         choosing.resolve_impl(op_name, impl or backend)  # which raises
@@ -57,11 +59,14 @@ def cross_entropy(
     softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False, *, impl: str | None = None, mode: str | None = None,
     backend: str | None = None,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """:func:`liger_multi.ops.cross_entropy`."""
-    return functional.liger_cross_entropy(
-        input, target, weight, None, ignore_index, None, reduction, label_smoothing,
-        lse_square_scale, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
+) -> CrossEntropies:  # fmt: skip
+    """:func:`liger_multi.ops.cross_entropy`; four results, None where not asked for."""
+    return losses.unpack_cross_entropy_result(
+        functional.liger_cross_entropy(
+            input, target, weight, None, ignore_index, None, reduction, label_smoothing,
+            lse_square_scale, softcap, return_z_loss, return_token_accuracy,
+            return_predicted_tokens,
+        )
     )  # fmt: skip
 
 
@@ -74,12 +79,14 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False, *, impl: str | None = None, mode: str | None = None,
     backend: str | None = None,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """:func:`liger_multi.ops.fused_linear_cross_entropy`."""
-    return functional.liger_fused_linear_cross_entropy(
-        _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing,
-        reduction, softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
-        return_predicted_tokens,
+) -> CrossEntropies:  # fmt: skip
+    """:func:`liger_multi.ops.fused_linear_cross_entropy`; four results, as above."""
+    return losses.unpack_cross_entropy_result(
+        functional.liger_fused_linear_cross_entropy(
+            _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale,
+            label_smoothing, reduction, softcap, return_z_loss, accum_dtype, use_token_scaling,
+            return_token_accuracy, return_predicted_tokens,
+        )
     )  # fmt: skip
 
 

@@ -48,7 +48,9 @@ def _selected_ids(ids: Tensor, weight: Tensor) -> Tensor:
     name = "LigerFusedLinearScaledCrossEntropyFunction"
     if ids.ndim != 1 or ids.is_floating_point():
         checks.refuse(name, "selected_token_ids must be integers of shape (K,)", ids)
-    if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= weight.shape[0])).any()):
+    if torch.compiler.is_compiling() or ids.device.type != "cpu":
+        return ids  # reading them would break the graph, or wait for the device
+    if bool(((ids < 0) | (ids >= weight.shape[0])).any()):
         raise ValueError(
             f"{name}: selected_token_ids must lie in [0, {weight.shape[0]}), got {ids.tolist()}"
         )

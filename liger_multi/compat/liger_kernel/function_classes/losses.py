@@ -19,6 +19,17 @@ FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
 MODES = ("global", "partition")
 
 
+def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
+    """Both are known.
+
+    Raises:
+        ValueError: One is not.
+    """
+    name = "LigerVocabParallelCEFunction"
+    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, FORMULAS)
+    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, MODES)
+
+
 def _replaceable(logits: Tensor) -> bool:
     """Whether logits may be overwritten by their gradient: they come from an operation."""
     base = logits._base
@@ -55,8 +66,7 @@ def LigerVocabParallelCEFunction(
 ) -> Tensor:  # fmt: skip
     """The loss of every token in fp32, of logits whose classes are split over processes."""
     name = "LigerVocabParallelCEFunction"
-    checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, FORMULAS)
-    checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, MODES)
+    validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     smoothing = FORMULAS[label_smoothing_formula]
     local = vocab_parallel_logits.shape[-1]
     if tp_group is None or dist.get_world_size(tp_group) == 1:

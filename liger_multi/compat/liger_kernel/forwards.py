@@ -1,0 +1,79 @@
+"""Forwards of ``liger_kernel.transformers.model``, which people assign to classes and to models.
+
+There is one for all: the model's own forward, after its head has been patched. Importing the file
+of a model notes the forwards of its classes, since assigning one takes the class's own away.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from liger_multi import patching
+from liger_multi.patching.options import BUILT_IN
+from liger_multi.patching.replace.swap import swapped
+
+_READY = "_liger_multi_forward_ready"
+
+_HEADS = ("fused_linear_cross_entropy", "cross_entropy")
+_HEAD_ALONE = {op: op == _HEADS[0] for op in BUILT_IN}
+_stock: dict[type, Callable[..., Any]] = {}
+"""Class of transformers to its own forward."""
+
+
+def remember(folders: Iterable[str]) -> None:
+    """Note the forwards of the classes in modeling files that this transformers has."""
+    for folder in folders:
+        name = f"transformers.models.{folder}.modeling_{folder}"
+        try:
+            found = vars(importlib.import_module(name))
+        except ModuleNotFoundError:
+            continue
+        kinds = [x for x in found.values() if isinstance(x, type) and x.__module__ == name]
+        for kind in kinds:
+            own = vars(kind).get("forward", lce_forward)
+            if own is not lce_forward:
+                _stock.setdefault(kind, own)
+
+
+def _make_ready(model: Any) -> None:
+    """Patch the head, where it is not patched, and note that this was done."""
+    found = (swapped(module) for module in model.modules())
+    if not any(swap is not None and swap.op in _HEADS for swap in found):
+        patching.patch(model, **_HEAD_ALONE)
+    setattr(model, _READY, True)
+
+
+# As torch.compiler.disable marks a function, which would import the compiler here: a graph breaks
+# at the first call of a model, and at no other.
+_make_ready._torchdynamo_disable = True  # type: ignore[attr-defined]
+_make_ready._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "lce_forward patches the head of a model at its first call"
+)
+
+
+def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+    """The model's own forward, whose head is patched at the first call.
+
+    ``skip_logits`` changes nothing: logits are computed if they are read.
+
+    Raises:
+        TypeError: A class whose file of ``liger_kernel.transformers.model`` was not imported.
+    """
+    stock = next((_stock[kind] for kind in type(self).__mro__ if kind in _stock), None)
+    if stock is None:
+        raise TypeError(
+            f"lce_forward: the forward of {type(self).__qualname__} is not known; import the file "
+            "of its model from liger_kernel.transformers.model before it is assigned"
+        )
+    if not getattr(self, _READY, False):
+        _make_ready(self)
+    return stock(self, *args, **kwargs)
+
+
+def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
+    """The forwards of a file, by their names."""
+    file = path.rpartition(".")[2]
+    remember((file, f"{file}_dense", f"{file}_moe"))
+    return dict.fromkeys(names.split(), lce_forward)

@@ -1,0 +1,357 @@
+"""Scripts written for Liger-Kernel run here: what its README, its pages and its examples do."""
+
+import importlib.util
+import inspect
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_multi.compat import liger_kernel as alias
+from liger_multi.compat.liger_kernel.models import MODELS
+from tests.models import ARCHITECTURES, build
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("the real package is installed")
+    alias.install()
+    yield
+    alias.uninstall()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A small Llama on disk, and the loss and gradient norm that it has unpatched."""
+    model = build()
+    model.save_pretrained(tmp_path)
+    return tmp_path, *trained(model)
+
+
+IDS = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model):
+    """The loss of a model, and the norm of its gradients."""
+    model.train()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return loss.detach(), torch.stack([g.norm() for g in grads]).norm()
+
+
+def counts(model):
+    from liger_multi.patching.replace.swap import Patched, swapped
+
+    found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
+    return {op: found.count(op) for op in sorted(set(found))}
+
+
+# --- models ---
+
+
+def test_the_auto_class(saved):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    path, loss, norm = saved
+    model = AutoLigerKernelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(trained(model), (loss, norm), rtol=1e-5, atol=1e-6)
+    assert counts(model)["rms_norm"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "off"),
+    [
+        ({}, set()),
+        (
+            {"rope": True, "swiglu": True, "cross_entropy": True,
+             "fused_linear_cross_entropy": False, "rms_norm": False},
+            {"rms_norm", "fused_linear_cross_entropy"},
+        ),
+        ({"fused_linear_cross_entropy": True, "cross_entropy": False}, set()),
+    ],
+)  # fmt: skip
+def test_a_call_before_the_model_is_made(saved, flags, off):
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    path, loss, norm = saved
+    apply_liger_kernel_to_llama(**flags)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(trained(model), (loss, norm), rtol=1e-5, atol=1e-6)
+    everything = {"rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"}
+    assert everything - {*counts(model)} == off
+
+
+def applied(name):
+    """The function of a name, and its flags."""
+    from liger_kernel import transformers as home
+
+    function = getattr(home, f"apply_liger_kernel_to_{name}")
+    return function, [n for n in inspect.signature(function).parameters if n != "model"]
+
+
+def takes_every_flag(name, make):
+    """Patch what ``make`` builds, as a model and as a type, by every flag; what is then patched."""
+    function, flags = applied(name)
+    every = {flag: flag != "cross_entropy" for flag in flags}
+    model, none = make(), make()
+    function(model=model, **every)
+    found = counts(model)
+    function(model=none, **dict.fromkeys(flags, False))
+    assert counts(none) == {}
+    function(**every)
+    try:
+        assert counts(make()) == found
+        function(**dict.fromkeys(flags, False))
+        assert counts(make()) == {}
+    finally:
+        alias.uninstall()
+        alias.install()
+    assert counts(make()) == {}
+    return model, found
+
+
+FEW = ("llama", "gemma3_text", "phi3", "mixtral")
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_flags_of_a_function_on_a_model_and_on_its_type(kind):
+    model, found = takes_every_flag(kind, lambda: build(kind))
+    assert found["rms_norm"] == ARCHITECTURES[kind].counts["rms_norm"]
+    torch.testing.assert_close(trained(model), trained(build(kind)), rtol=1e-4, atol=1e-5)
+    function, flags = applied(kind)
+    for flag in flags:  # each alone, by its name
+        alone = build(kind)
+        function(model=alone, **{f: f == flag for f in flags})
+        assert {*counts(alone)} <= {flag, "fused_moe" if flag == "swiglu" else flag}
+
+
+def of_type(model_type):
+    """A tiny model of a type."""
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    from tests.sweep import cases
+
+    pair = next((p for p in cases.registered() if p.type == model_type), None)
+    if pair is not None:
+        return cases.build(pair)
+    return AutoModel.from_config(cases.shrink(CONFIG_MAPPING[model_type]()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_flags_of_every_function(name):
+    """Numbers of every type are compared by tests.sweep; here flags and what they patch."""
+    from transformers import CONFIG_MAPPING
+
+    model_types = [t for t in MODELS[name][0] if t in CONFIG_MAPPING]
+    if not model_types:
+        pytest.skip(f"this transformers has no {', '.join(MODELS[name][0])}")
+    _, found = takes_every_flag(name, lambda: of_type(model_types[0]))
+    assert found
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_that_is_assigned(monkeypatch, where):
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    model, stock = build(), trained(build())
+    kind = type(model)
+    if where == "class":
+        monkeypatch.setattr(kind, "forward", lce_forward)
+    else:
+        model.forward = types.MethodType(lce_forward, model)
+    found = trained(model)
+    torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-6)
+    assert counts(model) == {"fused_linear_cross_entropy": 1}
+    with torch.no_grad():
+        out = model(input_ids=IDS, labels=IDS, skip_logits=True)
+    assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
+
+
+def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    torch.compiler.reset()
+    model, wanted = build(), build()(input_ids=IDS, labels=IDS).loss
+    model.forward = types.MethodType(lce_forward, model)
+    model(input_ids=IDS, labels=IDS)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(input_ids=IDS, labels=IDS).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    found.backward()
+
+
+def test_a_forward_of_a_class_whose_file_was_not_imported():
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    with pytest.raises(TypeError, match="the forward of Linear is not known"):
+        lce_forward(nn.Linear(2, 2))
+
+
+# --- losses and functions ---
+
+
+def test_a_head_of_ones_own():
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(128, 256), LigerFusedLinearCrossEntropyLoss()
+    x, target = torch.randn(4, 128, requires_grad=True), torch.randint(256, (4,))
+    loss_fn(model.weight, x, target).backward()
+    found = x.grad.clone(), model.weight.grad.clone()
+    x.grad = model.weight.grad = None
+    F.cross_entropy(x @ model.weight.T, target).backward()
+    torch.testing.assert_close(found, (x.grad, model.weight.grad))
+
+
+def test_heads_that_predict_later_tokens():
+    """As in the example of Medusa: the sum of the losses of several heads on one hidden state."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(2, 9, 16, requires_grad=True), torch.randint(30, (2, 9))
+    heads = [nn.Linear(16, 30, bias=False) for _ in range(3)]
+    lce = LigerFusedLinearCrossEntropyLoss()
+    total = wanted = 0
+    for i, head in enumerate(heads):
+        states = hidden[..., : -(1 + i), :].contiguous().view(-1, 16)
+        shifted = labels[..., (1 + i) :].contiguous().view(-1)
+        total = total + lce(head.weight, states, shifted)
+        wanted = wanted + F.cross_entropy(head(states), shifted)
+    leaves = [hidden, *[h.weight for h in heads]]
+    found, right = torch.autograd.grad(total, leaves), torch.autograd.grad(wanted, leaves)
+    torch.testing.assert_close((total, *found), (wanted, *right))
+
+
+def test_a_loss_of_pairs():
+    from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
+
+    torch.manual_seed(0)
+    lm_head, x = nn.Linear(16, 30, bias=False), torch.randn(4, 7, 16, requires_grad=True)
+    target = torch.randint(30, (4, 7))
+    loss, beside = LigerFusedLinearORPOLoss()(lm_head.weight, x, target)
+    log_p = lm_head(x).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    chosen, rejected = log_p.mean(-1).chunk(2)
+    odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    wanted = -log_p[:2].mean() - 0.1 * F.logsigmoid(odds).mean()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    assert len(beside) >= 5
+
+
+@pytest.mark.parametrize("ids", [None, [3, 11]])
+def test_the_entropy_of_a_head(ids):
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    target = torch.tensor([3, -100, 4, 9, 1])
+    selected = () if ids is None else (torch.tensor(ids),)
+    found = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        x, weight, target, 1.0, -100, 1, True, *selected
+    )
+    loss = found[0].sum() / (target != -100).sum().clamp_min(1)
+    log_p = (x @ weight.T).log_softmax(-1)
+    torch.testing.assert_close(loss, F.cross_entropy(x @ weight.T, target))
+    kept = (target != -100).unsqueeze(-1)
+    torch.testing.assert_close(found[1], -(log_p.exp() * log_p * kept).sum(-1))
+    if ids is not None:
+        torch.testing.assert_close(found[2], torch.where(kept, log_p[:, ids], 0))
+    loss.backward()
+    assert min(x.grad.norm(), weight.grad.norm()) > 0
+
+
+def test_the_head_of_one_process_of_several():
+    import torch.distributed as dist
+    from liger_kernel.ops import (
+        LigerFusedLinearScaledCrossEntropyFunction as Whole,
+    )
+    from liger_kernel.ops import (
+        LigerFusedLinearScaledCrossEntropyTPFunction as Split,
+    )
+
+    torch.manual_seed(0)
+    x, weight, target = torch.randn(5, 16), torch.randn(30, 16), torch.tensor([3, -100, 4, 9, 1])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = Split.apply(x, weight, target, dist.group.WORLD, 1.0, -100, 1, True)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, Whole.apply(x, weight, target, 1.0, -100, 1, True))
+
+
+def test_a_variable_that_asks_for_kernels_of_one_vendor(monkeypatch):
+    alias.uninstall()
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
+    with pytest.warns(UserWarning, match="'nvidia-cutile' is not available"):
+        alias.install()
+    from liger_kernel import functional, get_impl
+    from liger_kernel.backends import LigerImplFallbackWarning
+
+    assert get_impl() is None
+    with pytest.warns(LigerImplFallbackWarning):
+        found = functional.softmax(torch.zeros(2, 4))
+    torch.testing.assert_close(found, torch.full((2, 4), 0.25))
+
+
+# --- trainers ---
+
+
+@pytest.mark.slow
+def test_the_trainer_of_orpo(tmp_path, monkeypatch):
+    from liger_kernel.transformers.trainer import LigerORPOTrainer
+
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    from ci.trainers import setting
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from datasets import Dataset
+
+    data = Dataset.from_list([setting.FORMATS["pairs"](d) for d in setting.dialogues()])
+    losses = {}
+    for trainer_class in (orpo.ORPOTrainer, LigerORPOTrainer):
+        args = orpo.ORPOConfig(
+            output_dir=str(tmp_path), beta=0.1, max_length=32, per_device_train_batch_size=2,
+            max_steps=3, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
+            learning_rate=1e-2, logging_steps=1, seed=3,
+        )  # fmt: skip
+        trainer = trainer_class(
+            model=setting.model(0), args=args, processing_class=setting.tokenizer(),
+            train_dataset=data,
+        )  # fmt: skip
+        trainer.train()
+        losses[trainer_class] = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+    stock, ours = losses.values()
+    assert issubclass(LigerORPOTrainer, orpo.ORPOTrainer)
+    assert counts(trainer.model)["rms_norm"] == 9
+    assert ours == pytest.approx(stock, rel=1e-4)
+
+
+def test_no_trainer_of_orpo_without_one_of_trl(monkeypatch):
+    from liger_multi.compat.liger_kernel import orpo
+
+    orpo._made.cache_clear()
+    monkeypatch.setattr(orpo, "HOMES", ("nowhere",))
+    with pytest.raises(ImportError, match="needs the ORPOTrainer of TRL"):
+        orpo.LigerORPOTrainer  # noqa: B018
+
+
+def test_a_training_step_of_lightning(saved):
+    """As the example for Lightning: a module that holds a model, and returns its loss."""
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    path, loss, _ = saved
+    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, cross_entropy=False)
+    module = types.SimpleNamespace(
+        model=transformers.AutoModelForCausalLM.from_pretrained(path, use_cache=False)
+    )
+    mask = torch.ones_like(IDS)
+    out = module.model(input_ids=IDS, attention_mask=mask, labels=IDS)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
