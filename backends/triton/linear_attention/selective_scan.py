@@ -52,6 +52,7 @@ class BackwardConfig(ScanConfig):
     """And ``kept`` tokens of a chunk at a time, whose states are in registers."""
 
     kept: int
+    again: int
 
 
 def _span(info: DeviceInfo, length: int, blocks: int, warps_a_core: int, least: int) -> int:
@@ -64,8 +65,13 @@ def _span(info: DeviceInfo, length: int, blocks: int, warps_a_core: int, least: 
 
 
 def _shape(info: DeviceInfo, states: int, block: int) -> tuple[int, int]:
-    """Channels and warps of a program whose threads have ``HELD`` states or fewer."""
-    return block, warps(power_of_2(states) * block // HELD, info.warp_size)
+    """Channels and warps of a program whose threads have ``HELD`` states or fewer.
+
+    Of more than 256 threads, each would have fewer registers.
+    """
+    size = power_of_2(states)
+    block = min(block, 256 * HELD // size)
+    return block, warps(size * block // HELD, info.warp_size)
 
 
 def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
@@ -92,7 +98,7 @@ def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Ba
     """States before chunks are in memory, those of ``kept`` tokens in registers."""
     block, count = _shape(info, states, info.warp_size)
     span = _span(info, length, cdiv(cols, block) * count, 8, 128)
-    return BackwardConfig(block, 8, span, count, 4)
+    return BackwardConfig(block, 8, span, count, 4, 1)
 
 
 # --- launchers ---
@@ -373,7 +379,7 @@ def backward(
         length, cols, parts.spans, parts.chunks, batch, 1,
     )  # fmt: skip
     programs = batch * parts.spans * cdiv(cols, k.block)
-    constants = (*c.constants(parts.chunk, k.block), cdiv(parts.chunk, k.kept), k.kept, _exchanges(c, k))
+    constants = (*c.constants(parts.chunk, k.block), cdiv(parts.chunk, k.kept), k.kept, _exchanges(c, k), k.again)
     launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
     found = [out.of(n, u if x is None else x) for n, x in given.items()]
     return tuple(found)  # type: ignore[return-value]

@@ -223,8 +223,8 @@ def _selective_scan_states_kernel(
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
-        at = initial_ptr + (batch * cols + start) * DIM
-        state += _load_states(at, lane, left, unit, DIM * unit, DIM, SIZE)
+        given = initial_ptr + (batch * cols + start) * DIM
+        state += _load_states(given, lane, left, unit, DIM * unit, DIM, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     place = batch * spans + span
@@ -237,12 +237,12 @@ def _selective_scan_states_kernel(
             dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, CHUNK)
             z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, CHUNK)
         if states_ptr is not None:
-            at = (place * chunks + chunk) * cols
+            here = (place * chunks + chunk) * cols
             _store_states(
-                states_ptr + (at * DIM + start), state, lane, left, cols, unit, DIM, SIZE
+                states_ptr + (here * DIM + start), state, lane, left, cols, unit, DIM, SIZE
             )
             if reached_ptr is not None:
-                tl.store(reached_ptr + (at + start) + lane, total, mask=lane < left)
+                tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
         for i in tl.static_range(CHUNK):
             steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
             gap = gaps[i] if first_ptr is not None else 0.0
@@ -409,7 +409,7 @@ def _selective_scan_backward_kernel(
     dskip_ptr, dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps, z_steps,
     first_step, length, cols, spans, chunks, batches, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
     SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    KEPT: tl.constexpr, EXCHANGE: tl.constexpr,
+    KEPT: tl.constexpr, EXCHANGE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
@@ -498,7 +498,11 @@ def _selective_scan_backward_kernel(
             du = sizes[i] * added + skip * up
             _put_token(du_ptr, rows, du, t, length, cols, lane, left)
             dskip += up * now
-            carry = m * kept[i]
+            gap = gaps[i] if first_ptr is not None else 0.0
+            if AGAIN:
+                carry = m * _decays(sizes[i] * unit, a, gap, first_ptr is not None)
+            else:
+                carry = m * kept[i]
             through = carry * h[i]  # gradient of the logarithm of decays
             da += through * sizes[i][None, :]
             dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
