@@ -48,7 +48,7 @@ def _delta_rule(given: Given) -> list[Tensor]:
 
 
 def _channel_delta_rule(given: Given) -> list[Tensor]:
-    """The same with gates of channels: rows of q and k by their gates, and sums of gates in fp32."""
+    """The same with gates of channels: rows of q and k by their gates, sums of gates in fp32."""
     k, v = given["k"], given["v"]
     (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
     streams, chunks = batch * many, -(-length // CHUNK)
@@ -72,8 +72,8 @@ def _channel_delta_rule(given: Given) -> list[Tensor]:
 
 def _state_space(given: Given) -> list[Tensor]:
     """Gates and states of chunks; for backward, gradients of states and sums of chunks too."""
-    x, B = given["x"], given["B"]
-    (batch, length, many, value), (groups, size) = x.shape, B.shape[2:]
+    x = given["x"]
+    (batch, length, many, value), (groups, size) = x.shape, given["B"].shape[2:]
     streams, chunks = batch * many, -(-length // CHUNK)
     tokens, back = chunks * CHUNK, "dy" in given
     held = [

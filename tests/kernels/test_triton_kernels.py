@@ -33,7 +33,7 @@ from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
-from liger_multi.backends.triton.linear_attention import selective_scan
+from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.experts.fused_moe import sorted_pairs
@@ -412,6 +412,37 @@ def test_sums_over_rows_of_any_number(shape):
     x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
     made = sum_rows(x.to(DEVICE).t(), torch.float32)
     assert torch.equal(made, x.sum(1).to(DEVICE))
+
+
+# --- ssd_scan ---
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_heads_in_pieces(monkeypatch, by_column):
+    """Pieces share step sizes, A, bias and B; each has its columns of x, z, states and D."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    rows, pairs, state = (2, 19, 3, 8), (2, 19, 1, 8), (2, 3, 8, 8)
+    skips = normal(3, 8) if by_column else normal(3)
+    first = torch.where(torch.arange(19) < 5, 0, 5).int().expand(2, -1).to(DEVICE)
+    given = (normal(*rows), normal(*rows[:3]).bfloat16(), -normal(3).exp(), normal(*pairs),
+             normal(*pairs), skips, normal(*rows), normal(3), normal(*state), first)  # fmt: skip
+    options = (True, 0.0, float("inf"), 16)
+    upstream = normal(*rows), normal(*state)
+
+    def run():
+        results = ssd_scan.forward(*given, *options, True)
+        return *results, *ssd_scan.backward(*upstream, *given, *options, *[True] * 9)
+
+    whole = run()
+    monkeypatch.setattr(ssd_scan, "MOST", 16)
+    for got, wanted in zip(run(), whole, strict=True):
+        assert got.dtype == wanted.dtype
+        rtol = 1e-2 if got.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-5)
 
 
 # --- selective_scan ---

@@ -379,7 +379,13 @@ def backward(
         length, cols, parts.spans, parts.chunks, batch, 1,
     )  # fmt: skip
     programs = batch * parts.spans * cdiv(cols, k.block)
-    constants = (*c.constants(parts.chunk, k.block), cdiv(parts.chunk, k.kept), k.kept, _exchanges(c, k), k.again)
+    constants = (
+        *c.constants(parts.chunk, k.block),
+        cdiv(parts.chunk, k.kept),
+        k.kept,
+        _exchanges(c, k),
+        k.again,
+    )
     launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
     found = [out.of(n, u if x is None else x) for n, x in given.items()]
     return tuple(found)  # type: ignore[return-value]

@@ -176,7 +176,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _silu(x):
-    """x sigmoid(x) of a row, in fp32."""
+    """X sigmoid(x) of a row, in fp32."""
     wide = x.to(tl.float32)
     return wide * _sigmoid(wide)
 
