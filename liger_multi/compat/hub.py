@@ -11,6 +11,7 @@ transformers: :func:`liger_multi.patch` reaches them, and these layers too.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.recognize.rotary import Rotary, recognized
-from liger_multi.patching.replace import experts_interface, mlp, norms, swap
+from liger_multi.patching.replace import experts_interface, mixers, mlp, norms, swap
 from liger_multi.patching.replace.rotary import served_function
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
@@ -159,6 +160,56 @@ class QuickGELU(_Layer):
         return F.silu(1.702 * input) / 1.702
 
 
+# Functions that mix tokens, by their marks: what the functions are called in modeling files, and
+# their parameters, which the library compares.
+_SHARED = "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs"
+MIXING = {
+    "causal_conv1d_fn": (
+        "causal_conv1d_fn", "hidden_states, weight, bias=None, activation=None, **kwargs"
+    ),
+    "chunk_gated_delta_rule": (
+        "torch_chunk_gated_delta_rule", f"query, key, value, g, beta, chunk_size=64, {_SHARED}"
+    ),
+    "chunk_kda": (
+        "chunk_kimi_delta_attention", f"query, key, value, g, beta, chunk_size=64, {_SHARED}"
+    ),
+    "mamba_chunk_scan_combined": (
+        "mamba2_chunk_scan", "hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, "
+        "initial_states=None, dt_softplus=False, dt_limit=(0, inf), return_final_states=False, "
+        "**kwargs",
+    ),
+    "selective_scan_fn": (
+        "mamba_selective_scan", "hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, "
+        "delta_softplus=False, return_last_state=False, use_mambapy=False, "
+        "use_associative_scan=False, **kwargs",
+    ),
+}  # fmt: skip
+
+
+def _mixing(name: str, function: Any) -> Any:
+    """The operator in place of a marked function, or None where it computes something else."""
+    stock = functools.partial(type(function).forward, function)
+    return mixers.serving(MIXING[name][0], stock)
+
+
+def _layer_of(name: str) -> type[nn.Module]:
+    """The layer of a function: its forward has the function's parameters."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The operator, or what the function does by itself."""
+        found = _settled(self, functools.partial(_mixing, name))
+        return (found or functools.partial(type(self).forward, self))(*args, **kwargs)
+
+    kinds = inspect.Parameter
+    found = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    for one in MIXING[name][1].replace("(0, inf)", "None").split(", "):
+        kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
+        default = None if "=" in one else kinds.empty
+        found.append(kinds(one.strip("*").partition("=")[0], kind, default=default))
+    forward.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
+
+
 LAYERS: dict[str, type[nn.Module]] = {
     "RMSNorm": RMSNorm,
     "RMSNormZeroCentered": RMSNorm,
@@ -171,6 +222,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "FastGELU": GeluTanh,
     "GeluTanh": GeluTanh,
     "QuickGELU": QuickGELU,
+    **{name: _layer_of(name) for name in MIXING},
 }
 """Names under which transformers marks layers, and what serves them."""
 
@@ -274,5 +326,8 @@ def settle(model: nn.Module) -> None:
         if layer in probes:
             _settled(module, probes[layer])
         for function in vars(module).get("_kernel_funcs", {}).values():
-            if LAYERS.get(getattr(function, "kernel_layer_name", "")) is RotaryPosEmb:
+            name = getattr(function, "kernel_layer_name", "")
+            if name in MIXING:
+                _settled(function, functools.partial(_mixing, name))
+            elif LAYERS.get(name) is RotaryPosEmb:
                 _settled(function, _rotary)

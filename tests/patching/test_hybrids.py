@@ -17,7 +17,7 @@ from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
-from liger_multi.patching.recognize.mixers import _differs, sizes_of  # noqa: E402
+from liger_multi.patching.recognize.mixers import differs, sizes_of  # noqa: E402
 from liger_multi.patching.replace import mixers  # noqa: E402
 from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
 from tests.models import Calls  # noqa: E402
@@ -408,8 +408,8 @@ def test_a_function_that_computes_something_else_is_left_alone():
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         return hidden_states
 
-    assert "computes something else" in _differs("causal_conv1d_fn", causal_conv1d_fn)
-    assert "cannot be probed" in _differs("torch_chunk_gated_delta_rule", lambda x: x)
+    assert "computes something else" in differs("causal_conv1d_fn", causal_conv1d_fn)
+    assert "cannot be probed" in differs("torch_chunk_gated_delta_rule", lambda x: x)
 
 
 def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
@@ -421,4 +421,4 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
         options["qk_l2norm"] = options.pop("use_qk_l2norm_in_kernel")
         return liger_multi.ops.gated_delta_rule(query, key, value, g, beta, **options)
 
-    assert _differs("torch_chunk_gated_delta_rule", rule) is None
+    assert differs("torch_chunk_gated_delta_rule", rule) is None

@@ -80,11 +80,10 @@ def refusal(function: FunctionType, name: str, called: Any) -> str | None:
     body = inspect.unwrap(called) if callable(called) else None
     if not isinstance(body, FunctionType):
         return f"{name} is {type(called).__name__}, not a function"
-    return _differs(name, body)
+    return _known(name, body)
 
 
-@functools.lru_cache(maxsize=256)
-def _differs(name: str, body: FunctionType) -> str | None:
+def differs(name: str, body: Callable[..., Any]) -> str | None:
     """Whether a function computes something else than its operator; None where they agree."""
     try:
         with probe_context() as generator:
@@ -92,6 +91,9 @@ def _differs(name: str, body: FunctionType) -> str | None:
     except Exception as error:  # a function of another signature
         return f"{name} cannot be probed: {type(error).__name__}: {error}"
     return None if same else f"{name} computes something else than {SERVED[name]}"
+
+
+_known = functools.lru_cache(maxsize=256)(differs)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
