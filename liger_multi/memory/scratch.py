@@ -27,6 +27,18 @@ def _experts(given: Given) -> list[Tensor]:
     return [second.new_empty(index.numel(), both + 2 * inner if back else both)]
 
 
+def _filters(tokens: int) -> Callable[[Given], list[Tensor]]:
+    """Sums of every program's tokens for the gradients of a convolution's weight and bias."""
+
+    def made(given: Given) -> list[Tensor]:
+        weight, (batch, length) = given["weight"], given["x"].shape[:2]
+        programs = batch * -(-length // tokens) if "dy" in given else 0
+        sizes = [weight.numel(), len(weight) if given["bias"] is not None else 0]
+        return [weight.new_empty(programs, size, dtype=FP32) for size in sizes]
+
+    return made
+
+
 def _delta_rule(given: Given) -> list[Tensor]:
     """Squares and gates of chunks; for backward, states and their gradients, and N."""
     k, v = given["k"], given["v"]
@@ -107,8 +119,10 @@ def _scan(given: Given) -> list[Tensor]:
 
 
 SCRATCH: dict[str, Callable[[Given], list[Tensor]]] = {
+    "causal_conv1d": _filters(128),
     "fused_moe": _experts,
     "gated_delta_rule": _delta_rule,
+    "gated_short_conv": _filters(64),
     "kimi_delta_attention": _channel_delta_rule,
     "lora_moe": _experts,
     "selective_scan": _scan,

@@ -233,7 +233,7 @@ class Passed(NamedTuple):
 
 
 def _first_pass(
-    c: Call, parts: Spans, dy: Tensor | None = None, dfinal: Tensor | None = None,
+    c: Call, parts: Spans, step: int, dy: Tensor | None = None, dfinal: Tensor | None = None,
     backward: bool = False,
 ) -> Passed:  # fmt: skip
     """States before spans; for backward, also those before chunks and gradients after spans."""
@@ -253,7 +253,7 @@ def _first_pass(
         *c.strides, length, cols, spans, chunks, 1,
     )  # fmt: skip
     programs = batch * spans * cdiv(cols, k.block)
-    constants = c.constants(chunk, k.block)
+    constants = (*c.constants(chunk, k.block), cdiv(chunk, step), step)
     launch(_selective_scan_states_kernel, programs, args, constants, k.num_warps)
     for made, given, reverse in ((before, c.initial, False), (after, dfinal, True)):
         if made is not None:
@@ -282,7 +282,7 @@ def forward(
     k = c.config("forward")
     (batch, length, cols), states = u.shape, B.shape[2]
     parts = Spans.of(length, k)
-    before = _first_pass(c, parts).before if parts.spans > 1 else None
+    before = _first_pass(c, parts, parts.chunk).before if parts.spans > 1 else None
     y = u.new_empty(u.shape)
     room = (batch, cols, states) if output_final_state else (0,)
     final = u.new_empty(room, dtype=torch.float32)
@@ -371,7 +371,7 @@ def backward(
     batch, length, cols = u.shape
     parts = Spans.of(length, k)
     dy = torch.zeros_like(c.u) if dy is None else _adjacent(dy)
-    known = _first_pass(c, parts, dy, _dense(dfinal_state), backward=True)
+    known = _first_pass(c, parts, k.kept, dy, _dense(dfinal_state), backward=True)
     out = _room(c, k, parts.spans, wanted)
     args = (
         c.u, dy, c.delta, c.A, c.B, c.C, c.D, c.z, c.bias, c.first, known.states,

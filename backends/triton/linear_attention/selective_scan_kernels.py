@@ -196,7 +196,8 @@ def _selective_scan_states_kernel(
     u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
     sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps,
     z_steps, first_step, length, cols, spans, chunks, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """What spans leave, and the states before their chunks.
 
@@ -228,22 +229,23 @@ def _selective_scan_states_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     place = batch * spans + span
-    for chunk in tl.range(0, chunks):
-        first = origin + chunk * CHUNK
-        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, CHUNK)
-        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, CHUNK)
-        gaps = _load_gaps(first_ptr, first, length, CHUNK)
+    for step in tl.range(0, chunks * PARTS):
+        first = origin + step * STEP
+        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, STEP)
+        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, STEP)
+        gaps = _load_gaps(first_ptr, first, length, STEP)
         if dy_ptr is not None:
-            dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, CHUNK)
-            z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, CHUNK)
+            dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, STEP)
+            z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, STEP)
         if states_ptr is not None:
-            here = (place * chunks + chunk) * cols
-            _store_states(
-                states_ptr + (here * DIM + start), state, lane, left, cols, unit, DIM, SIZE
-            )
-            if reached_ptr is not None:
-                tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
-        for i in tl.static_range(CHUNK):
+            if step % PARTS == 0:
+                here = (place * chunks + step // PARTS) * cols
+                _store_states(
+                    states_ptr + (here * DIM + start), state, lane, left, cols, unit, DIM, SIZE
+                )
+                if reached_ptr is not None:
+                    tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
+        for i in tl.static_range(STEP):
             steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
             gap = gaps[i] if first_ptr is not None else 0.0
             decays = _decays(steps, a, gap, first_ptr is not None)
