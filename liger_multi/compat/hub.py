@@ -161,29 +161,27 @@ class QuickGELU(_Layer):
 
 
 # Functions that mix tokens, by their marks: what the functions are called in modeling files, and
-# their parameters, which the library compares.
-_SHARED = "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs"
+# the names of their parameters (optional ones with =), which the library compares.
+_DELTA_RULE = (
+    "query key value g beta chunk_size= initial_state= output_final_state= "
+    "use_qk_l2norm_in_kernel= **kwargs"
+)
+_CONVOLUTION = "hidden_states weight bias= activation= **kwargs"
+_OF_HEADS = (
+    "hidden_states dt A B C chunk_size D= dt_bias= initial_states= dt_softplus= dt_limit= "
+    "return_final_states= **kwargs"
+)
+_OF_CHANNELS = (
+    "hidden_states dt A B C D= z= delta_bias= delta_softplus= return_last_state= use_mambapy= "
+    "use_associative_scan= **kwargs"
+)
 MIXING = {
-    "causal_conv1d_fn": (
-        "causal_conv1d_fn", "hidden_states, weight, bias=None, activation=None, **kwargs"
-    ),
-    "chunk_gated_delta_rule": (
-        "torch_chunk_gated_delta_rule", f"query, key, value, g, beta, chunk_size=64, {_SHARED}"
-    ),
-    "chunk_kda": (
-        "chunk_kimi_delta_attention", f"query, key, value, g, beta, chunk_size=64, {_SHARED}"
-    ),
-    "mamba_chunk_scan_combined": (
-        "mamba2_chunk_scan", "hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, "
-        "initial_states=None, dt_softplus=False, dt_limit=(0, inf), return_final_states=False, "
-        "**kwargs",
-    ),
-    "selective_scan_fn": (
-        "mamba_selective_scan", "hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, "
-        "delta_softplus=False, return_last_state=False, use_mambapy=False, "
-        "use_associative_scan=False, **kwargs",
-    ),
-}  # fmt: skip
+    "causal_conv1d_fn": ("causal_conv1d_fn", _CONVOLUTION),
+    "chunk_gated_delta_rule": ("torch_chunk_gated_delta_rule", _DELTA_RULE),
+    "chunk_kda": ("chunk_kimi_delta_attention", _DELTA_RULE),
+    "mamba_chunk_scan_combined": ("mamba2_chunk_scan", _OF_HEADS),
+    "selective_scan_fn": ("mamba_selective_scan", _OF_CHANNELS),
+}
 
 
 def _mixing(name: str, function: Any) -> Any:
@@ -202,10 +200,10 @@ def _layer_of(name: str) -> type[nn.Module]:
 
     kinds = inspect.Parameter
     found = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
-    for one in MIXING[name][1].replace("(0, inf)", "None").split(", "):
+    for one in MIXING[name][1].split():
         kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
-        default = None if "=" in one else kinds.empty
-        found.append(kinds(one.strip("*").partition("=")[0], kind, default=default))
+        default = None if one.endswith("=") else kinds.empty
+        found.append(kinds(one.strip("*="), kind, default=default))
     forward.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
 

@@ -32,11 +32,10 @@ SERVED = {
 WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Functions that do all of a mixer where some package is installed, and else return None."""
 
-_DELTA: dict[str, tuple[str, ...]] = {"q": ("num_k_heads", "head_k_dim"), "k": ("num_k_heads", "head_k_dim"),
-          "v": ("num_v_heads", "head_v_dim")}  # fmt: skip
+_KEYS, _VALUES = ("num_k_heads", "head_k_dim"), ("num_v_heads", "head_v_dim")
 _STATES = ("n_groups", "ssm_state_size")
 SIZES: dict[str, dict[str, tuple[str, ...]]] = {
-    "gated_delta_rule": _DELTA,
+    "gated_delta_rule": {"q": _KEYS, "k": _KEYS, "v": _VALUES},
     "kimi_delta_attention": dict.fromkeys("qkv", ("num_heads", "head_dim")),
     "ssd_scan": {"x": ("num_heads", "head_dim"), "B": _STATES, "C": _STATES},
     "selective_scan": {"u": ("intermediate_size",), "B": ("ssm_state_size",)},

@@ -200,8 +200,7 @@ def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
     """
     if differs(name, called) is not None:
         return None
-    made = _MADE[name](SERVED[name], called, Options())
-    return made
+    return _MADE[name](SERVED[name], called, Options())
 
 
 # --- which samples the tokens belong to ---
