@@ -38,12 +38,22 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+_HEADS = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Llama", {}),
     "gqa": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
     "moe": ("Mixtral", _EXPERTS),
     "tied": ("Qwen2", {"tie_word_embeddings": True}),
-}
+    "delta": ("Qwen3_5Text", {**_HEADS, "num_hidden_layers": 4, "head_dim": 16}),
+    "scan": ("Mamba", {"state_size": 16, "hidden_size": 96, "num_hidden_layers": 3}),
+    "heads_scan": (
+        "Mamba2", {"hidden_size": 96, "num_heads": 12, "head_dim": 16, "state_size": 32,
+                   "n_groups": 1, "num_hidden_layers": 3, "chunk_size": 64},
+    ),
+}  # fmt: skip
 LARGE_MOE = {
     **_EXPERTS, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
@@ -84,7 +94,9 @@ class Case:
             config = transformers.MixtralConfig(**LARGE_MOE)
         else:
             config = config_of(self.model, self.sequence)
-        config._attn_implementation, config.use_cache = "sdpa", False
+        config.use_cache = False
+        if not self.model.endswith("scan"):
+            config._attn_implementation = "sdpa"
         return config
 
     def build(self, device: torch.device | str) -> Any:
@@ -162,6 +174,7 @@ CPU = [
     for kind, checkpointing, lora in (
         ("dense", False, False), ("gqa", False, False), ("moe", False, False),
         ("tied", False, False), ("dense", False, True), ("dense", True, False),
+        ("delta", False, False), ("scan", False, False), ("heads_scan", False, False),
     )
     for patched in (False, True)
 ]  # fmt: skip

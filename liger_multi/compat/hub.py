@@ -11,6 +11,7 @@ transformers: :func:`liger_multi.patch` reaches them, and these layers too.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
 from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
 from liger_multi.patching.recognize.rotary import Rotary, recognized
-from liger_multi.patching.replace import experts_interface, mlp, norms, swap
+from liger_multi.patching.replace import experts_interface, mixers, mlp, norms, swap
 from liger_multi.patching.replace.rotary import served_function
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
@@ -159,6 +160,54 @@ class QuickGELU(_Layer):
         return F.silu(1.702 * input) / 1.702
 
 
+# Functions that mix tokens, by their marks: what the functions are called in modeling files, and
+# the names of their parameters (optional ones with =), which the library compares.
+_DELTA_RULE = (
+    "query key value g beta chunk_size= initial_state= output_final_state= "
+    "use_qk_l2norm_in_kernel= **kwargs"
+)
+_CONVOLUTION = "hidden_states weight bias= activation= **kwargs"
+_OF_HEADS = (
+    "hidden_states dt A B C chunk_size D= dt_bias= initial_states= dt_softplus= dt_limit= "
+    "return_final_states= **kwargs"
+)
+_OF_CHANNELS = (
+    "hidden_states dt A B C D= z= delta_bias= delta_softplus= return_last_state= use_mambapy= "
+    "use_associative_scan= **kwargs"
+)
+MIXING = {
+    "causal_conv1d_fn": ("causal_conv1d_fn", _CONVOLUTION),
+    "chunk_gated_delta_rule": ("torch_chunk_gated_delta_rule", _DELTA_RULE),
+    "chunk_kda": ("chunk_kimi_delta_attention", _DELTA_RULE),
+    "mamba_chunk_scan_combined": ("mamba2_chunk_scan", _OF_HEADS),
+    "selective_scan_fn": ("mamba_selective_scan", _OF_CHANNELS),
+}
+
+
+def _mixing(name: str, function: Any) -> Any:
+    """The operator in place of a marked function, or None where it computes something else."""
+    stock = functools.partial(type(function).forward, function)
+    return mixers.serving(MIXING[name][0], stock)
+
+
+def _layer_of(name: str) -> type[nn.Module]:
+    """The layer of a function: its forward has the function's parameters."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The operator, or what the function does by itself."""
+        found = _settled(self, functools.partial(_mixing, name))
+        return (found or functools.partial(type(self).forward, self))(*args, **kwargs)
+
+    kinds = inspect.Parameter
+    found = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    for one in MIXING[name][1].split():
+        kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
+        default = None if one.endswith("=") else kinds.empty
+        found.append(kinds(one.strip("*="), kind, default=default))
+    forward.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
+
+
 LAYERS: dict[str, type[nn.Module]] = {
     "RMSNorm": RMSNorm,
     "RMSNormZeroCentered": RMSNorm,
@@ -171,6 +220,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "FastGELU": GeluTanh,
     "GeluTanh": GeluTanh,
     "QuickGELU": QuickGELU,
+    **{name: _layer_of(name) for name in MIXING},
 }
 """Names under which transformers marks layers, and what serves them."""
 
@@ -274,5 +324,8 @@ def settle(model: nn.Module) -> None:
         if layer in probes:
             _settled(module, probes[layer])
         for function in vars(module).get("_kernel_funcs", {}).values():
-            if LAYERS.get(getattr(function, "kernel_layer_name", "")) is RotaryPosEmb:
+            name = getattr(function, "kernel_layer_name", "")
+            if name in MIXING:
+                _settled(function, functools.partial(_mixing, name))
+            elif LAYERS.get(name) is RotaryPosEmb:
                 _settled(function, _rotary)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.primitive import Candidate, candidate, candidates
-from liger_multi.dispatch.registry import backends, device_of, operators
+from liger_multi.dispatch.registry import REFERENCE, backends, device_of, operators
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 
@@ -118,6 +120,32 @@ def _reason(item: Candidate, winner: Candidate | None, tried: list[Candidate]) -
         if winner is not None and item in tried
         else "not named by the configuration"
     )
+
+
+def passed_over(op: str, given: Mapping[str, Tensor]) -> str | None:
+    """Why forward runs by the reference, where a kernel serves the device but not such tensors.
+
+    Args:
+        op: Operator's name.
+        given: Its tensors by name, as far as their shapes decide; the first one has the device and
+            dtype.
+
+    Returns:
+        What the first kernel says; None where a kernel runs, or the device has none.
+    """
+    prim: Any = OPS[op].fwd
+    like, args = next(iter(given.values())), tuple(given.get(name) for name in prim.params)
+    refused = None
+    for item in candidates(prim, current(), like.device, like.dtype):
+        if item.call is None:
+            continue
+        if item.name == REFERENCE:
+            return refused
+        reason = item.supports(args) if item.supports is not None else None
+        if reason is None:
+            return None
+        refused = refused or f"{item.name} {reason}"
+    return None
 
 
 def explain(

@@ -208,7 +208,9 @@ def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) ->
                 "stands elsewhere, give a model of it instead of the configuration"
             )
         config = copy.deepcopy(given)
-        config._attn_implementation = kind
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(given)]
+        if attention != "sdpa" or getattr(found, "_supports_sdpa", True):
+            config._attn_implementation = kind  # state space models have no attention to choose
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()  # which transformers 5.0 leaves out on the meta device

@@ -182,7 +182,7 @@ def measure(
     if width is not None and width < 1:
         raise ValueError(f"width must be a positive length of an axis or None, got {width!r}")
     where = resolve_device(device)
-    on_cpu = where.type == "cpu"
+    on_cpu = where.type in ("cpu", "meta")  # which have no allocator that counts
     peak = Peak(where, "live tensors" if on_cpu else "allocator")
     with contextlib.ExitStack() as stack:
         if on_cpu or width is not None:

@@ -25,6 +25,7 @@ from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.recorder import Block, Recorder
+from liger_multi.memory.scratch import SCRATCH
 
 # --- what stands in on the meta device ---
 
@@ -355,8 +356,8 @@ class Simulation(Recorder):
             if name == "linear_float8":
                 _float8_scratch(given)
             made = primitive.fake(*args)
-            if name in ("fused_moe", "lora_moe"):
-                _expert_scratch(given)
+            if name in SCRATCH:
+                SCRATCH[name](given)
             return made
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
@@ -368,15 +369,6 @@ class Simulation(Recorder):
             return direction(*args)
         finally:
             assumed_free.reset(token)
-
-
-def _expert_scratch(given: Mapping[str, Any]) -> None:
-    """Rows gathered by expert, and what the products make of them before their sums."""
-    index, second = given["index"], given["down_weight"]
-    widths = second.shape[1:]  # hidden and inner, or the other way round
-    inner = widths[0] if given["transposed"] else widths[1]
-    both, back = sum(widths), "dy" in given
-    second.new_empty(index.numel(), both + 2 * inner if back else both)
 
 
 def _float8_scratch(given: Mapping[str, Any]) -> None:

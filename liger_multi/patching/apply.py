@@ -32,7 +32,7 @@ from liger_multi.patching.recognize.heads import (
     with_heads,
 )
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS, SPARSE
-from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal
+from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal, without_kernels
 from liger_multi.patching.recognize.mlp import (
     are_other_experts,
     experts_kind,
@@ -387,6 +387,12 @@ def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) 
     if not served:
         _restore(report, path, module)
         return
+    slow = {op: without_kernels(op, module) for op in served}
+    report.skipped += [
+        Skipped(path, op, f"patched, but runs by the chunked PyTorch reference: {why}", False)
+        for op, why in slow.items()
+        if why
+    ]
     shown = [getattr(settings, op).shown() for op in served]
     swap = Swap(served[-1], stock, FusedMixer, settings)
     by = " + ".join(served)

@@ -79,7 +79,8 @@ def _blocks(given: Inputs) -> tuple[list[Block], list[slice]]:
     """Blocks of channels, and spans of at least about as many tokens as there are spans."""
     (batch, length, width), size = given.u.shape, given.A.shape[1]
     states = BLOCK_BYTES // (5 * given.kind.itemsize)
-    states = min(states, CACHED) if given.u.device.type == "cpu" else states
+    on_cpu = given.u.device.type in ("cpu", "meta")  # the meta device stands for a CPU here
+    states = min(states, CACHED) if on_cpu else states
     tokens = max(LEAST, math.isqrt(length))
     blocks = [
         Block(b, d)

@@ -33,7 +33,7 @@ from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
-from liger_multi.backends.triton.linear_attention import selective_scan
+from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.experts.fused_moe import sorted_pairs
@@ -414,10 +414,41 @@ def test_sums_over_rows_of_any_number(shape):
     assert torch.equal(made, x.sum(1).to(DEVICE))
 
 
+# --- ssd_scan ---
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_heads_in_pieces(monkeypatch, by_column):
+    """Pieces share step sizes, A, bias and B; each has its columns of x, z, states and D."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    rows, pairs, state = (2, 19, 3, 8), (2, 19, 1, 8), (2, 3, 8, 8)
+    skips = normal(3, 8) if by_column else normal(3)
+    first = torch.where(torch.arange(19) < 5, 0, 5).int().expand(2, -1).to(DEVICE)
+    given = (normal(*rows), normal(*rows[:3]).bfloat16(), -normal(3).exp(), normal(*pairs),
+             normal(*pairs), skips, normal(*rows), normal(3), normal(*state), first)  # fmt: skip
+    options = (True, 0.0, float("inf"), 16)
+    upstream = normal(*rows), normal(*state)
+
+    def run():
+        results = ssd_scan.forward(*given, *options, True)
+        return *results, *ssd_scan.backward(*upstream, *given, *options, *[True] * 9)
+
+    whole = run()
+    monkeypatch.setattr(ssd_scan, "MOST", 16)
+    for got, wanted in zip(run(), whole, strict=True):
+        assert got.dtype == wanted.dtype
+        rtol = 1e-2 if got.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-5)
+
+
 # --- selective_scan ---
 
 
-def scanned(length, states, upstream):
+def scanned(length, states, upstream=True, state=True, packed=True):
     """All results of forward and backward, of the kernels and of the reference in fp64."""
     generator = torch.Generator().manual_seed(length)
 
@@ -427,15 +458,17 @@ def scanned(length, states, upstream):
     cols = 37  # some blocks of channels, the last one short
     rows, pairs = (normal(2, length, cols) for _ in range(3)), (2, length, states)
     u, delta, z = rows
-    A, state = -normal(cols, states).exp(), normal(2, cols, states)
-    given = (u, delta, A, normal(*pairs), normal(*pairs), normal(cols), z, normal(cols), state)
+    A, before = -normal(cols, states).exp(), normal(2, cols, states)
+    given = (u, delta, A, normal(*pairs), normal(*pairs), normal(cols), z, normal(cols), before)
+    given = given if state else (*given[:-1], None)
     place = torch.arange(length, dtype=torch.int32)
     first = torch.stack([place // 8 * 8, torch.where(place < 5, 0, 5).int()]).to(DEVICE)
+    first = first if packed else None
     dy = normal(2, length, cols) if upstream else None
     dstate = normal(2, cols, states)
 
     def run(module, kind):
-        wide = [t.to(kind) for t in given]
+        wide = [None if t is None else t.to(kind) for t in given]
         y, last = module.forward(*wide, first, True, True)
         grads = (None if dy is None else dy.to(kind), dstate.to(kind))
         return y, last, *module.backward(*grads, *wide, first, True, *[True] * 9)
@@ -453,6 +486,24 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
     for got, exact in zip(*scanned(length, states, upstream), strict=True):
         scale = float(exact.abs().max())
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("span", [8, 16])
+@pytest.mark.parametrize(
+    ("length", "states", "given"),
+    [(35, 16, {}), (24, 3, {"state": False}), (33, 4, {"packed": False}),
+     (19, 40, {"upstream": False}), (20, 1, {"state": False, "packed": False})],
+)  # fmt: skip
+def test_scans_whose_tokens_several_programs_share(monkeypatch, span, length, states, given):
+    """Sequences begin within spans, at their first tokens, and nowhere."""
+
+    def shared(name, formula, device, **shape):
+        return replace(launch.launch_config(name, formula, device, **shape), span=span)
+
+    monkeypatch.setattr(selective_scan, "launch_config", shared)
+    for got, exact in zip(*scanned(length, states, **given), strict=True):
+        scale = float(exact.abs().max()) if exact.numel() else 0.0
+        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
 
 
 def test_scans_of_too_many_states_are_refused():

@@ -1,5 +1,6 @@
 """Estimates against steps that are measured, against figures of a card, and by their arithmetic."""
 
+import inspect
 import itertools
 import json
 import os
@@ -33,7 +34,13 @@ def model_of(kind="dense", **options):
 HALF_LORA = Case("dense", 4, 128, "bfloat16", lora=True)  # of which peft keeps adapters in fp32
 
 
-@pytest.mark.parametrize("case", [*CPU, HALF_LORA], ids=str)
+def _slow(case):
+    """Unpatched, models of state spaces pass over their tokens one by one."""
+    looping = case.model in ("delta", "scan", "heads_scan") and not case.patched
+    return pytest.param(case, marks=pytest.mark.slow) if looping else case
+
+
+@pytest.mark.parametrize("case", [*map(_slow, CPU), HALF_LORA], ids=str)
 def test_within_ten_percent_of_a_measured_step(case):
     if case.lora:
         pytest.importorskip("peft")
@@ -480,3 +487,74 @@ def test_a_wrong_setup_is_refused_when_it_is_made():
         estimate(small(), 1, 8, "bfloat16")
     with pytest.raises(TypeError, match="unexpected keyword argument 'optimizr'"):
         estimate(small(), 1, 8, optimizr="sgd")
+
+
+# --- what kernels of linear attention allocate ---
+
+
+def _meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _delta(channels=()):
+    rows, gates = _meta(2, 1000, 4, 128), _meta(2, 1000, 4, *channels, dtype=torch.float32)
+    return {"q": rows, "k": rows.clone(), "v": rows.clone(), "g": gates, "scale": 1.0,
+            "beta": _meta(2, 1000, 4), "qk_l2norm": True, "output_final_state": False}  # fmt: skip
+
+
+def _numbers(*shape):
+    return _meta(*shape, dtype=torch.float32)
+
+
+KERNELS = {
+    "causal_conv1d": {
+        "x": _meta(2, 8192, 4096), "weight": _meta(4096, 4), "bias": _meta(4096),
+        "activation": "silu",
+    },
+    "gated_delta_rule": _delta(),
+    "gated_short_conv": {"x": _meta(2, 8192, 6144), "weight": _meta(2048, 3)},
+    "kimi_delta_attention": _delta((128,)),
+    "ssd_scan": {
+        "x": _meta(2, 1000, 16, 64), "dt": _meta(2, 1000, 16), "A": _numbers(16),
+        "B": _meta(2, 1000, 2, 128), "C": _meta(2, 1000, 2, 128), "D": _numbers(16),
+        "z": _meta(2, 1000, 16, 64), "dt_bias": _numbers(16), "dt_softplus": True, "dt_min": 0.0,
+        "dt_max": 1.0, "chunk": 256, "output_final_state": False,
+    },
+    "selective_scan": {
+        "u": _meta(2, 8192, 8192), "delta": _meta(2, 8192, 8192), "A": _numbers(8192, 16),
+        "B": _meta(2, 8192, 16), "C": _meta(2, 8192, 16), "D": _numbers(8192),
+        "z": _meta(2, 8192, 8192), "delta_bias": _numbers(8192), "delta_softplus": True,
+        "output_final_state": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_scratch_is_that_of_launchers_on_a_card(name, direction):
+    """Within 5 %, beside results: sizes that follow the number of cores are left out."""
+    pytest.importorskip("triton")
+    from ci.static import TARGETS, recorded
+    from liger_multi.dispatch import registry
+    from liger_multi.dispatch.launch import simulate
+    from liger_multi.memory.scratch import SCRATCH
+
+    given = KERNELS[name]
+    launcher = getattr(registry.module("triton", name), direction)
+    wanted = inspect.signature(launcher).parameters
+    arguments = {n: True if n.startswith("needs_") else given.get(n) for n in wanted}
+    if direction == "backward":
+        like = next(given[n] for n in ("v", "x", "u") if n in given)
+        like = like[..., : len(given["weight"])] if "weight" in given else like
+        arguments |= {"dy": torch.empty_like(like)}
+    held = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
+    with (
+        simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=held) as peak
+    ):  # fmt: skip
+        results = launcher(**arguments)
+    with measure("meta", known=[*held, *results]) as guess:
+        kept = SCRATCH[name](arguments)
+    assert guess.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+    scratch = [sum(t.nbytes for t in kept), peak.peak_bytes - sum(t.nbytes for t in results)]
+    scratch[1] -= peak.start_bytes
+    assert scratch[0] == pytest.approx(scratch[1], rel=0.15)

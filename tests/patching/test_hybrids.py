@@ -17,8 +17,9 @@ from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
-from liger_multi.patching.recognize.mixers import _differs  # noqa: E402
+from liger_multi.patching.recognize.mixers import differs, sizes_of  # noqa: E402
 from liger_multi.patching.replace import mixers  # noqa: E402
+from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
 from tests.models import Calls  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
@@ -47,10 +48,39 @@ REFUSING = {
     "mamba2": SCAN,
     "zamba": CHANNELS,
 }
+DELTA = ("gated_delta_rule", "kimi_delta_attention")
 ROUNDING = {"zamba2": 1e-3}
 """Relative to the largest number. Unpatched, zamba2 has 5e-5 in fp32 against fp64, bamba 1e-6."""
 LENGTHS = (17, 1, 23)
 KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
+
+
+def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
+    """The operator is patched all the same. On a device without kernels there is nothing to say."""
+    from liger_multi.dispatch import explain
+    from liger_multi.dispatch.primitive import Candidate
+
+    asked = []
+
+    def refused(args):
+        asked.append([tuple(t.shape) for t in args[:3]])
+        return "takes keys of up to 4 elements (registers), got 8"
+
+    def candidates(prim, *_):
+        kernel = Candidate("cuda", print, None, refused if prim.op.name in DELTA else None)
+        return [kernel, Candidate("reference", print, None)]
+
+    stock, _ = built("qwen3_5_text")
+    quiet = liger_multi.patch(copy.deepcopy(stock))
+    monkeypatch.setattr(explain, "candidates", candidates)
+    said = liger_multi.patch(stock, strict=True)
+    assert quiet.count("gated_delta_rule") == said.count("gated_delta_rule") > 0
+    lines = {s.reason for s in said.skipped} - {s.reason for s in quiet.skipped}
+    why = "takes keys of up to 4 elements (registers), got 8"
+    assert lines == {f"patched, but runs by the chunked PyTorch reference: cuda {why}"}
+    mixer = next(m for m in stock.modules() if hasattr(m, "head_k_dim"))
+    keys = (1, 1, mixer.num_k_heads, mixer.head_k_dim)
+    assert asked[0] == [keys, keys, (1, 1, mixer.num_v_heads, mixer.head_v_dim)]
 
 
 def built(model_type):
@@ -100,6 +130,9 @@ def test_equal_to_unpatched(model_type, monkeypatch):
         torch.testing.assert_close(*losses)
         assert_same_gradients(gradients(model), gradients(stock), rtol=rtol)
     assert all(calls[op] >= 2 for op in SERVED[model_type])
+    mixing = SERVED[model_type] - {"causal_conv1d"}
+    sizes = [sizes_of(op, m) for op in mixing for m in model.modules() if isinstance(m, FusedMixer)]
+    assert not mixing or any(sizes), "the report knows what kernels will be asked for"
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -375,8 +408,8 @@ def test_a_function_that_computes_something_else_is_left_alone():
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         return hidden_states
 
-    assert "computes something else" in _differs("causal_conv1d_fn", causal_conv1d_fn)
-    assert "cannot be probed" in _differs("torch_chunk_gated_delta_rule", lambda x: x)
+    assert "computes something else" in differs("causal_conv1d_fn", causal_conv1d_fn)
+    assert "cannot be probed" in differs("torch_chunk_gated_delta_rule", lambda x: x)
 
 
 def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
@@ -388,4 +421,4 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
         options["qk_l2norm"] = options.pop("use_qk_l2norm_in_kernel")
         return liger_multi.ops.gated_delta_rule(query, key, value, g, beta, **options)
 
-    assert _differs("torch_chunk_gated_delta_rule", rule) is None
+    assert differs("torch_chunk_gated_delta_rule", rule) is None

@@ -13,6 +13,7 @@ kernels = pytest.importorskip("kernels")
 from transformers.integrations import hub_kernels  # noqa: E402
 
 from liger_multi.compat import hub  # noqa: E402
+from liger_multi.patching.recognize.mixers import SERVED  # noqa: E402
 
 AVAILABLE = hub_kernels.is_kernels_available()
 """Whether transformers accepts this version of the library, and so has marked its layers."""
@@ -100,6 +101,80 @@ def test_activations(monkeypatch, name):
         torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(wanted.sum(), x)[0],
         rtol=1e-4, atol=1e-5,
     )  # fmt: skip
+
+
+def _rows(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+_HEADS = (_rows(2, 70, 2, 8), _rows(2, 70, 2, 8) + 1, _rows(2, 70, 2, 6))
+_B = (_rows(2, 20, 1, 8), _rows(2, 20, 1, 8) + 1)
+FUNCTIONS = {
+    "causal_conv1d_fn": ("qwen3_next", (_rows(2, 5, 9), _rows(5, 4)), {"activation": "silu"}),
+    "chunk_gated_delta_rule": (
+        "qwen3_next", (*_HEADS, -_rows(2, 70, 2).abs(), _rows(2, 70, 2).sigmoid()),
+        {"use_qk_l2norm_in_kernel": True},
+    ),
+    "chunk_kda": (
+        "kimi_linear", (*_HEADS, -_rows(2, 70, 2, 8).abs(), _rows(2, 70, 2).sigmoid()),
+        {"use_qk_l2norm_in_kernel": True},
+    ),
+    "mamba_chunk_scan_combined": (
+        "mamba2", (_rows(2, 20, 4, 6), _rows(2, 20, 4), -_rows(4).abs(), *_B), {"chunk_size": 16},
+    ),
+    "selective_scan_fn": (
+        "mamba", (_rows(2, 6, 11), _rows(2, 6, 11), -_rows(6, 4).abs(), *_rows(2, 2, 4, 11)),
+        {"delta_softplus": True},
+    ),
+}  # fmt: skip
+
+
+def mixing(name):
+    """A function of a modeling file, and the same marked, held by a module and kernelized."""
+    import importlib
+
+    place = f"transformers.models.{FUNCTIONS[name][0]}.modeling_{FUNCTIONS[name][0]}"
+    function = getattr(importlib.import_module(place), hub.MIXING[name][0], None)
+    if function is None:
+        pytest.skip("this transformers has no such function")
+    return function, held(name, function)
+
+
+def held(name, function):
+    marked = kernels.use_kernel_forward_from_hub(name)(function)
+
+    @kernels.use_kernelized_func(marked)
+    class Holder(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return marked(*args, **kwargs)
+
+    return kernelized(Holder(), layers=(name,))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_mix_tokens(monkeypatch, name):
+    stock, ours = mixing(name)
+    _, tensors, options = FUNCTIONS[name]
+    calls = Calls(monkeypatch)
+
+    def trained(function):
+        given = [t.clone().requires_grad_() for t in tensors]
+        made = function(*given, **options)
+        y = made[0] if isinstance(made, tuple) else made
+        return [y, *torch.autograd.grad((y * y.detach()).sum(), given)]
+
+    for got, wanted in zip(trained(ours), trained(stock), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert calls[SERVED[hub.MIXING[name][0]]] == 1
+
+
+def test_a_function_that_computes_something_else_stays():
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+        return hidden_states * weight.sum() + 3
+
+    x, weight = _rows(2, 5, 9), _rows(5, 4)
+    ours = held("causal_conv1d_fn", causal_conv1d_fn)
+    assert torch.equal(ours(x, weight), causal_conv1d_fn(x, weight))
 
 
 def test_compiled_layers_of_a_settled_model(monkeypatch):

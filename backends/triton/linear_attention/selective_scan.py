@@ -23,40 +23,59 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.backends.triton.linear_attention.selective_scan_kernels import (
     _selective_scan_backward_kernel,
     _selective_scan_forward_kernel,
+    _selective_scan_spans_kernel,
+    _selective_scan_states_kernel,
 )
-from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
 
 MOST = 256  # states of a channel
+HELD = 16  # states of a thread
+JOINED = 256  # elements of states that a program takes from span to span
 
 # --- launch configuration ---
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """``block`` channels a program and ``chunk`` tokens a step, ``kept`` at a time in backward."""
+    """``block`` channels and ``span`` tokens a program, ``chunk`` tokens a step."""
 
     block: int
     chunk: int
-    kept: int
+    span: int
     num_warps: int
 
 
-def _config(info: DeviceInfo, states: int, chunk: int, kept: int, each: int) -> ScanConfig:
-    """``each`` states a thread, and at least 16 channels a program.
+@dataclass(frozen=True)
+class BackwardConfig(ScanConfig):
+    """And ``kept`` tokens of a chunk at a time, whose states are in registers."""
 
-    Each program leaves a part of the gradients of B and C. Of few states, a warp is a program: its
-    sums pass through no shared memory.
+    kept: int
+    again: int
+
+
+def _span(info: DeviceInfo, length: int, blocks: int, warps_a_core: int, least: int) -> int:
+    """Tokens of a span, so that one sequence has so many warps on every core.
+
+    Other sequences of a batch add programs, but must not change a sum's order.
+    """
+    spans = max(1, min(cdiv(warps_a_core * info.cores, blocks), length // least))
+    return cdiv(cdiv(max(length, 1), spans), 16) * 16
+
+
+def _shape(info: DeviceInfo, states: int, block: int) -> tuple[int, int]:
+    """Channels and warps of a program whose threads have ``HELD`` states or fewer.
+
+    Of more than 256 threads, each would have fewer registers.
     """
     size = power_of_2(states)
-    block = max(16, min(64, each * info.warp_size // size))
-    block = min(block, 2048 // size)  # programs of more threads have fewer registers for each
-    return ScanConfig(block, chunk, kept, warps(size * block // each, info.warp_size))
+    block = min(block, 256 * HELD // size)
+    return block, warps(size * block // HELD, info.warp_size)
 
 
 def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
-    """As many channels as threads where there are 16 states: each computes one step size a token.
+    """One channel a thread. Spans cost a pass more: wide rows, whose warps fill cores, have one.
 
     Args:
         info: Limits of the device.
@@ -64,15 +83,22 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
         cols: Channels.
         states: Of a channel.
     """
-    return _config(info, states, 4, 4, 16)
+    block, count = _shape(info, states, info.warp_size)
+    blocks = cdiv(cols, block) * count
+    span = length if blocks >= info.cores else _span(info, length, blocks, 8, 128)
+    return ScanConfig(block, 4, max(span, 1), count)
 
 
-def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
-    """States before chunks are in memory, those of ``kept`` tokens in registers.
+def states_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
+    """The first pass of forward and backward; these say what its spans and chunks are."""
+    return forward_config(info, length, cols, states)
 
-    With 4 of them, registers spill up to 88 bytes; with 2, none (sm90, Triton 3.9).
-    """
-    return _config(info, states, 8, 2, 8)
+
+def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> BackwardConfig:
+    """States before chunks are in memory, those of ``kept`` tokens in registers."""
+    block, count = _shape(info, states, info.warp_size)
+    span = _span(info, length, cdiv(cols, block) * count, 8, 128)
+    return BackwardConfig(block, 8, span, count, 4, 1)
 
 
 # --- launchers ---
@@ -98,74 +124,147 @@ class Call(NamedTuple):
     D: Optional[Tensor]
     z: Optional[Tensor]
     bias: Optional[Tensor]
+    initial: Optional[Tensor]
     first: Optional[Tensor]
     softplus: bool
+
+    @property
+    def first_step(self) -> int:
+        """From one sequence to the next in ``first``, which all may share."""
+        shared = self.first is None or self.first.shape[0] == 1
+        return 0 if shared or self.first is None else self.first.stride(0)
 
     @property
     def strides(self) -> tuple[Any, ...]:
         """Of the sequences and tokens of u, delta, B, C and z, and of sequences of ``first``."""
         rows = (self.u, self.delta, self.B, self.C, self.u if self.z is None else self.z)
-        shared = self.first is None or self.first.shape[0] == 1
-        return (
-            *((x.stride(0), x.stride(1)) for x in rows),
-            0 if shared or self.first is None else self.first.stride(0),
-        )
+        return (*((x.stride(0), x.stride(1)) for x in rows), self.first_step)
 
-    def programs(self, k: ScanConfig) -> int:
-        """Blocks of channels of all sequences."""
-        return self.u.shape[0] * cdiv(self.u.shape[2], k.block)
-
-    def constants(self, k: ScanConfig, chunk: int) -> tuple[Any, ...]:
+    def constants(self, chunk: int, block: int) -> tuple[Any, ...]:
         """What kernels take last."""
         states = self.B.shape[2]
-        return states, power_of_2(states), self.softplus, chunk, k.block
+        return states, power_of_2(states), self.softplus, chunk, block
 
-    def config(self, name: str) -> ScanConfig:
-        """The launch configuration of a direction."""
-        formula = {"forward": forward_config, "backward": backward_config}[name]
+    def config(self, name: str) -> Any:
+        """The launch configuration of a kernel."""
         _, length, cols = self.u.shape
         return launch_config(
-            f"selective_scan.{name}", formula, self.u.device, length=length, cols=cols,
+            f"selective_scan.{name}", FORMULAS[name], self.u.device, length=length, cols=cols,
             states=self.B.shape[2],
         )  # fmt: skip
 
-    def empty_states(self, *leading: int) -> Tensor:
-        """Room for a state, or for more, of every sequence."""
-        shape = (self.u.shape[0], *leading, self.u.shape[2], self.B.shape[2])
+    def numbers(self, *leading: int, states: bool = True) -> Tensor:
+        """Room for fp32 numbers of every sequence and channel, or of their states."""
+        batch, _, cols = self.u.shape
+        shape = (batch, *leading, *((self.B.shape[2],) if states else ()), cols)
         return self.u.new_empty(shape, dtype=torch.float32)
+
+
+FORMULAS = {"forward": forward_config, "states": states_config, "backward": backward_config}
+
+
+def _exchanges(c: Call, k: BackwardConfig) -> int:
+    """How often threads halve the states whose sums over channels they hold (``_put_sums``).
+
+    Each of a warp's threads has one channel, and as many states as threads beside it leave.
+    """
+    beside = max(1, device_info(c.u.device).warp_size // k.block)
+    held = power_of_2(c.B.shape[2]) // beside
+    return held.bit_length() - 1 if k.num_warps == 1 and 1 < held <= k.block else 0
+
+
+class Spans(NamedTuple):
+    """How the tokens of a sequence are divided among programs."""
+
+    spans: int
+    chunks: int
+    chunk: int
+
+    @classmethod
+    def of(cls, length: int, k: ScanConfig) -> Spans:
+        """By a launch configuration, whose span is a multiple of its chunk or all tokens."""
+        chunks = cdiv(min(k.span, length), k.chunk)
+        return cls(cdiv(length, chunks * k.chunk), chunks, k.chunk)
+
+    @property
+    def tokens(self) -> int:
+        """Of a span."""
+        return self.chunks * self.chunk
 
 
 def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _call(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    bias: Tensor | None, first: Tensor | None, softplus: bool,
-) -> Call:  # fmt: skip
-    return Call(
-        _adjacent(u), _adjacent(delta), A.contiguous(), _adjacent(B), _adjacent(C),
-        _dense(D), None if z is None else _adjacent(z), _dense(bias), _dense(first), softplus,
-    )  # fmt: skip
+def _wide(x: Tensor) -> Tensor:
+    """B or C in fp32: every thread reads all of it, and would convert all of it."""
+    return _adjacent(x.float())
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _scan(
-    c: Call, initial: Tensor | None, y: Tensor | None, final: Tensor | None,
-    states: Tensor | None, chunk: int,
-) -> None:  # fmt: skip
-    """Either y and the last state, or the state before every chunk."""
-    k = c.config("forward")
-    _, length, cols = c.u.shape
-    args = (
-        c.u, c.delta, c.A, c.B, c.C, c.D, c.z if states is None else None, c.bias, initial, c.first,
-        y, final, states, *c.strides, length, cols, cdiv(length, chunk),
+def _call(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    bias: Tensor | None, initial: Tensor | None, first: Tensor | None, softplus: bool,
+) -> Call:  # fmt: skip
+    return Call(
+        _adjacent(u), _adjacent(delta), A.contiguous(), _wide(B), _wide(C), _dense(D),
+        None if z is None else _adjacent(z), _dense(bias), _dense(initial), _dense(first), softplus,
     )  # fmt: skip
-    constants = c.constants(k, chunk)
-    launch(_selective_scan_forward_kernel, c.programs(k), args, constants, k.num_warps)
+
+
+class Passed(NamedTuple):
+    """What the first pass leaves: before and after spans, and before chunks.
+
+    Attributes:
+        before: The states before spans (batch, spans, N, channels), None for one span.
+        after: Gradients after spans.
+        dinitial: What the last of ``after`` becomes before the first token; None without it.
+        states: The states before chunks (batch, spans, chunks, N, channels).
+        reached: Sums of step sizes from the beginning of a span to a chunk.
+    """
+
+    before: Optional[Tensor] = None
+    after: Optional[Tensor] = None
+    states: Optional[Tensor] = None
+    reached: Optional[Tensor] = None
+
+
+def _first_pass(
+    c: Call, parts: Spans, step: int, dy: Tensor | None = None, dfinal: Tensor | None = None,
+    backward: bool = False,
+) -> Passed:  # fmt: skip
+    """States before spans; for backward, also those before chunks and gradients after spans."""
+    spans, chunks, chunk = parts
+    split = spans > 1
+    k = c.config("states")
+    (batch, length, cols), states = c.u.shape, c.B.shape[2]
+    before = c.numbers(spans) if split else None
+    sums = c.numbers(spans, states=False) if split else None
+    at_chunks = c.numbers(spans, chunks) if backward else None
+    reached = c.numbers(spans, chunks, states=False) if backward and split else None
+    after = c.numbers(spans) if backward and split else None
+    up = dy if backward and split else None
+    args = (
+        c.u, c.delta, c.A, c.B, c.C, up, c.z, c.bias, None if split else c.initial, c.first, before,
+        sums, at_chunks, reached, after, (0, 0) if up is None else (up.stride(0), up.stride(1)),
+        *c.strides, length, cols, spans, chunks, 1,
+    )  # fmt: skip
+    programs = batch * spans * cdiv(cols, k.block)
+    constants = (*c.constants(chunk, k.block), cdiv(chunk, step), step)
+    launch(_selective_scan_states_kernel, programs, args, constants, k.num_warps)
+    for made, given, reverse in ((before, c.initial, False), (after, dfinal, True)):
+        if made is not None:
+            launch(
+                _selective_scan_spans_kernel, batch * cdiv(cols * states, JOINED),
+                (made, sums, c.A, given, c.first, c.first_step, length, cols, spans, parts.tokens),
+                (states, JOINED, reverse), 4,
+            )  # fmt: skip
+    if backward and not split and dfinal is not None:
+        after = dfinal.float().mT.contiguous()
+    return Passed(before, after, at_chunks, reached)
 
 
 def forward(
@@ -173,17 +272,29 @@ def forward(
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
     first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One launch."""
+    """One launch, or three where spans of tokens share the work."""
     if not u.numel():
         return reference.forward(
             u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
             output_final_state,
         )  # fmt: skip
-    c = _call(u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
+    k = c.config("forward")
+    (batch, length, cols), states = u.shape, B.shape[2]
+    parts = Spans.of(length, k)
+    before = _first_pass(c, parts, parts.chunk).before if parts.spans > 1 else None
     y = u.new_empty(u.shape)
-    final = c.empty_states() if output_final_state else None
-    _scan(c, _dense(initial_state), y, final, None, c.config("forward").chunk)
-    return y, u.new_empty(0, dtype=torch.float32) if final is None else final
+    room = (batch, cols, states) if output_final_state else (0,)
+    final = u.new_empty(room, dtype=torch.float32)
+    args = (
+        c.u, c.delta, c.A, c.B, c.C, c.D, c.z, c.bias, c.initial, before, c.first, y,
+        final if output_final_state else None, *c.strides, length, cols, parts.spans, parts.chunks,
+        1,
+    )  # fmt: skip
+    programs = batch * parts.spans * cdiv(cols, k.block)
+    constants = c.constants(parts.chunk, k.block)
+    launch(_selective_scan_forward_kernel, programs, args, constants, k.num_warps)
+    return y, final
 
 
 class Gradients(NamedTuple):
@@ -204,15 +315,21 @@ class Gradients(NamedTuple):
         found: Optional[Tensor] = getattr(self, name)
         if found is None:
             return like.new_empty(0)
-        if name in ("A", "B", "C", "D", "delta_bias"):
-            return sum_rows(found.flatten(1), like.dtype).view(like.shape)
-        return found.to(like.dtype)
+        if name == "initial_state":
+            return found.mT.to(like.dtype, memory_format=torch.contiguous_format)
+        if name not in SUMS:
+            return found
+        total = sum_rows(found.flatten(1), like.dtype)
+        return total.view(like.mT.shape).mT.contiguous() if name == "A" else total.view(like.shape)
 
 
-def _room(c: Call, k: ScanConfig, needs: dict[str, bool]) -> Gradients:
+SUMS = ("A", "B", "C", "D", "delta_bias")
+
+
+def _room(c: Call, k: BackwardConfig, spans: int, needs: dict[str, bool]) -> Gradients:
     """Memory for the gradients that are needed."""
     (batch, length, cols), states = c.u.shape, c.B.shape[2]
-    sums = (cdiv(cols, k.block), batch, length, states)
+    sums, parts = (cdiv(cols, k.block), batch, length, states), batch * spans
 
     def new(name: str, like: Tensor | None, shape: tuple[int, ...]) -> Optional[Tensor]:
         kind = torch.float32 if like is None else like.dtype
@@ -220,9 +337,9 @@ def _room(c: Call, k: ScanConfig, needs: dict[str, bool]) -> Gradients:
 
     return Gradients(
         new("u", c.u, c.u.shape), new("delta", c.delta, c.u.shape), new("z", c.z, c.u.shape),
-        new("A", None, (batch, cols, states)), new("B", None, sums), new("C", None, sums),
-        new("D", None, (batch, cols)), new("delta_bias", None, (batch, cols)),
-        new("initial_state", None, (batch, cols, states)),
+        new("A", None, (parts, states, cols)), new("B", None, sums), new("C", None, sums),
+        new("D", None, (parts, cols)), new("delta_bias", None, (parts, cols)),
+        new("initial_state", None, (batch, states, cols)),
     )  # fmt: skip
 
 
@@ -233,7 +350,7 @@ def backward(
     needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool, needs_z: bool,
     needs_delta_bias: bool, needs_initial_state: bool,
 ) -> Nine:  # fmt: skip
-    """The states before chunks, the reverse pass, and a launch for every sum of parts."""
+    """The first pass, the reverse pass, and a launch for every sum of parts."""
     given = {
         "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
         "initial_state": initial_state,
@@ -249,20 +366,26 @@ def backward(
         needs_initial_state,
     )  # fmt: skip
     wanted = {n: need and given[n] is not None for n, need in zip(given, needs, strict=True)}
-    c = _call(u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
     k = c.config("backward")
-    _, length, cols = u.shape
-    chunks = cdiv(length, k.chunk)
-    states = c.empty_states(chunks)
-    _scan(c, _dense(initial_state), None, None, states, k.chunk)
+    batch, length, cols = u.shape
+    parts = Spans.of(length, k)
     dy = torch.zeros_like(c.u) if dy is None else _adjacent(dy)
-    out = _room(c, k, wanted)
+    known = _first_pass(c, parts, k.kept, dy, _dense(dfinal_state), backward=True)
+    out = _room(c, k, parts.spans, wanted)
     args = (
-        c.u, dy, c.delta, c.A, c.B, c.C, c.D, c.z, c.bias, c.first, states, _dense(dfinal_state),
-        *out, (dy.stride(0), dy.stride(1)), *c.strides, length, cols,
-        chunks, u.shape[0],
+        c.u, dy, c.delta, c.A, c.B, c.C, c.D, c.z, c.bias, c.first, known.states,
+        known.reached, known.before, known.after, *out, (dy.stride(0), dy.stride(1)), *c.strides,
+        length, cols, parts.spans, parts.chunks, batch, 1,
     )  # fmt: skip
-    constants = (*c.constants(k, k.chunk), k.kept)
-    launch(_selective_scan_backward_kernel, c.programs(k), args, constants, k.num_warps)
+    programs = batch * parts.spans * cdiv(cols, k.block)
+    constants = (
+        *c.constants(parts.chunk, k.block),
+        cdiv(parts.chunk, k.kept),
+        k.kept,
+        _exchanges(c, k),
+        k.again,
+    )
+    launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
     found = [out.of(n, u if x is None else x) for n, x in given.items()]
     return tuple(found)  # type: ignore[return-value]

@@ -10,13 +10,24 @@ gate:
     du = delta m . B + D dy,  dC = sum over channels of dy h,  dB = that of m delta u
     ddelta = u m . B + sum over states of m a h_{t-1} A,  dA = sum over t of m a h_{t-1} delta
 
-A program owns some channels of one sequence and goes through its tokens with a tile of states in
-registers, channels by states: a thread has neighboring states of few channels, so that sums over
-states pass few threads. Backward has the state before every chunk of tokens, which a pass of its
-own has written. It goes through the chunks from the last to the first, and through parts of a chunk
-in the same way: it computes the states of a part again, keeps them in registers, and goes through
-its tokens in reverse. Sums over channels leave as one partial a program, sums over tokens as one a
-sequence; a second kernel adds them in a fixed order.
+A program owns some channels of one span of tokens, and passes over the tokens with a tile of states
+in registers, states by channels. Where spans are shorter than the sequence, programs of all spans
+run at the same time in two passes. The first starts every span from zeros and leaves its last state
+and the sum of its step sizes, S. The decay of a whole span is exp(S A), so a short second kernel
+turns the last states into the states before spans. The second pass starts from these.
+
+Backward needs the gradient after every span as well, and has the same form in reverse: the first
+pass leaves sum over t of (a_first ... a_t) dy_t C_t. It also leaves the state before every chunk of
+tokens. Its state before the span was zero; the true one, h, adds exp(S A) h, with S up to the chunk.
+The second pass goes through the chunks from the last to the first, and through parts of a chunk in
+the same way: it computes the states of a part again, keeps them in registers, and goes through its
+tokens in reverse. Sums over channels leave as one partial a program, sums over tokens as one a span;
+a second kernel adds them in a fixed order.
+
+Where no sum over channels is wanted, a thread holds all states of a channel: sums over states and
+functions of step sizes then take no other thread. Compilers choose that layout for tiles in whose
+memory they see no neighbors, so strides of 1 are arguments (``unit``). Backward sums over both axes,
+and its threads have four neighboring channels and every fourth state.
 
 Past the last token, steps are of size 0: they keep the state and its gradient.
 """
@@ -30,44 +41,44 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     exp2_near,
     load_or,
-    recomputed,
-    sigmoid,
+    reciprocal_near,
 )
 from liger_multi.backends.triton.linear_attention.convolution_kernels import (
     _append,
-    _load_token,
     _store_token,
 )
-from liger_multi.backends.triton.linear_attention.ssd_scan_kernels import _softplus
 
 # --- helpers of the kernels ---
 
 
 @triton.jit
-def _place(cols, BLOCK: tl.constexpr):
-    """Of a program: its sequence, block of channels, first channel and channels to the end."""
+def _place(cols, spans, BLOCK: tl.constexpr):
+    """Of a program: its sequence, span, block of channels, first channel and channels to the end."""
     blocks = tl.cdiv(cols, BLOCK)
     assume_cols(cols)
     pid = tl.program_id(0)
+    rest = pid // blocks
     start = (pid % blocks) * BLOCK
-    return (pid // blocks).to(tl.int64), pid % blocks, start, cols - start
+    return (rest // spans).to(tl.int64), rest % spans, pid % blocks, start, cols - start
 
 
 @triton.jit
-def _load_states(ptr, lane, left, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """A tile (channels, states) of a matrix of DIM columns, zeros where it has none."""
+def _load_states(ptr, lane, left, of_state, of_channel, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """A tile (states, channels) of a matrix with these strides, zeros where it has none."""
     n = tl.arange(0, SIZE)
-    mask = (lane < left)[:, None] & (n < DIM)[None, :]
-    at = lane[:, None] * DIM + n[None, :]
+    mask = (n < DIM)[:, None] & (lane < left)[None, :]
+    at = n[:, None] * of_state + lane[None, :] * of_channel
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_states(ptr, value, lane, left, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """Write a tile (channels, states)."""
+def _store_states(
+    ptr, value, lane, left, of_state, of_channel, DIM: tl.constexpr, SIZE: tl.constexpr
+):
+    """Write a tile (states, channels)."""
     n = tl.arange(0, SIZE)
-    mask = (lane < left)[:, None] & (n < DIM)[None, :]
-    tl.store(ptr + (lane[:, None] * DIM + n[None, :]), value, mask=mask)
+    mask = (n < DIM)[:, None] & (lane < left)[None, :]
+    tl.store(ptr + (n[:, None] * of_state + lane[None, :] * of_channel), value, mask=mask)
 
 
 @triton.jit
@@ -85,9 +96,18 @@ def _load_tokens(ptr, first, stride, lane, length, left, COUNT: tl.constexpr):
     """
     rows = ()
     if ptr is not None:
+        ptr += first * stride
         for i in tl.static_range(COUNT):
-            rows = _append(rows, _load_token(ptr, first + i, stride, lane, length, left))
+            limit = tl.where(first + i < length, left, 0)
+            rows = _append(rows, tl.load(ptr + lane, mask=lane < limit, other=0.0))
+            ptr += stride
     return rows
+
+
+@triton.jit
+def _load_numbers(ptr, t, stride, n, length, DIM: tl.constexpr):
+    """B or C of token t; past the last one, that of the last."""
+    return tl.load(ptr + tl.minimum(t, length - 1) * stride + n, mask=n < DIM, other=0.0)
 
 
 @triton.jit
@@ -107,208 +127,394 @@ def _load_gaps(first_ptr, first, length, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _step_size(raw, bias, inside, SOFTPLUS: tl.constexpr):
+def _passes(first_ptr, begin, end):
+    """0 where a state before token ``begin`` reaches the one before ``end``, else -inf.
+
+    It does not where a sequence begins between them. ``first_ptr`` has the first token of the
+    sequence of every token.
+    """
+    if first_ptr is None:
+        return 0.0
+    else:
+        of_last = tl.load(first_ptr + end - 1, mask=end > begin, other=0)
+        return tl.where(of_last > tl.maximum(begin - 1, 0), -float("inf"), 0.0)
+
+
+@triton.jit
+def _steps_and_slopes(raw, bias, inside, SOFTPLUS: tl.constexpr):
+    """Step sizes of a token, 0 past the last one, and their derivatives.
+
+    With u = exp(-|x|), softplus is max(x, 0) + log(1 + u). With s = u / (2 + u), at most 1/3, the
+    logarithm is 2 atanh(s), a polynomial in s^2 to 4e-9: it keeps its digits however small u is.
+    """
+    x = raw.to(tl.float32) + bias
+    slopes = x * 0.0 + 1.0
+    if SOFTPLUS:
+        u = exp2_near(-tl.abs(x) * LOG2E)
+        s = u * reciprocal_near(2.0 + u)
+        q = s * s
+        odd = 0.40024852752 + q * (0.27961418032 + q * 0.28174656629)
+        odd = 2.0 + q * (0.66666316986 + q * odd)
+        half = reciprocal_near(1.0 + u)
+        slopes = tl.where(x < 0.0, u * half, half)
+        x = tl.maximum(x, 0.0) + s * odd
+    return tl.where(inside, x, 0.0), slopes
+
+
+@triton.jit
+def _step_sizes(raw, bias, inside, SOFTPLUS: tl.constexpr):
     """Step sizes of a token, 0 past the last one."""
-    raw = raw.to(tl.float32) + bias
-    steps = _softplus(raw) if SOFTPLUS else raw
-    return tl.where(inside, steps, 0.0)
+    steps, _ = _steps_and_slopes(raw, bias, inside, SOFTPLUS)
+    return steps
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) to 4 ulp."""
+    return reciprocal_near(1.0 + exp2_near(x * -LOG2E))
+
+
+@triton.jit
+def _silu(x):
+    """X sigmoid(x) of a row, in fp32."""
+    wide = x.to(tl.float32)
+    return wide * _sigmoid(wide)
 
 
 @triton.jit
 def _decays(steps, a, gap, PACKED: tl.constexpr):
     """``exp(delta A)``, with A in units of log2, and 0 where a sequence begins."""
-    power = steps[:, None] * a
+    power = steps[None, :] * a
     return exp2_near(power + gap if PACKED else power)
-
-
-@triton.jit
-def _advanced(state, steps, u, b, a, gap, PACKED: tl.constexpr):
-    """The state after one more token."""
-    return _decays(steps, a, gap, PACKED) * state + (steps * u)[:, None] * b[None, :]
-
-
-@triton.jit
-def _states_of(
-    state, steps, u, b, a, gaps, PACKED: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
-):
-    """The states before COUNT tokens of a chunk from its FIRST on, and after the last of them."""
-    states = (state,)
-    for i in tl.static_range(COUNT):
-        state = _advanced(
-            state, recomputed(steps[FIRST + i]), u[FIRST + i].to(tl.float32),
-            b[FIRST + i].to(tl.float32), a, gaps[FIRST + i] if PACKED else 0.0, PACKED,
-        )  # fmt: skip
-        states = _append(states, state)
-    return states
 
 
 # --- kernels ---
 
 
-@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
-def _selective_scan_forward_kernel(
-    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, y_ptr,
-    final_ptr, states_ptr, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step, length,
-    cols, chunks, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
+def _selective_scan_states_kernel(
+    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
+    sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps,
+    z_steps, first_step, length, cols, spans, chunks, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Results of all tokens, or the states before chunks.
+    """What spans leave, and the states before their chunks.
 
-    Program: BLOCK channels of one sequence, chunk after chunk.
-    Reads all inputs, a chunk ahead. Writes y and the last state, or without y the state before
-    every chunk.
+    Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
+    Reads u, delta, A, B and the bias; C, dy and z for the gradient. Writes what there are tensors
+    for. Of spans: the last state and the gradient of the one before them, (batch, spans, DIM,
+    channels), and the sum of step sizes, (batch, spans, channels). Of chunks, the states before
+    them, (batch, spans, chunks, DIM, channels), and the sum of step sizes since the span began.
     """
-    batch, _, start, left = _place(cols, BLOCK)
+    batch, span, _, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
+    origin = span.to(tl.int64) * chunks * CHUNK
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     b_ptr += batch * b_steps[0]
-    if y_ptr is not None:
+    if dy_ptr is not None:
+        dy_ptr += batch * dy_steps[0] + start
         c_ptr += batch * c_steps[0]
-        y_ptr += batch * length * cols + start
+        if z_ptr is not None:
+            z_ptr += batch * z_steps[0] + start
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
+    bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
+    state = tl.zeros([SIZE, BLOCK], tl.float32)
+    if initial_ptr is not None:
+        given = initial_ptr + (batch * cols + start) * DIM
+        state += _load_states(given, lane, left, unit, DIM * unit, DIM, SIZE)
+    total = tl.zeros([BLOCK], tl.float32)
+    through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
+    place = batch * spans + span
+    for step in tl.range(0, chunks * PARTS):
+        first = origin + step * STEP
+        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, STEP)
+        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, STEP)
+        gaps = _load_gaps(first_ptr, first, length, STEP)
+        if dy_ptr is not None:
+            dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, STEP)
+            z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, STEP)
+        if states_ptr is not None:
+            if step % PARTS == 0:
+                here = (place * chunks + step // PARTS) * cols
+                _store_states(
+                    states_ptr + (here * DIM + start), state, lane, left, cols, unit, DIM, SIZE
+                )
+                if reached_ptr is not None:
+                    tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
+        for i in tl.static_range(STEP):
+            steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
+            gap = gaps[i] if first_ptr is not None else 0.0
+            decays = _decays(steps, a, gap, first_ptr is not None)
+            b = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
+            state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
+            total += steps
+            if dy_ptr is not None:
+                up = dy[i].to(tl.float32)
+                if z_ptr is not None:
+                    up *= _silu(z[i])
+                through *= decays
+                c = _load_numbers(c_ptr, first + i, c_steps[1], n, length, DIM)
+                dstate += through * (up[None, :] * c[:, None])
+    at = place * cols * DIM + start
+    if ends_ptr is not None:
+        _store_states(ends_ptr + at, state, lane, left, cols, unit, DIM, SIZE)
+        tl.store(sums_ptr + (place * cols + start) + lane, total, mask=lane < left)
+    if dends_ptr is not None:
+        _store_states(dends_ptr + at, dstate, lane, left, cols, unit, DIM, SIZE)
+
+
+@triton.jit
+def _selective_scan_spans_kernel(
+    ends_ptr, sums_ptr, a_ptr, given_ptr, first_ptr, first_step, length, cols, spans, tokens,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """From what spans leave to what is before them; with REVERSE, gradients after them.
+
+    Program: BLOCK elements of (DIM, channels) of one sequence, span after span of ``tokens``.
+    Reads A, the sums of step sizes, and the state before the first span (after the last), (batch,
+    channels, DIM). Reads and overwrites (batch, spans, DIM, channels).
+    """
+    blocks = tl.cdiv(cols * DIM, BLOCK)
+    pid = tl.program_id(0)
+    batch = (pid // blocks).to(tl.int64)
+    element = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask, n, channel = element < cols * DIM, element // cols, element % cols
+    a = tl.load(a_ptr + (channel * DIM + n), mask=mask, other=0.0).to(tl.float32) * LOG2E
+    state = load_or(given_ptr, batch * cols * DIM + channel * DIM + n, mask, 0.0)
+    if first_ptr is not None:
+        first_ptr += batch * first_step
+    for step in tl.range(0, spans):
+        span = spans - 1 - step if REVERSE else step
+        at = ends_ptr + (batch * spans + span) * cols * DIM + element
+        left = tl.load(at, mask=mask, other=0.0)
+        total = tl.load(sums_ptr + (batch * spans + span) * cols + channel, mask=mask, other=0.0)
+        begin = span.to(tl.int64) * tokens
+        passes = _passes(first_ptr, begin, tl.minimum(begin + tokens, length))
+        tl.store(at, state, mask=mask)
+        state = exp2_near(total * a + passes) * state + left
+
+
+@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
+def _selective_scan_forward_kernel(
+    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
+    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step, length,
+    cols, spans, chunks, unit, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Results of all tokens.
+
+    Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
+    Reads all inputs, a chunk ahead, and the state before the span, (batch, spans, DIM, channels),
+    or before the sequence, (batch, channels, DIM). Writes y and the last state.
+    """
+    batch, span, _, start, left = _place(cols, spans, BLOCK)
+    lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
+    origin = span.to(tl.int64) * chunks * CHUNK
+    u_ptr += batch * u_steps[0] + start
+    delta_ptr += batch * delta_steps[0] + start
+    b_ptr += batch * b_steps[0]
+    c_ptr += batch * c_steps[0]
+    y_ptr += batch * length * cols + start
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
         first_ptr += batch * first_step
-    a = _load_states(a_ptr + start * DIM, lane, left, DIM, SIZE) * LOG2E
+    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
-    state = tl.zeros([BLOCK, SIZE], tl.float32)
-    if initial_ptr is not None:
-        at = initial_ptr + (batch * cols + start) * DIM
-        state += _load_states(at, lane, left, DIM, SIZE)
-    origin = batch * 0
+    state = tl.zeros([SIZE, BLOCK], tl.float32)
+    whole = (batch * cols + start) * DIM
+    if before_ptr is not None:
+        at = before_ptr + (batch * spans + span) * cols * DIM + start
+        state += _load_states(at, lane, left, cols, unit, DIM, SIZE)
+    elif initial_ptr is not None:
+        state += _load_states(initial_ptr + whole, lane, left, unit, DIM * unit, DIM, SIZE)
     u = _load_tokens(u_ptr, origin, u_steps[1], lane, length, left, CHUNK)
     raw = _load_tokens(delta_ptr, origin, delta_steps[1], lane, length, left, CHUNK)
-    b = _load_tokens(b_ptr, origin, b_steps[1], n, length, DIM, CHUNK)
+    z = _load_tokens(z_ptr, origin, z_steps[1], lane, length, left, CHUNK)
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
-        gaps = _load_gaps(first_ptr, first, length, CHUNK)
-        if y_ptr is not None:
-            c = _load_tokens(c_ptr, first, c_steps[1], n, length, DIM, CHUNK)
-        else:
-            at = states_ptr + ((batch * chunks + chunk) * cols + start) * DIM
-            _store_states(at, state, lane, left, DIM, SIZE)
-        z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, CHUNK)
         after = first + CHUNK
+        gaps = _load_gaps(first_ptr, first, length, CHUNK)
         next_u = _load_tokens(u_ptr, after, u_steps[1], lane, length, left, CHUNK)
         next_raw = _load_tokens(delta_ptr, after, delta_steps[1], lane, length, left, CHUNK)
-        next_b = _load_tokens(b_ptr, after, b_steps[1], n, length, DIM, CHUNK)
+        next_z = _load_tokens(z_ptr, after, z_steps[1], lane, length, left, CHUNK)
         for i in tl.static_range(CHUNK):
             t = first + i
-            steps = _step_size(raw[i], bias, t < length, SOFTPLUS)
+            steps = _step_sizes(raw[i], bias, t < length, SOFTPLUS)
             now = u[i].to(tl.float32)
-            state = _advanced(
-                state, steps, now, b[i].to(tl.float32), a,
-                gaps[i] if first_ptr is not None else 0.0, first_ptr is not None,
-            )  # fmt: skip
-            if y_ptr is not None:
-                y = tl.sum(state * c[i].to(tl.float32)[None, :], 1) + skip * now
-                if z_ptr is not None:
-                    gate = z[i].to(tl.float32)
-                    y *= gate * sigmoid(gate)
-                _store_token(y_ptr, y, t, 0, length, cols, lane, left)
-        u, raw, b = next_u, next_raw, next_b
+            gap = gaps[i] if first_ptr is not None else 0.0
+            decays = _decays(steps, a, gap, first_ptr is not None)
+            b = _load_numbers(b_ptr, t, b_steps[1], n, length, DIM)
+            c = _load_numbers(c_ptr, t, c_steps[1], n, length, DIM)
+            state = decays * state + (steps * now)[None, :] * b[:, None]
+            y = tl.sum(state * c[:, None], 0) + skip * now
+            if z_ptr is not None:
+                y *= _silu(z[i])
+            _store_token(y_ptr, y, t, 0, length, cols, lane, left)
+        u, raw, z = next_u, next_raw, next_z
     if final_ptr is not None:
-        at = final_ptr + (batch * cols + start) * DIM
-        _store_states(at, state, lane, left, DIM, SIZE)
+        if span == spans - 1:
+            _store_states(final_ptr + whole, state, lane, left, unit, DIM * unit, DIM, SIZE)
+
+
+@triton.jit
+def _exchanged(x, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
+    """Half of the rows of a tile (2 ROWS, BLOCK), each summed over pairs of columns FAR apart.
+
+    Columns with the bit FAR keep the second half of the rows, others the first: each of a pair
+    gives the other what it does not keep.
+    """
+    low, high = tl.split(tl.permute(tl.reshape(x, (2, ROWS, BLOCK)), (1, 2, 0)))
+    upper = ((lane & FAR) != 0)[None, :]
+    partner = tl.broadcast_to((lane ^ FAR)[None, :], (ROWS, BLOCK))
+    return tl.where(upper, high, low) + tl.gather(tl.where(upper, low, high), partner, 1)
+
+
+@triton.jit
+def _put_sums(
+    ptr, x, t, length, lane, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """Write the sums over the channels of a tile (states, channels), as a row of token t.
+
+    By tl.sum, all threads would get each of the sums, from five exchanges a state (of 32 threads).
+    Where threads exchange halves of what is left, the number of states is halved with every step.
+    """
+    if ptr is not None:
+        LEFT: tl.constexpr = SIZE >> EXCHANGE  # rows that stay: other threads have them
+        MANY: tl.constexpr = 1 << EXCHANGE
+        for half in tl.static_range(EXCHANGE):
+            x = _exchanged(x, lane, SIZE >> (half + 1), BLOCK, BLOCK >> (half + 1))
+        sums = tl.sum(tl.reshape(x, (LEFT, MANY, BLOCK // MANY)), 2)
+        n = tl.arange(0, LEFT)[:, None] + LEFT * tl.arange(0, MANY)[None, :]
+        tl.store(ptr + t * DIM + n, sums, mask=n < tl.where(t < length, DIM, 0))
 
 
 @triton.jit
 def _through_gate(dy, z, h, c, skip, u):
     """Gradients of y before the gate, and of z."""
-    gate, p = z.to(tl.float32), sigmoid(z.to(tl.float32))
-    y = tl.sum(h * c, 1) + skip * u
+    gate = z.to(tl.float32)
+    p = _sigmoid(gate)
+    y = tl.sum(h * c, 0) + skip * u
     return dy * gate * p, dy * y * p * (1.0 + gate * (1.0 - p))
 
 
-@triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
+@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
     u_ptr, dy_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
-    dfinal_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, db_ptr, dc_ptr, dskip_ptr, dbias_ptr,
-    dinitial_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step, length,
-    cols, chunks, batches, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    reached_ptr, before_ptr, after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, db_ptr, dc_ptr,
+    dskip_ptr, dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps, z_steps,
+    first_step, length, cols, spans, chunks, batches, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    KEPT: tl.constexpr, EXCHANGE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
-    Program: BLOCK channels of one sequence, from its last chunk to the first.
-    Reads all inputs and the states before chunks. Writes du, ddelta and dz; the channels' part of
-    dB and dC, (blocks, batch, tokens, DIM); the sequence's part of dA, (batch, channels, DIM), and
-    of the gradients of D and the bias, (batch, channels); and the gradient of the first state.
+    Program: BLOCK channels of a span of one sequence, from its last chunk to the first.
+    Reads all inputs, the states before chunks and spans, and the gradients after spans. Writes du,
+    ddelta and dz; the channels' part of dB and dC, (blocks, batch, tokens, DIM); the span's part of
+    dA, (batch, spans, DIM, channels), and of the gradients of D and the bias, (batch, spans,
+    channels); and the gradient of the first state, (batch, DIM, channels).
     """
-    batch, block, start, left = _place(cols, BLOCK)
+    batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     rows = batch * length * cols + start
-    whole = (batch * cols + start) * DIM
-    parts = (block.to(tl.int64) * batches + batch) * length * DIM
+    place = batch * spans + span
+    origin = span.to(tl.int64) * chunks * CHUNK
     dy_ptr += batch * dy_steps[0] + start
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     b_ptr += batch * b_steps[0]
     c_ptr += batch * c_steps[0]
+    parts = (block.to(tl.int64) * batches + batch) * length * DIM
+    if db_ptr is not None:
+        db_ptr += parts
+    if dc_ptr is not None:
+        dc_ptr += parts
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
         first_ptr += batch * first_step
-    a = _load_states(a_ptr + start * DIM, lane, left, DIM, SIZE) * LOG2E
+    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
-    carry, da = tl.zeros([BLOCK, SIZE], tl.float32), tl.zeros([BLOCK, SIZE], tl.float32)
+    carry, da = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     dskip, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    if dfinal_ptr is not None:
-        carry += _load_states(dfinal_ptr + whole, lane, left, DIM, SIZE)
-    for step in tl.range(0, chunks):
-        chunk = chunks - 1 - step
-        first = batch * 0 + chunk * CHUNK
-        at = states_ptr + ((batch * chunks + chunk) * cols + start) * DIM
-        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, CHUNK)
-        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, CHUNK)
-        b = _load_tokens(b_ptr, first, b_steps[1], n, length, DIM, CHUNK)
-        gaps = _load_gaps(first_ptr, first, length, CHUNK)
-        sizes = ()
-        for i in tl.static_range(CHUNK):
-            sizes = _append(sizes, _step_size(raw[i], bias, first + i < length, SOFTPLUS))
-        for early in tl.static_range(CHUNK - KEPT, -1, -KEPT):
-            state = _load_states(at, lane, left, DIM, SIZE)
-            before = _states_of(state, sizes, u, b, a, gaps, first_ptr is not None, 0, early)
-            h = _states_of(before[early], sizes, u, b, a, gaps, first_ptr is not None, early, KEPT)
-            begin = first + early
-            c = _load_tokens(c_ptr, begin, c_steps[1], n, length, DIM, KEPT)
-            z = _load_tokens(z_ptr, begin, z_steps[1], lane, length, left, KEPT)
-            dy = _load_tokens(dy_ptr, begin, dy_steps[1], lane, length, left, KEPT)
-            for i in tl.static_range(early + KEPT - 1, early - 1, -1):
-                t = first + i
-                now, up = u[i].to(tl.float32), dy[i - early].to(tl.float32)
-                into, out = b[i].to(tl.float32), c[i - early].to(tl.float32)
-                if z_ptr is not None:
-                    up, dz = _through_gate(
-                        up, z[i - early], h[i + 1 - early], out[None, :], skip, now
-                    )
-                    _put_token(dz_ptr, rows, dz, t, length, cols, lane, left)
-                m = carry + up[:, None] * out[None, :]
-                dc = tl.sum(up[:, None] * h[i + 1 - early], 0)
-                _put_token(dc_ptr, parts, dc, t, length, DIM, n, DIM)
-                steps = recomputed(sizes[i])  # kept decays would take as much room as states
-                db = tl.sum(m * (steps * now)[:, None], 0)
-                _put_token(db_ptr, parts, db, t, length, DIM, n, DIM)
-                added = tl.sum(m * into[None, :], 1)  # gradient of delta u
-                du = steps * added + skip * up
-                _put_token(du_ptr, rows, du, t, length, cols, lane, left)
-                dskip += up * now
-                carry = m * _decays(
-                    steps, a, gaps[i] if first_ptr is not None else 0.0, first_ptr is not None
-                )
-                through = carry * h[i - early]  # gradient of the logarithm of decays
-                da += through * steps[:, None]
-                dsteps = tl.sum(through * a, 1) * LN2 + now * added
-                if SOFTPLUS:
-                    dsteps *= sigmoid(raw[i].to(tl.float32) + bias)
-                dbias += tl.where(t < length, dsteps, 0.0)
-                _put_token(ddelta_ptr, rows, dsteps, t, length, cols, lane, left)
+    of_span = place * cols * DIM + start
+    if after_ptr is not None:
+        carry += _load_states(after_ptr + of_span, lane, left, cols, unit, DIM, SIZE)
+    for step in tl.range(0, chunks * PARTS):
+        chunk, part = (chunks * PARTS - 1 - step) // PARTS, PARTS - 1 - step % PARTS
+        first = origin + chunk * CHUNK
+        at = (place * chunks + chunk) * cols
+        state = _load_states(states_ptr + (at * DIM + start), lane, left, cols, unit, DIM, SIZE)
+        if before_ptr is not None:
+            total = load_or(reached_ptr + (at + start), lane, lane < left, 0.0)
+            passes = _passes(first_ptr, origin, tl.minimum(first, length))
+            h = _load_states(before_ptr + of_span, lane, left, cols, unit, DIM, SIZE)
+            state += exp2_near(total[None, :] * a + passes) * h
+        for _ in tl.range(0, part):
+            u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
+            raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
+            gaps = _load_gaps(first_ptr, first, length, KEPT)
+            for i in tl.static_range(KEPT):
+                steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
+                gap = gaps[i] if first_ptr is not None else 0.0
+                decays = _decays(steps, a, gap, first_ptr is not None)
+                into = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
+                state = decays * state + (steps * u[i].to(tl.float32))[None, :] * into[:, None]
+            first += KEPT
+        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
+        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
+        dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, KEPT)
+        z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, KEPT)
+        gaps = _load_gaps(first_ptr, first, length, KEPT)
+        h, kept, sizes, slopes = (state,), (), (), ()
+        for i in tl.static_range(KEPT):
+            steps, slope = _steps_and_slopes(raw[i], bias, first + i < length, SOFTPLUS)
+            gap = gaps[i] if first_ptr is not None else 0.0
+            decays = _decays(steps, a, gap, first_ptr is not None)
+            into = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
+            state = decays * state + (steps * u[i].to(tl.float32))[None, :] * into[:, None]
+            h, kept = _append(h, state), _append(kept, decays)
+            sizes, slopes = _append(sizes, steps), _append(slopes, slope)
+        for i in tl.static_range(KEPT - 1, -1, -1):
+            t = first + i
+            now, up = u[i].to(tl.float32), dy[i].to(tl.float32)
+            into = _load_numbers(b_ptr, t, b_steps[1], n, length, DIM)[:, None]
+            out = _load_numbers(c_ptr, t, c_steps[1], n, length, DIM)[:, None]
+            if z_ptr is not None:
+                up, dz = _through_gate(up, z[i], h[i + 1], out, skip, now)
+                _put_token(dz_ptr, rows, dz, t, length, cols, lane, left)
+            dc = up[None, :] * h[i + 1]
+            _put_sums(dc_ptr, dc, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
+            m = carry + up[None, :] * out
+            db = m * (sizes[i] * now)[None, :]
+            _put_sums(db_ptr, db, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
+            added = tl.sum(m * into, 0)  # gradient of delta u
+            du = sizes[i] * added + skip * up
+            _put_token(du_ptr, rows, du, t, length, cols, lane, left)
+            dskip += up * now
+            gap = gaps[i] if first_ptr is not None else 0.0
+            if AGAIN:
+                carry = m * _decays(sizes[i] * unit, a, gap, first_ptr is not None)
+            else:
+                carry = m * kept[i]
+            through = carry * h[i]  # gradient of the logarithm of decays
+            da += through * sizes[i][None, :]
+            dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
+            dbias += tl.where(t < length, dsteps, 0.0)
+            _put_token(ddelta_ptr, rows, dsteps, t, length, cols, lane, left)
     if dinitial_ptr is not None:
-        _store_states(dinitial_ptr + whole, carry, lane, left, DIM, SIZE)
+        if span == 0:
+            at = dinitial_ptr + batch * cols * DIM + start
+            _store_states(at, carry, lane, left, cols, unit, DIM, SIZE)
     if da_ptr is not None:
-        _store_states(da_ptr + whole, da, lane, left, DIM, SIZE)
-    _put_token(dskip_ptr, start, dskip, batch, batches, cols, lane, left)
-    _put_token(dbias_ptr, start, dbias, batch, batches, cols, lane, left)
+        _store_states(da_ptr + of_span, da, lane, left, cols, unit, DIM, SIZE)
+    _put_token(dskip_ptr, start, dskip, place, place + 1, cols, lane, left)
+    _put_token(dbias_ptr, start, dbias, place, place + 1, cols, lane, left)

@@ -8,6 +8,7 @@ launch of its own around the scan.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -88,29 +89,36 @@ MOST = 128 * 128
 """Elements of a head's state that fit on chip: backward of 16 bits holds several of them."""
 
 
+def _pieces(value: int, size: int) -> int:
+    """In how many pieces a head is taken, each with a state that fits."""
+    return power_of_2(cdiv(value * size, MOST))
+
+
 def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Why a call is refused, or None."""
     if not x.dtype == B.dtype == C.dtype:
         return f"takes x, B and C of one dtype, got {x.dtype}, {B.dtype} and {C.dtype}"
     info, size, value = device_info(x.device), B.shape[3], x.shape[3]
+    pieces = _pieces(value, size)
+    if value % pieces:
+        return (
+            f"takes heads of V elements and states of N, with V * N above {MOST:,} (on-chip "
+            f"memory), if V is a multiple of {pieces}, got {value} and {size}"
+        )
     if not INTERPRETED:
         step = ALIGNED // 2
-        short = any(n < SHORTEST or n % step for n in (size, value))
+        short = any(n < SHORTEST or n % step for n in (size, value // pieces))
         if _is_large(info) and x.element_size() == 2 and short:
             return (
                 f"takes heads and states of at least {SHORTEST} elements in multiples of {step} "
                 f"on {info.arch}, got {value} and {size}"
+                + (f" (in {pieces} pieces of each head)" if pieces > 1 else "")
             )
         widest = 64 if x.element_size() == 4 else 256 if _is_large(info) else 128
         widest = 32 if _is_tight(info, 2) else widest
         if size > widest:
             kind = str(x.dtype).removeprefix("torch.")
             return f"takes {kind} states of up to {widest} on {info.arch} (registers), got {size}"
-        if value * size > MOST:
-            return (
-                f"takes heads of V elements and states of N with V * N of up to {MOST:,} "
-                f"(on-chip memory), got {value} * {size} = {value * size:,}"
-            )
     if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
         return "takes tokens of less than 8 MiB"  # what the results are stored by
     return None
@@ -249,6 +257,79 @@ def _outputs(c: Call, gates: Tensor, states: Tensor) -> Tensor:
     return y
 
 
+# --- heads in pieces ---
+
+INPUTS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Heads whose states do not fit on chip, as several with some columns of x each.
+
+    A column of a state depends on no other one. Pieces of a head share its step sizes, A and bias,
+    which come in fp32, so that gradients of pieces are added before they are rounded.
+    """
+
+    count: int
+
+    def rows(self, x: Optional[Tensor]) -> Optional[Tensor]:
+        """``(batch, tokens, heads, V)`` by pieces."""
+        return None if x is None else x.unflatten(3, (self.count, -1)).flatten(2, 3)
+
+    def states(self, x: Optional[Tensor]) -> Optional[Tensor]:
+        """``(batch, heads, V, N)`` by pieces."""
+        return None if x is None else x.unflatten(2, (self.count, -1)).flatten(1, 2)
+
+    def heads(self, x: Optional[Tensor]) -> Optional[Tensor]:
+        """Numbers of heads, or of heads and columns."""
+        if x is None:
+            return None
+        return x.float().repeat_interleave(self.count, -1)
+
+    def skips(self, x: Optional[Tensor]) -> Optional[Tensor]:
+        """D, a number for every head or column."""
+        if x is None or x.ndim == 1:
+            return self.heads(x)
+        return x.float().unflatten(1, (self.count, -1)).flatten(0, 1)
+
+    def call(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call."""
+        how = {
+            "x": self.rows, "z": self.rows, "dy": self.rows, "dt": self.heads, "A": self.heads,
+            "dt_bias": self.heads, "D": self.skips, "initial_state": self.states,
+            "dfinal_state": self.states,
+        }  # fmt: skip
+        return {name: how[name](x) if name in how else x for name, x in given.items()}
+
+    def joined(self, found: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
+        """A gradient of pieces as that of heads; the sum over pieces where they share a tensor."""
+        if like is None or not found.numel():
+            return found if like is None else like.new_empty(0)
+        if not shared:
+            return found.view(like.shape)
+        return found.unflatten(-1, (-1, self.count)).sum(-1).to(like.dtype)
+
+
+def _forward_in_pieces(**given: Any) -> tuple[Tensor, Tensor]:
+    x, size = given["x"], given["B"].shape[3]
+    y, last = forward(**Pieces(_pieces(x.shape[3], size)).call(given))
+    state = (x.shape[0], *x.shape[2:], size)
+    return y.view(x.shape), last.view(state) if last.numel() else last
+
+
+def _backward_in_pieces(**given: Any) -> Nine:
+    pieces = Pieces(_pieces(given["x"].shape[3], given["B"].shape[3]))
+    inputs = [given[name] for name in INPUTS]
+    by_head = {"dt", "A", "dt_bias"}
+    by_head |= {"D"} if given["D"] is not None and given["D"].ndim == 1 else set()
+    found = backward(**pieces.call(given))
+    joined = [
+        pieces.joined(grad, like, name in by_head)
+        for name, grad, like in zip(INPUTS, found, inputs, strict=True)
+    ]
+    return tuple(joined)  # type: ignore[return-value]
+
+
 def _transposed(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.mT.contiguous()
 
@@ -264,6 +345,12 @@ def forward(
         return reference.forward(
             x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
             chunk, output_final_state,
+        )  # fmt: skip
+    if _pieces(x.shape[3], B.shape[3]) > 1:
+        return _forward_in_pieces(
+            x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+            first=first, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max, chunk=chunk,
+            output_final_state=output_final_state,
         )  # fmt: skip
     options = StepOptions(dt_softplus, dt_min, dt_max)
     c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
@@ -291,6 +378,14 @@ def backward(
             dy, dfinal_state, x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus,
             dt_min, dt_max, chunk, needs_x, needs_dt, needs_A, needs_B, needs_C, needs_D, needs_z,
             needs_dt_bias, needs_initial_state,
+        )  # fmt: skip
+    if _pieces(x.shape[3], B.shape[3]) > 1:
+        return _backward_in_pieces(
+            dy=dy, dfinal_state=dfinal_state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
+            initial_state=initial_state, first=first, dt_softplus=dt_softplus, dt_min=dt_min,
+            dt_max=dt_max, chunk=chunk, needs_x=needs_x, needs_dt=needs_dt, needs_A=needs_A,
+            needs_B=needs_B, needs_C=needs_C, needs_D=needs_D, needs_z=needs_z,
+            needs_dt_bias=needs_dt_bias, needs_initial_state=needs_initial_state,
         )  # fmt: skip
     options = StepOptions(dt_softplus, dt_min, dt_max)
     c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)

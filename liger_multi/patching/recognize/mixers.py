@@ -13,8 +13,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_multi.dispatch.explain import passed_over
 from liger_multi.patching.recognize.probe import probe_context, random
 from liger_multi.patching.replace import redirect
 
@@ -30,6 +31,31 @@ SERVED = {
 """Operators by the functions that they stand for."""
 WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Functions that do all of a mixer where some package is installed, and else return None."""
+
+_KEYS, _VALUES = ("num_k_heads", "head_k_dim"), ("num_v_heads", "head_v_dim")
+_STATES = ("n_groups", "ssm_state_size")
+SIZES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gated_delta_rule": {"q": _KEYS, "k": _KEYS, "v": _VALUES},
+    "kimi_delta_attention": dict.fromkeys("qkv", ("num_heads", "head_dim")),
+    "ssd_scan": {"x": ("num_heads", "head_dim"), "B": _STATES, "C": _STATES},
+    "selective_scan": {"u": ("intermediate_size",), "B": ("ssm_state_size",)},
+}
+"""The attributes of mixers that are the last sizes of an operator's tensors."""
+
+
+def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
+    """The last sizes of an operator's tensors in a mixer; empty where one is not known."""
+    found = {n: [getattr(module, a, None) for a in held] for n, held in SIZES.get(op, {}).items()}
+    known = all(isinstance(size, int) for sizes in found.values() for size in sizes)
+    return found if known else {}  # type: ignore[return-value]
+
+
+def without_kernels(op: str, module: nn.Module) -> str | None:
+    """Why no kernel of the module's device takes its sizes; None where one does, or has none."""
+    like, sizes = next(module.parameters(), None), sizes_of(op, module)
+    if like is None or like.device.type == "meta" or not sizes:
+        return None
+    return passed_over(op, {name: like.new_empty(1, 1, *last) for name, last in sizes.items()})
 
 
 def mixer_calls(kind: type, wanted: Any = SERVED) -> list[tuple[str, FunctionType, str, Any]]:
@@ -53,11 +79,10 @@ def refusal(function: FunctionType, name: str, called: Any) -> str | None:
     body = inspect.unwrap(called) if callable(called) else None
     if not isinstance(body, FunctionType):
         return f"{name} is {type(called).__name__}, not a function"
-    return _differs(name, body)
+    return _known(name, body)
 
 
-@functools.lru_cache(maxsize=256)
-def _differs(name: str, body: FunctionType) -> str | None:
+def differs(name: str, body: Callable[..., Any]) -> str | None:
     """Whether a function computes something else than its operator; None where they agree."""
     try:
         with probe_context() as generator:
@@ -65,6 +90,9 @@ def _differs(name: str, body: FunctionType) -> str | None:
     except Exception as error:  # a function of another signature
         return f"{name} cannot be probed: {type(error).__name__}: {error}"
     return None if same else f"{name} computes something else than {SERVED[name]}"
+
+
+_known = functools.lru_cache(maxsize=256)(differs)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

@@ -26,6 +26,7 @@ from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.mixers import (
     SERVED,
     WHOLE,
+    differs,
     mixer_calls,
     refusal,
     unserved,
@@ -188,6 +189,18 @@ _MADE: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., Any]
     "mamba_selective_scan": _channels_scan,
     **dict.fromkeys(WHOLE, _nothing),
 }
+
+
+def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The operator in the form of a function over all tokens; None where that computes another.
+
+    Args:
+        name: What modeling files call the function, a name of ``SERVED``.
+        called: The function, which also runs what the operator does not take.
+    """
+    if differs(name, called) is not None:
+        return None
+    return _MADE[name](SERVED[name], called, Options())
 
 
 # --- which samples the tokens belong to ---

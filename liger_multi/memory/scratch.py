@@ -1,0 +1,130 @@
+"""What kernels of an operator allocate beside its results, for estimates.
+
+An entry makes tensors of the sizes that the launchers on an accelerator make, on the meta device; a
+test compares them with the launchers. Sizes that depend on the card are those of a Hopper card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = Mapping[str, Any]
+FP32 = torch.float32
+CHUNK = 64  # tokens of a chunk of linear attention
+CHANNELS = 32  # of a program of the selective scan; a step of 8 tokens leaves its states
+
+
+def _experts(given: Given) -> list[Tensor]:
+    """Rows gathered by expert, and what the products make of them before their sums."""
+    index, second = given["index"], given["down_weight"]
+    widths = second.shape[1:]  # hidden and inner, or the other way round
+    inner = widths[0] if given["transposed"] else widths[1]
+    both, back = sum(widths), "dy" in given
+    return [second.new_empty(index.numel(), both + 2 * inner if back else both)]
+
+
+def _filters(tokens: int) -> Callable[[Given], list[Tensor]]:
+    """Sums of every program's tokens for the gradients of a convolution's weight and bias."""
+
+    def made(given: Given) -> list[Tensor]:
+        weight, (batch, length) = given["weight"], given["x"].shape[:2]
+        programs = batch * -(-length // tokens) if "dy" in given else 0
+        sizes = [weight.numel(), len(weight) if given["bias"] is not None else 0]
+        return [weight.new_empty(programs, size, dtype=FP32) for size in sizes]
+
+    return made
+
+
+def _delta_rule(given: Given) -> list[Tensor]:
+    """Squares and gates of chunks; for backward, states and their gradients, and N."""
+    k, v = given["k"], given["v"]
+    (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
+    streams, chunks = batch * many, -(-length // CHUNK)
+    tokens = chunks * CHUNK
+    held = [
+        k.new_empty(2, streams, tokens, CHUNK),
+        k.new_empty(4, streams, tokens, dtype=FP32),
+        k.new_empty(2, batch * heads, tokens * given["qk_l2norm"], dtype=FP32),
+    ]
+    if "dy" in given:
+        held += [
+            v.new_empty(2, streams, chunks, dim, value),
+            v.new_empty(streams, length, value),
+            k.new_empty(2, streams, tokens, dtype=FP32),
+        ]
+    return held
+
+
+def _channel_delta_rule(given: Given) -> list[Tensor]:
+    """The same with gates of channels: rows of q and k by their gates, sums of gates in fp32."""
+    k, v = given["k"], given["v"]
+    (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
+    streams, chunks = batch * many, -(-length // CHUNK)
+    tokens, back = chunks * CHUNK, "dy" in given
+    padded, planes = max(16, 1 << (dim - 1).bit_length()), k.element_size() // 2
+    held = [
+        k.new_empty(planes, streams, tokens, padded, dtype=FP32),
+        k.new_empty(3, streams, tokens, dim),
+        k.new_empty(streams, chunks, padded, dtype=FP32),
+        k.new_empty(2, batch * heads, tokens * given["qk_l2norm"], dtype=FP32),
+        k.new_empty(2 + back, streams, tokens, CHUNK),
+    ]
+    if back:
+        held += [
+            v.new_empty(2, streams, chunks, dim, value),
+            v.new_empty(streams, length, value),
+            k.new_empty(2, streams, tokens, padded, dtype=FP32),
+        ]
+    return held
+
+
+def _state_space(given: Given) -> list[Tensor]:
+    """Gates and states of chunks; for backward, gradients of states and sums of chunks too."""
+    x = given["x"]
+    (batch, length, many, value), (groups, size) = x.shape, given["B"].shape[2:]
+    streams, chunks = batch * many, -(-length // CHUNK)
+    tokens, back = chunks * CHUNK, "dy" in given
+    held = [
+        x.new_empty(5, streams * tokens, dtype=FP32),
+        x.new_empty(1 + back, streams, chunks, size, value),
+    ]
+    if back and given["z"] is not None:
+        held += [torch.empty_like(x)]  # the gradient of y before the gate
+    if back:
+        held += [
+            x.new_empty(batch * groups * chunks, CHUNK, CHUNK),
+            x.new_empty(2 + -(-size // 128), streams * tokens, dtype=FP32),
+        ]
+    return held
+
+
+def _scan(given: Given) -> list[Tensor]:
+    """B and C in fp32; for backward, states before steps, and parts of the gradients of B and C."""
+    u, states = given["u"], given["B"].shape[2]
+    batch, length, cols = u.shape
+    held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"]) if x.dtype != FP32]
+    if "dy" in given:
+        blocks = -(-cols // CHANNELS)
+        held += [u.new_empty(batch, -(-length // 8), states + 1, cols, dtype=FP32)]
+        held += [
+            u.new_empty(blocks, batch, length, states, dtype=FP32)
+            for needed in (given["needs_B"], given["needs_C"])
+            if needed
+        ]
+    return held
+
+
+SCRATCH: dict[str, Callable[[Given], list[Tensor]]] = {
+    "causal_conv1d": _filters(128),
+    "fused_moe": _experts,
+    "gated_delta_rule": _delta_rule,
+    "gated_short_conv": _filters(64),
+    "kimi_delta_attention": _channel_delta_rule,
+    "lora_moe": _experts,
+    "selective_scan": _scan,
+    "ssd_scan": _state_space,
+}
