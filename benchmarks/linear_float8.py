@@ -7,6 +7,8 @@ Every part is forward and backward; variants take turns, and times are medians.
   pass of its own; the codes are compared first. Forward alone.
 * ``adapters``: ``lora_mlp`` and ``lora_qkv`` of Llama-3-8B over a base in bf16 and in FP8, beside
   layers in FP8 with ``lora_update``; errors are relative to the variant in bf16.
+* ``mlp``: ``gated_mlp`` of Llama-3-8B and 3.2-1B, its weights trained or frozen, beside
+  ``gated_mlp_float8`` and layers in FP8 around the activation; errors as of ``adapters``.
 * ``linear``: one layer, its weight trained or frozen, beside torchao's ``rowwise_with_gw_hp``
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
 * ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``.
@@ -248,11 +250,11 @@ def adapters(place: Place) -> Iterator[Row]:
             "layers": functools.partial(apart, x, layers, held),
         }
         shown = f"{tokens}x{width}" + f"x{inner}" * (name == "lora_mlp")
-        yield from _both_ways(place, name, shown, calls, [x, *thin])
+        yield from _both_ways(place, "adapters", name, shown, calls, [x, *thin])
 
 
 def _both_ways(
-    place: Place, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
+    place: Place, part: str, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
     wanted: list[Tensor],
 ) -> Iterator[Row]:  # fmt: skip
     """Forward and backward of every variant, with errors of y and dx beside the first."""
@@ -268,9 +270,39 @@ def _both_ways(
     for variant, run in runs.items():
         errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
-        yield {"part": "adapters", "name": name, "shape": shape, "variant": variant,
+        yield {"part": part, "name": name, "shape": shape, "variant": variant,
                "both_ms": times[variant], "extra_bytes": place.peak(run),
                "error": {"y": errors[0], "dx": errors[1]}}  # fmt: skip
+
+
+def mlp(place: Place) -> Iterator[Row]:
+    """A whole gated MLP, its weights trained or frozen."""
+    for tokens, width, inner in (
+        ((64, 32, 48),) if place.tiny else ((8192, 4096, 14336), (16384, 2048, 8192))
+    ):  # fmt: skip
+        x = place.normal(tokens, width).requires_grad_()
+        shapes = ((inner, width), (inner, width), (width, inner))
+        for trained in (True, False):
+            weights = [
+                place.normal(*shape, scale=shape[1] ** -0.5).requires_grad_(trained)
+                for shape in shapes
+            ]
+
+            def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+                first, rows = ops.linear_float8(x, gate, return_quantized=True)
+                product = ops.swiglu(
+                    first, ops.linear_float8(x, up, quantized=rows), quantize="float8_e4m3"
+                )
+                return cast(Tensor, ops.linear_float8(product.y, down, quantized=product.quantized))
+
+            calls: dict[str, Callable[[], Tensor]] = {
+                "bf16": functools.partial(ops.gated_mlp, x, *weights),
+                "float8": functools.partial(ops.gated_mlp_float8, x, *weights),
+                "layers": functools.partial(by_layers, x, *weights),
+            }
+            name, shown = "trained" if trained else "frozen", f"{tokens}x{width}x{inner}"
+            wanted = [x, *weights] if trained else [x]
+            yield from _both_ways(place, "mlp", name, shown, calls, wanted)
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
@@ -455,8 +487,8 @@ def lora(place: Place) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "kernels": kernels, "codes": codes, "linear": linear, "adapters": adapters, "layer": layer,
-    "small": small, "lora": lora, "model": model,
+    "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
+    "layer": layer, "small": small, "lora": lora, "model": model,
 }  # fmt: skip
 
 
