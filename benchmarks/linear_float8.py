@@ -290,10 +290,10 @@ def mlp(place: Place) -> Iterator[Row]:
 
             def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
                 first, rows = ops.linear_float8(x, gate, return_quantized=True)
-                product = ops.swiglu(
-                    first, ops.linear_float8(x, up, quantized=rows), quantize="float8_e4m3"
-                )
-                return cast(Tensor, ops.linear_float8(product.y, down, quantized=product.quantized))
+                second = ops.linear_float8(x, up, quantized=rows)
+                y, codes = ops.swiglu(first, second, quantize="float8_e4m3")
+                assert y is not None
+                return ops.linear_float8(y, down, quantized=codes)
 
             calls: dict[str, Callable[[], Tensor]] = {
                 "bf16": functools.partial(ops.gated_mlp, x, *weights),

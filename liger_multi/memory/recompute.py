@@ -319,9 +319,17 @@ class _Recomputed:
         skip = self.skip if self.skip is not None else self.learned.get(key)
         counted = Counted(self.policy, skip)
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(counted)
-        result = checkpoint(self.original, *args, **options, **kwargs)
+        result = checkpoint(self._by_products, *args, **options, **kwargs)
         self.skip = self.learned[key] = counted.last
         return result
+
+    def _by_products(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer, with an operator for each GEMM; now and when it is computed again."""
+        token = checks.keeps_products.set(True)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            checks.keeps_products.reset(token)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Computing a layer again would write into the cache again."""

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
+from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.linear_float8 import (
@@ -16,8 +18,10 @@ from liger_multi.ops.linear_float8 import (
     Float8Rows,
     fitting,
     linear_float8,
+    row_scales,
     weight_scales_fit,
 )
+from liger_multi.ops.linear_float8 import op as linear_op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -125,8 +129,8 @@ def gated_mlp_float8(
     Memory:
         Kept for backward: x, gate and up, the weights that somebody needs, 4 bytes per row of
         weight; layers around an activation keep ``(..., F)`` once more. Backward holds three of
-        ``(..., F)`` and codes of two for a while. Under PyTorch's checkpointing it runs as such
-        layers, whose last GEMM is then not computed again.
+        ``(..., F)`` and codes of two for a while. Under PyTorch's checkpointing, neither the
+        product nor the last GEMM is computed again.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, dtypes differ without autocast, or
@@ -156,17 +160,50 @@ def gated_mlp_float8(
     first = cast["x"]
     assert first is not None
     wide = (*weights.values(), *(cast[bias] for bias in biases))
-    if checks.in_checkpoint():
-        return _in_steps(first, wide, own, activation, quantized)
-    return op(first, *wide, activation, *own, *fitting(name, x, quantized))  # type: ignore[no-any-return]
+    every = (first, *wide, activation, *own, *fitting(name, x, quantized))
+    if not checks.in_checkpoint():
+        return op(*every)  # type: ignore[no-any-return]
+    if checks.keeps_products.get():
+        return _in_layers(first, wide, own, activation, quantized)
+    return _early(*every)
 
 
-def _in_steps(
+# --- under checkpointing ---
+
+
+def _first(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
+    gate_own: Tensor | None, up_own: Tensor | None, down_own: Tensor | None,
+    codes: Tensor | None, codes_scale: Tensor | None, *needs: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:  # fmt: skip
+    """Gate and up, the scales of all weights, and a result that is empty."""
+    run = linear_op.fwd.run
+    gate, *made, first = run(x, gate_weight, gate_bias, gate_own, codes, codes_scale, False, False)
+    rows = made if codes is None else (codes, codes_scale)
+    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, False, False)
+    third = row_scales(down_weight) if down_own is None else first.new_empty(0)
+    empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
+    return (empty, gate, up, first, second, third), (gate, up)
+
+
+def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+    """The result, from gate and up; their product is only computed in FP8."""
+    weight, bias, activation, own = given[3], given[6], given[7], given[10]
+    _, rows = activated(*handed, activation, ("quantized",))
+    inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
+    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale)
+    return y  # type: ignore[no-any-return]
+
+
+_early = Early(op, _first, _rest)
+
+
+def _in_layers(
     x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...], activation: str,
     rows: Float8Rows | None,
 ) -> Tensor:  # fmt: skip
-    """The same as steps of their own, of which checkpointing does not compute the last again."""
-    from liger_multi.ops import geglu, swiglu
+    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
         weight = wide[i]
@@ -177,11 +214,22 @@ def _in_steps(
 
     gate, rows = layer(0, x, rows)
     up, _ = layer(1, x, rows)
+    inner, rows = activated(gate, up, activation)
+    assert inner is not None
+    return layer(2, inner, rows)[0]
+
+
+def activated(
+    gate: Tensor, up: Tensor, activation: str, outputs: tuple[str, ...] = OUTPUTS
+) -> QuantizedOutput:
+    """``act(gate) * up`` and its codes."""
+    from liger_multi.ops import geglu, swiglu
+
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
     how = {} if approximate is None else {"approximate": approximate}
     act: Any = swiglu if approximate is None else geglu
-    inner, rows = act(gate, up, **how, quantize="float8_e4m3")
-    return layer(2, inner, rows)[0]
+    made: QuantizedOutput = act(gate, up, **how, quantize="float8_e4m3", outputs=outputs)
+    return made
 
 
 def _case(

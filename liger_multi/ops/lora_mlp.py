@@ -1,16 +1,18 @@
 """Contract of ``lora_mlp``."""
 
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
+from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.linear_float8 import (
     CODES,
@@ -18,6 +20,7 @@ from liger_multi.ops.linear_float8 import (
     fitting,
     linear_float8,
     one_dtype_but_codes,
+    typed,
     weight_scales_fit,
 )
 from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
@@ -142,39 +145,82 @@ def lora_mlp(
         for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
     )
     coded = fitting("lora_mlp", x, quantized)
-    if checks.in_checkpoint():
-        return _in_steps(x, wide, adapted, scales, activation, own, quantized)
-    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)  # type: ignore[no-any-return]
+    every = (x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)
+    if not checks.in_checkpoint():
+        return op(*every)  # type: ignore[no-any-return]
+    if checks.keeps_products.get():
+        layers = _Layers(tuple(wide), tuple(adapted), scales, own)
+        gate, up = layers.first(x, quantized)
+        return layers.last(gate, up, activation)
+    return _early(*every)
 
 
-def _in_steps(
-    x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
-    activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
-) -> Tensor:  # fmt: skip
-    """The same as steps of their own, of which checkpointing does not compute the last again."""
-    from liger_multi.ops import geglu, swiglu
+# --- under checkpointing ---
 
-    def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
-        weight = wide[i]
+
+class _Layers(NamedTuple):
+    """The layers as steps of their own: weights and biases, adapters, and scales."""
+
+    wide: tuple[Tensor | None, ...]
+    thin: tuple[Tensor | None, ...]
+    scales: tuple[float, ...]
+    own: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, *given: Any) -> "_Layers":
+        """Of the arguments of the operator after x."""
+        return cls((*given[:3], *given[9:12]), given[3:9], given[12:15], given[16:19])
+
+    def layer(self, i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
+        """One of them, and codes of its input."""
+        weight, bias = self.wide[i], self.wide[3 + i]
         assert weight is not None
-        if own[i] is None:
-            y = linear_of_mode(x, weight, wide[3 + i])
+        if self.own[i] is None:
+            y = linear_of_mode(x, weight, bias)
         else:
             y, rows = linear_float8(
-                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
+                x, weight, bias, weight_scale=self.own[i], quantized=rows, return_quantized=True
             )
-        a, b = thin[2 * i], thin[2 * i + 1]
-        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i]), rows
+        a, b = self.thin[2 * i : 2 * i + 2]
+        if a is None or b is None:
+            return y, rows
+        return lora_update(y, x, a, b, scale=self.scales[i]), rows
 
-    gate, rows = layer(0, x, rows)
-    up, _ = layer(1, x, rows)
-    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    how = {} if approximate is None else {"approximate": approximate}
-    act: Any = swiglu if approximate is None else geglu
-    if own[2] is None:
-        return layer(2, act(gate, up, **how), None)[0]
-    inner, rows = act(gate, up, **how, quantize="float8_e4m3")
-    return layer(2, inner, rows)[0]
+    def first(self, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Tensor]:
+        """Gate and up."""
+        gate, rows = self.layer(0, x, rows)
+        return gate, self.layer(1, x, rows)[0]
+
+    def last(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """The result."""
+        from liger_multi.ops import geglu, swiglu
+
+        if self.own[2] is not None:
+            inner, rows = activated(gate, up, activation)
+            assert inner is not None
+            return self.layer(2, inner, rows)[0]
+        approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+        inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
+        return self.layer(2, inner, None)[0]
+
+
+def _first(x: Tensor, *given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Gate and up, and a result that is empty."""
+    *args, codes, codes_scale = given[:21]
+    layers = _Layers.of(*args)
+    rows = None if codes is None else typed(codes, codes_scale)
+    gate, up = layers.first(x, rows)
+    down = layers.wide[2]
+    assert down is not None
+    return (empty_of(x, *x.shape[:-1], down.shape[0]), gate, up), (gate, up)
+
+
+def _rest(handed: tuple[Tensor, Tensor], x: Tensor, *given: Any) -> Tensor:
+    """The result, from gate and up."""
+    return _Layers.of(*given).last(*handed, given[15])
+
+
+_early = Early(op, _first, _rest)
 
 
 def _case(

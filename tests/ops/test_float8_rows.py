@@ -8,6 +8,7 @@ import torch
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.ops.linear_float8 import row_scales
 from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
 from tests import harness
 
@@ -245,6 +246,35 @@ def test_a_gated_mlp_has_the_bits_of_its_layers(activation, dtype):
     assert torch.equal(one, other)
     found, right = (torch.autograd.grad(y, given, dy) for y in (one, other))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["trained", "codes"])
+@pytest.mark.parametrize("activation", ACTS)
+def test_checkpointing_of_a_gated_mlp_gives_its_bits(activation, given):
+    x, weights, biases = mlp_case(torch.bfloat16)
+    wanted, how = [x, *weights, *biases], {}
+    if given:
+        names = [f"{n}_weight_scale" for n in ("gate", "up", "down")]
+        weights, scales = zip(*(rows(w.detach()) for w in weights), strict=True)
+        wanted, how = [x, *biases], dict(zip(names, scales, strict=True))
+    right = mlp(x, weights, biases, activation, **how)
+    dy = torch.randn_like(right)
+
+    def run(x):
+        return mlp(x, weights, biases, activation, **how)
+
+    found = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    found += 0  # the result may be written to
+    one, other = ([y, *torch.autograd.grad(y, wanted, dy)] for y in (found, right))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_scales_of_a_weight_are_those_of_its_rows(dtype):
+    w = torch.randn(7, 40).to(dtype)
+    w[1], w[2, 3], w[3, 4], w[4, 5] = 0, torch.nan, -torch.inf, -torch.nan
+    assert torch.equal(row_scales(w).view(torch.int32), rows(w).scale.view(torch.int32))
+    assert torch.equal(row_scales(w[:, :0]), rows(w[:, :0]).scale)
 
 
 @pytest.mark.parametrize("trained", [("x",), ("gate",), ("down",), ("up", "x"), ("x", "down")])

@@ -532,6 +532,26 @@ def test_a_whole_mlp_keeps_one_activation_less():
     assert found[1] - found[0] == made.config.num_hidden_layers * inner
 
 
+@pytest.mark.parametrize("kind", ["trained", "adapters"])
+def test_the_last_gemm_of_an_mlp_is_not_computed_again(kind):
+    """Nor is the product before it; bits are those of a model that keeps all."""
+    make = adapted if kind == "adapters" else model
+    made, right = make(torch.bfloat16), make(torch.bfloat16)
+    for each in (made, right):
+        patch(each, linear_float8=FROZEN if kind == "adapters" else ALL)
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.enable_input_require_grads()
+    made.train()
+    names = ("linear_float8", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
+    with recorded(*names) as seen:
+        found = step(made)
+    assert equal(found, step(right))
+    # of a layer twice: o, or q, k, v and o, gate and up; once: the product and down
+    again = 1 + 2 if kind == "adapters" else 4 + 2
+    layers = made.config.num_hidden_layers
+    assert [len(seen[n]) for n in names] == [(2 * again + 1) * layers, layers, 0, 0]
+
+
 def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
     made, layers = model(torch.bfloat16), model(torch.bfloat16)
     patch(made, linear_float8=ALL)
