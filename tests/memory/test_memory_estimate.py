@@ -56,6 +56,7 @@ def test_within_ten_percent_of_a_measured_step(case):
 FLOAT8 = {
     "trained": (False, {"smallest": 0}),
     "frozen": (True, {"smallest": 0, "frozen": True}),
+    "checkpointed": (False, {"smallest": 0}),
 }
 
 
@@ -67,10 +68,14 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
         pytest.importorskip("peft")
     case = Case("dense", 4, 128, "bfloat16", lora=lora)
     model, patched = case.build("cpu"), {"linear_float8": options}
+    again = name == "checkpointed"
     found = estimate(
-        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched
-    )
+        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched,
+        checkpointing=again,
+    )  # fmt: skip
     liger_multi.patch(model, **patched)
+    if again:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, step = case.step(model)
     for _ in range(2):  # norms hand out codes from the second step on
         step()
