@@ -1,7 +1,6 @@
 """Contract of ``lora_mlp``."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -10,20 +9,20 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import OUTPUTS
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.linear_float8 import (
-    CODES,
     Float8Rows,
     fitting,
     linear_float8,
     one_dtype_but_codes,
-    typed,
     weight_scales_fit,
 )
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
+from liger_multi.ops.lora_qkv import op as qkv_op
+from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8, lora_update
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -149,75 +148,80 @@ def lora_mlp(
     if not checks.in_checkpoint():
         return op(*every)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        layers = _Layers(tuple(wide), tuple(adapted), scales, own)
-        gate, up = layers.first(x, quantized)
-        return layers.last(gate, up, activation)
+        return _in_layers(x, wide, adapted, scales, activation, own, quantized)
     return _early(*every)
 
 
 # --- under checkpointing ---
 
 
-class _Layers(NamedTuple):
-    """The layers as steps of their own: weights and biases, adapters, and scales."""
+def _in_layers(
+    x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
+    activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
+) -> Tensor:  # fmt: skip
+    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
+    from liger_multi.ops import geglu, swiglu
 
-    wide: tuple[Tensor | None, ...]
-    thin: tuple[Tensor | None, ...]
-    scales: tuple[float, ...]
-    own: tuple[Tensor | None, ...]
-
-    @classmethod
-    def of(cls, *given: Any) -> "_Layers":
-        """Of the arguments of the operator after x."""
-        return cls((*given[:3], *given[9:12]), given[3:9], given[12:15], given[16:19])
-
-    def layer(self, i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
-        """One of them, and codes of its input."""
-        weight, bias = self.wide[i], self.wide[3 + i]
+    def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
+        weight = wide[i]
         assert weight is not None
-        if self.own[i] is None:
-            y = linear_of_mode(x, weight, bias)
+        if own[i] is None:
+            y = linear_of_mode(x, weight, wide[3 + i])
         else:
             y, rows = linear_float8(
-                x, weight, bias, weight_scale=self.own[i], quantized=rows, return_quantized=True
+                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
             )
-        a, b = self.thin[2 * i : 2 * i + 2]
-        if a is None or b is None:
-            return y, rows
-        return lora_update(y, x, a, b, scale=self.scales[i]), rows
+        a, b = thin[2 * i], thin[2 * i + 1]
+        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i]), rows
 
-    def first(self, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Tensor]:
-        """Gate and up."""
-        gate, rows = self.layer(0, x, rows)
-        return gate, self.layer(1, x, rows)[0]
-
-    def last(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        """The result."""
-        from liger_multi.ops import geglu, swiglu
-
-        if self.own[2] is not None:
-            inner, rows = activated(gate, up, activation)
-            assert inner is not None
-            return self.layer(2, inner, rows)[0]
-        approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-        inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
-        return self.layer(2, inner, None)[0]
+    gate, rows = layer(0, x, rows)
+    up, _ = layer(1, x, rows)
+    if own[2] is not None:
+        inner, rows = activated(gate, up, activation)
+        assert inner is not None
+        return layer(2, inner, rows)[0]
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
+    return layer(2, inner, None)[0]
 
 
-def _first(x: Tensor, *given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+def _layers(x: Tensor, given: Any, which: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
+    """Some layers of one input, as ``lora_qkv``; ``given`` are the arguments of the operator."""
+
+    def part(place: int, step: int = 1, of: int = 1) -> list[Any]:
+        some = [t for i in which for t in given[place + step * i : place + step * i + of]]
+        return [*some, *[None] * of * (3 - len(which))]
+
+    scales = [given[13 + i] for i in which] + [1.0] * (3 - len(which))
+    return qkv_op.fwd.run(  # type: ignore[no-any-return]
+        x, *part(1), *part(4, 2, 2), *part(10), *scales, *part(17), *codes
+    )[: len(which)]
+
+
+def _first(*given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Gate and up, and a result that is empty."""
-    *args, codes, codes_scale = given[:21]
-    layers = _Layers.of(*args)
-    rows = None if codes is None else typed(codes, codes_scale)
-    gate, up = layers.first(x, rows)
-    down = layers.wide[2]
-    assert down is not None
+    x, down = given[0], given[3]
+    kinds = {t.dtype for t in (given[4], given[6]) if t is not None}
+    if len(kinds) < 2:
+        gate, up = _layers(x, given, (0, 1), *given[20:22])
+    else:
+        gate, up = (_layers(x, given, (i,), *given[20:22])[0] for i in (0, 1))
     return (empty_of(x, *x.shape[:-1], down.shape[0]), gate, up), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], x: Tensor, *given: Any) -> Tensor:
-    """The result, from gate and up."""
-    return _Layers.of(*given).last(*handed, given[15])
+def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+    """The result, from gate and up; without an adapter, their product is only needed in FP8."""
+    from liger_multi.ops import geglu, swiglu
+
+    activation, coded = given[16], given[19] is not None
+    if coded:
+        outputs = OUTPUTS if given[8] is not None else ("quantized",)
+        inner, rows = activated(*handed, activation, outputs)
+        inner = empty_of(handed[0], *handed[0].shape) if inner is None else inner
+        return _layers(inner, given, (2,), rows.codes.view(torch.uint8), rows.scale)[0]
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    inner = swiglu(*handed) if approximate is None else geglu(*handed, approximate)
+    return _layers(inner, given, (2,), None, None)[0]
 
 
 _early = Early(op, _first, _rest)
@@ -245,19 +249,6 @@ def _case(
 def _bias(inner: int, out: int) -> dict[str, T]:
     sizes = {"gate_bias": inner, "up_bias": inner, "down_bias": out}
     return {name: T((size,), scale=0.3, grad=False) for name, size in sizes.items()}
-
-
-def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The same tensors in fp32, of which the weights of some layers are codes with scales.
-
-    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
-    """
-    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
-    for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
 
 
 _FROZEN: Any = {f"{layer}_{part}": True for layer in LAYERS for part in "ab"}

@@ -542,14 +542,14 @@ def test_the_last_gemm_of_an_mlp_is_not_computed_again(kind):
     made.gradient_checkpointing_enable({"use_reentrant": False})
     made.enable_input_require_grads()
     made.train()
-    names = ("linear_float8", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
+    names = ("linear_float8", "lora_qkv", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
     with recorded(*names) as seen:
         found = step(made)
     assert equal(found, step(right))
-    # of a layer twice: o, or q, k, v and o, gate and up; once: the product and down
-    again = 1 + 2 if kind == "adapters" else 4 + 2
-    layers = made.config.num_hidden_layers
-    assert [len(seen[n]) for n in names] == [(2 * again + 1) * layers, layers, 0, 0]
+    # of a layer twice: q, k and v, o, gate and up; once: the product and down
+    layers, fused = made.config.num_hidden_layers, kind == "adapters"
+    wanted = (2, 2 + 2 + 1, 1, 0, 0) if fused else (2 * 6 + 1, 0, 1, 0, 0)
+    assert [len(seen[n]) for n in names] == [count * layers for count in wanted]
 
 
 def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
