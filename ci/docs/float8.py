@@ -17,6 +17,7 @@ PARTS = {
     "layer": "a decoder layer of {name}",
     "small": "a step of {name}",
     "model": "a step of {name}, checkpointed",
+    "gradients": "forward and backward of {name}, checkpointed, no optimizer",
     "lora": "a step of LoRA on {name}, checkpointed",
 }
 """Parts of the speed benchmark, and how the page calls a row of one."""
@@ -72,6 +73,7 @@ def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
         PARTS[row["part"]].format(name=row["name"]), row["shape"],
         f"{base['both_ms']:.2f}", f"{row['both_ms']:.2f}",
         f"{row['both_ms'] / base['both_ms']:.2f}",
+        f"{row['row_ms'] / base['row_ms']:.2f}" if "row_ms" in row and "row_ms" in base else "-",
         "-" if peer is None else f"{peer['both_ms']:.2f} ({peer['variant']})",
         *(f"{n / 2**20:,.0f}" for n in held),
         " / ".join(f"{100 * errors[k]:.1f} %" for k in ("y", "dx") if k in errors) or "-",
@@ -87,8 +89,8 @@ def speed() -> str:
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
         found = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
-        lines = [["", "shape", "bf16 ms", "FP8 ms", "ratio", "peer ms", "bf16 MiB", "FP8 MiB",
-                  "error of y / dx"], ["---"] * 9]  # fmt: skip
+        lines = [["", "shape", "bf16 ms", "FP8 ms", "ratio", "in a row", "peer ms", "bf16 MiB",
+                  "FP8 MiB", "error of y / dx"], ["---"] * 10]  # fmt: skip
         lines += [line for run, row in found if (line := _line(run, row)) is not None]
         parts.append(f"{_said(found[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)

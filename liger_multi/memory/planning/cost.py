@@ -138,7 +138,7 @@ def card_of(given: str | int | Card) -> tuple[Card, int]:
 # --- time ---
 
 PRODUCTS, STREAM, LINK = 0.65, 0.8, 0.7  # reached shares of published rates
-PRODUCTS8 = 0.59  # an FP8 GEMM takes 0.55 of bf16's time (H200, torch 2.11), not 0.5
+PRODUCTS8 = 0.59  # FP8 GEMMs of a Llama-3-8B layer took 0.56 of the time of bf16 (H100, 2026-11)
 # Seconds of a host for an operator, Python's and autograd's parts included: unpatched steps of few
 # tokens took 25 to 39 us (H200 machine, torch 2.11, 2026-11-22).
 LAUNCH = 30e-6
