@@ -487,13 +487,13 @@ def gated_case(rows, cols, dtype, by=NONE):
 def coded_backward(dy, gate, up, columns, wanted, product, format, by=NONE):
     """Gradients, codes of those with columns, and what stands in dy."""
 
-    def room(x):
+    def code_room(x):
         codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
         scale = torch.empty(x.shape[0], device=DEVICE)
         return CodeRoom(codes, scale, CODE_FORMATS[format][1], False)
 
     dy = dy.clone()
-    rooms = tuple(None if c is None else room(gate) for c in columns)
+    rooms = tuple(None if c is None else code_room(gate) for c in columns)
     made = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, wanted, product)
     return made, [None if r is None else r.rows_of(format) for r in rooms], dy
 
